@@ -23,7 +23,7 @@ from typing import Any
 
 from sftkit.config.command_line import Parser, path
 from sftkit.config.commands import running
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_jobs
 from sftkit.experiments.bench.report import loss_table, machine_lines, speed_table
@@ -66,7 +66,7 @@ def main() -> int:
     PAGE.write_text(rebuilt(PAGE.read_text(), FOLDER))
     for tool in sorted(FOLDER.glob("lab_*/tables.py")):
         runpy.run_path(str(tool), run_name="__main__")
-    say(f"tables: {PAGE}")
+    print_text(f"tables: {PAGE}")
     return int(failed)
 
 
@@ -81,7 +81,7 @@ def run(lab: str, processes: int, only: list[str] | None) -> bool:
     out = Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
     jobs = read_jobs(plan, out, only)
     fit = [job.name for job in jobs if job.processes.count <= processes]
-    say(
+    print_text(
         f"\n=== {lab}: {len(fit)} of {len(jobs)} runs"
         + (f"; the others need more than {processes} GPUs" * (len(fit) < len(jobs)))
     )

@@ -19,7 +19,7 @@ def main() -> None:
     from functools import partial
 
     from sftkit.config.schema import ModelConfig
-    from sftkit.config.terminal import say
+    from sftkit.config.terminal import print_text
     from sftkit.generation.decode import stream
     from sftkit.generation.introduction import introduction
     from sftkit.generation.repl import Conversation, converse, show
@@ -38,7 +38,7 @@ def main() -> None:
     if args.prompt is not None:
         show(answer(Conversation(args.system).asked(args.prompt)))
         return
-    say(introduction(path, orig_model, tokenizer, newest=args.path is None), error=True)
+    print_text(introduction(path, orig_model, tokenizer, newest=args.path is None), error=True)
     converse(answer, args.system)
 
 

@@ -50,12 +50,12 @@ def evaluate(args, rt) -> None:
     name = source.path
     suite = Suite(config, model.orig_model, tokenizer, rt, model, validation, layout, tasks=tasks, model_name=name)
     values, found = suite.validate(), suite.run_tasks()
-    rt.say(f"\n{name}\n{results.table([one.result for one in found], values)}")
+    rt.print(f"\n{name}\n{results.table([one.result for one in found], values)}")
     if args.out is not None and rt.is_main:
         results.write(Path(args.out), found)
         results.write_validation(Path(args.out), values, suite.about_validation)
-        rt.say(f"every example: {args.out}")
-        report_of_folder(Path(args.out), rt.say)
+        rt.print(f"every example: {args.out}")
+        report_of_folder(Path(args.out), rt.print)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def main() -> None:
     from sftkit.config.stages import stage_of_recipe
     from sftkit.data.epoch import plan_epoch
     from sftkit.data.pack import DocumentLengths, make_layout
-    from sftkit.preflight import look as preflight
+    from sftkit.preflight import analysis as preflight
     from sftkit.preflight import prepare
     from sftkit.preflight import terminal as inspection
     from sftkit.preflight.page import page
@@ -49,7 +49,7 @@ def main() -> None:
     plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
 
     data = preflight.DataOfRun(examples, validation, layout, epoch)
-    found = preflight.look(cfg, tokenizer, data, preflight.PlannedModel(orig_model, plan))
+    found = preflight.analyse(cfg, tokenizer, data, preflight.PlannedModel(orig_model, plan))
     samples = inspection.previews(examples, tokenizer, flags.preview)
     inspection.show(console, found, samples)
     if flags.html:

@@ -15,7 +15,7 @@ from sftkit.runtime.script import script
 def main() -> None:
     """Make the workspace of a project on wandb."""
     from sftkit.config.command_line import Parser, path
-    from sftkit.config.terminal import say
+    from sftkit.config.terminal import print_text
 
     parser = Parser(__doc__)
     parser.add_argument("--entity", required=True, help="user or team on wandb")
@@ -35,10 +35,10 @@ def main() -> None:
         first, second = (comparison.find(run, args.entity, args.project, offline=args.dry_run) for run in args.report)
         views["report"] = comparison.comparison(args.entity, args.project, (first, second), names)
     if args.dry_run:
-        say(json.dumps({name: workspace.spec(view) for name, view in views.items()}, indent=1))
+        print_text(json.dumps({name: workspace.spec(view) for name, view in views.items()}, indent=1))
         return
     for name, view in views.items():
-        say(f"{name}: {workspace.save(view)}")
+        print_text(f"{name}: {workspace.save(view)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def main() -> None:
     from pathlib import Path
 
     from sftkit.config.command_line import Parser, path
-    from sftkit.config.terminal import say
+    from sftkit.config.terminal import print_text
     from sftkit.errors import ConfigError
     from sftkit.reports.collect import newest_run_under
     from sftkit.reports.write import write_report
@@ -26,7 +26,7 @@ def main() -> None:
     try:
         if args.out is not None and (args.out.suffix != ".html" or not args.out.absolute().parent.is_dir()):
             raise ConfigError(f"--out {args.out}: must be a file ending in .html in a folder that exists")
-        say(str(write_report(args.run or newest_run_under(Path("runs")), args.against, args.out)))
+        print_text(str(write_report(args.run or newest_run_under(Path("runs")), args.against, args.out)))
     except OSError as error:
         raise ConfigError(f"the report cannot be written: {error}") from error
 

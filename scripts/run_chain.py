@@ -17,13 +17,13 @@ def main() -> int:
 
     from sftkit.config.commands import invocation, running, typed
     from sftkit.config.paths import expanded
-    from sftkit.config.terminal import say
+    from sftkit.config.terminal import print_text
     from sftkit.launch import launch
     from sftkit.launch.chain import CHAIN_SCRIPTS, evaluate_command, is_evaluated, read_stages, summary, was_stopped
 
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         help = "--help" in sys.argv or "-h" in sys.argv
-        say(f"usage: {running()} FOLDER [key=value ...]\n\n{typed(__doc__ or '')}", error=not help)
+        print_text(f"usage: {running()} FOLDER [key=value ...]\n\n{typed(__doc__ or '')}", error=not help)
         return 0 if help else 2
     folder, overrides = Path(expanded(sys.argv[1])), sys.argv[2:]
     recipes = read_stages(folder, overrides)  # all three are checked before the first one starts
@@ -31,23 +31,23 @@ def main() -> int:
     runs = {stage: Path(cfg.run.dir) for stage, cfg in recipes.items()}
     started = time.perf_counter()
     for stage, name in CHAIN_SCRIPTS.items():
-        say(f"\n=== {stage}: {folder / stage}.yaml")
+        print_text(f"\n=== {stage}: {folder / stage}.yaml")
         stage_started = time.time()
         code = launch.run(name, str(folder / f"{stage}.yaml"), overrides)
         if was_stopped(runs[stage], stage_started):
             words = [word for word in sys.argv[1:] if not word.startswith("train.resume=")]
-            say(f"stopped; go on: {invocation('scripts/run_chain.py', *words, 'train.resume=auto')}")
+            print_text(f"stopped; go on: {invocation('scripts/run_chain.py', *words, 'train.resume=auto')}")
             return code
         if code != 0:
             return code
-    say("\n=== evaluate")
+    print_text("\n=== evaluate")
     code = 0
     if is_evaluated(recipes["sft"]):
-        say(f"evaluated before: {runs['sft']}")
+        print_text(f"evaluated before: {runs['sft']}")
     else:
         code = launch.call(evaluate_command(recipes["sft"]))
     if code == 0:
-        say(summary(runs, time.perf_counter() - started))
+        print_text(summary(runs, time.perf_counter() - started))
     return code
 
 

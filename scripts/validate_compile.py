@@ -19,7 +19,7 @@ def main() -> int:
     args = parse(__doc__)
 
     from sftkit.config.load import read_config
-    from sftkit.config.terminal import say
+    from sftkit.config.terminal import print_text
     from sftkit.experiments.validate.dashboard import show
     from sftkit.experiments.validate.ledger import open_ledger, record
     from sftkit.experiments.validate.page import markdown
@@ -32,10 +32,10 @@ def main() -> int:
         plan, out = plan_of(args), folder_of(args)
         result = validate(plan, out, ledger)
         if line := show(result, out, read_config(plan.recipe, plan.overrides, world_size=1).log):
-            say(line)
-    say(f"\n{markdown(result)}\nresult: {out}/validation.html")
+            print_text(line)
+    print_text(f"\n{markdown(result)}\nresult: {out}/validation.html")
     if ledger and ledger.records:
-        say(record(result, ledger.path))
+        print_text(record(result, ledger.path))
     return 0 if result["passed"] else 1
 
 

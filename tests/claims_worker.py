@@ -66,7 +66,7 @@ def one_rank_alone(rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
     layout = make_layout_of("packed", examples.lengths, world_size=2)
     orig_model = tiny_llama()
     engine = make_engine(cfg, rt, folder, Training(orig_model, NextToken(LossConfig()), layout))
-    engine.warm_up(rt.say)
+    engine.warm_up(rt.print)
     before = engine.report()
     if rt.rank == 1:
         orig_model.model.layers[0].eval()

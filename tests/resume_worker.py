@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.compatibility import run_identity
-from sftkit.checkpoint.found import find
+from sftkit.checkpoint.resume import find
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import (
     AttentionConfig,

@@ -77,7 +77,7 @@ TORCH_FREE = (
     ),
     *(
         f"rundir/{name}.py"
-        for name in ("names", "failure", "files", "killed", "lock", "manifest", "made_from", "status")
+        for name in ("names", "failure", "files", "killed", "lock", "manifest", "provenance", "status")
     ),
     *(f"runtime/{name}.py" for name in ("launcher", "oom", "progress", "script", "signals", "words")),
 )

@@ -15,7 +15,7 @@ from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
-from sftkit.checkpoint.found import find
+from sftkit.checkpoint.resume import find
 from sftkit.checkpoint.state_store import SafeReader, load_states
 from sftkit.config.schema import (
     AttentionConfig,

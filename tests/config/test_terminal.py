@@ -12,7 +12,7 @@ from helpers import ROOT
 from rich.table import Table
 from rich.text import Text
 
-from sftkit.config.terminal import Level, SayHandler, say, visible
+from sftkit.config.terminal import Level, TerminalHandler, print_text, visible
 from sftkit.runtime.console import VisibleConsole
 
 STEERING = {
@@ -40,18 +40,18 @@ PLAIN = ("", "a\tb\nc", "Straße 你好 שלום עולם", "می\u200cخواه�
 def test_what_could_steer_a_terminal_or_hide_is_written_out(text: str, shown: str, capsys) -> None:
     assert visible(text) == shown
     assert visible(shown) == shown
-    say(text)
-    say(text, error=True, end="|")
+    print_text(text)
+    print_text(text, error=True, end="|")
     assert capsys.readouterr() == (f"{shown}\n", f"{shown}|")
     record = logging.LogRecord("x", logging.WARNING, "x.py", 1, "row: %s", (text,), None)
-    SayHandler().emit(record)
+    TerminalHandler().emit(record)
     assert capsys.readouterr() == ("", f"row: {shown}\n")
 
 
 def test_what_a_terminal_has_no_character_for_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    say("ü")
+    print_text("ü")
     assert written.getvalue() == b"\\xfc\n"
 
 
@@ -76,17 +76,17 @@ def test_warnings_and_errors_are_coloured_on_a_terminal_only(
     for name, value in {"NO_COLOR": "", "TERM": "xterm", **env}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    say("a\n\nb\x1b[0m", error=True, level=level)
+    print_text("a\n\nb\x1b[0m", error=True, level=level)
     assert terminal.getvalue() == shown
     monkeypatch.setattr(sys, "stderr", log := io.StringIO())
-    say("a\n\nb\x1b[0m", error=True, level=level)
+    print_text("a\n\nb\x1b[0m", error=True, level=level)
     assert log.getvalue() == "a\n\nb\\x1b[0m\n"
 
 
 def test_log_records_have_the_colour_of_their_level_and_go_where_stderr_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    handler = SayHandler()
+    handler = TerminalHandler()
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     for level in (logging.INFO, logging.WARNING, logging.ERROR):
         handler.emit(logging.LogRecord("x", level, "x.py", 1, "%d", (level,), None))
@@ -115,7 +115,7 @@ def test_a_console_has_its_own_colours_and_nobody_elses() -> None:
 
 
 def test_only_the_module_for_it_prints() -> None:
-    """A print elsewhere would let text of data through: `say`, the consoles and the log are the ways to a terminal."""
+    """A print elsewhere would let text of data through: `print_text`, the consoles and the log are the ways to a terminal."""
     found = []
     for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
         text = path.read_text()

@@ -208,7 +208,7 @@ def test_a_row_without_a_target_in_its_first_tokens_says_so(load) -> None:
 
 
 def test_what_the_caller_shows_itself_is_not_told(load, caplog) -> None:
-    with caplog.at_level(logging.WARNING), findings.untold():
+    with caplog.at_level(logging.WARNING), findings.without_logging():
         assert load(GOOD, "{").findings["a"]
     assert caplog.messages == []
     load(GOOD, "[")

@@ -24,13 +24,13 @@ from sftkit.experiments.explain.bisect import called_modules as captured_parts
 from sftkit.experiments.explain.breaks import breaks_of
 from sftkit.experiments.explain.cases import GRAPH_BREAK_CASES, LossByName, LossByTensor, LossByValue
 from sftkit.experiments.explain.flags import parse
-from sftkit.experiments.explain.heard import read_message, recompile_of
 from sftkit.experiments.explain.kernels import module_step
 from sftkit.experiments.explain.labs import captured_graphs, chosen_losses, dispatch_trace, what_breaks
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
 from sftkit.experiments.explain.run import _found, run
 from sftkit.experiments.explain.subject import ModuleCall, Subject, of_file, of_recipe
+from sftkit.experiments.explain.torch_logs import read_message, recompile_of
 from sftkit.experiments.explain.words import lines_of, wrapped
 
 FAULTS = Path(__file__).parent / "planted_faults.py"
@@ -69,11 +69,11 @@ def test_a_message_of_dynamo_is_taken_apart() -> None:
     again = read_message(
         "Graph break (user stack suppressed due to duplicate graph break) in user code at /m.py:7\nX\n"
     )
-    assert (again.place, again.kind) == (("/m.py", 7), "X")
+    assert (again.location, again.kind) == (("/m.py", 7), "X")
     error = read_message(
         'X\n\nfrom user code:\n   File "/a.py", line 1, in f\n    y\n  File "/b.py", line 2, in g\n    z\n'
     )
-    assert error.place == ("/b.py", 2)
+    assert error.location == ("/b.py", 2)
     said = recompile_of(
         "Recompiling function forward in /m.py:3\n    triggered by the following guard failure(s):\n"
         '    - 0/0: self.n == 1  # self.n += 1  # m.py:4 in forward\n    - User stack trace:\n    -   File "/m.py", line 4\n'
@@ -96,7 +96,7 @@ def test_a_loss_function_chosen_in_forward_breaks_the_graph_where_a_tensor_choos
         for model in (LossByName(), LossByTensor())
     )
     assert by_name.rows() == by_tensor.rows() == []
-    assert "one graph" in by_tensor.seen[1].said
+    assert "one graph" in by_tensor.seen[1].message
 
 
 def test_the_ways_to_choose_a_loss_are_counted() -> None:
@@ -281,8 +281,8 @@ def alone(name: str, question: str = "breaks") -> tuple:
 def test_the_script_shows_the_fault_to_plain_python(tmp_path: Path) -> None:
     """In a folder of its own, from which nothing of the run is seen."""
     made = reproduce(planted("breaks"), found("breaks"), "breaks the graph", "eager", tmp_path / "breaks.py")
-    assert made.shows, made.said
-    assert made.said == "Data-dependent branching"
+    assert made.shows, made.message
+    assert made.message == "Data-dependent branching"
     assert str(FAULTS.parent) not in made.path.read_text().partition("import torch")[2]
 
 
@@ -290,7 +290,7 @@ def test_the_script_shows_the_fault_to_plain_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(ASKED))
 def test_every_script_shows_its_fault_and_not_when_it_is_mended(name: str, tmp_path: Path) -> None:
     made = reproduce(planted(name), found(name), "is at fault", "eager", tmp_path / f"{name}.py")
-    assert made.shows, made.said
+    assert made.shows, made.message
     script = made.path.read_text()
     made.path.write_text(script.replace(f'self.fault == "{name}"', "False"))
     done = subprocess.run([sys.executable, made.path.name], cwd=tmp_path, capture_output=True, text=True, timeout=600)

@@ -20,7 +20,7 @@ from transformers import T5Config
 
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.graph.place import check_possible
+from sftkit.graph.distribute import check_possible
 
 BLOCKS = "reshard_after_forward,block_bucketing"
 FLEX = f"llama; flex; {BLOCKS}"

@@ -17,8 +17,8 @@ from sftkit.errors import ConfigError
 from sftkit.graph import captured as captured_module
 from sftkit.graph import compat
 from sftkit.graph.captured import CapturedModel
+from sftkit.graph.distribute import check_device
 from sftkit.graph.passes.replay import Recorder, Replayed
-from sftkit.graph.place import check_device
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 

@@ -16,8 +16,8 @@ from sftkit.launch import launch
 from sftkit.launch.chain import is_evaluated
 from sftkit.launch.finished import finished
 from sftkit.rundir import lock
-from sftkit.rundir.made_from import write_made_from
 from sftkit.rundir.manifest import digest
+from sftkit.rundir.provenance import write_provenance
 
 RECIPE = (
     "model: {{path: {0}/base, tokenizer: {0}/tokenizer, chat_template: {0}/chat.jinja}}\n"
@@ -50,7 +50,7 @@ def recipe(tmp_path: Path) -> Path:
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
     write_manifest(checkpoint, 3, entries(checkpoint, files))
     (run_dir / "LATEST").write_text("step-000003\n")
-    write_made_from(run_dir, read_config(path), resumes=False)
+    write_provenance(run_dir, read_config(path), resumes=False)
     change(run_dir / "run_status.json", status="finished")
     change(run_dir / "summary.json", step=3, total_steps=3, stopped=False)
     return path
@@ -116,10 +116,10 @@ def test_weights_that_have_changed_since_are_told_by_every_start_until_they_are_
         assert line is not None
         assert line.startswith("finished at step 3 of 3")
         assert f"\nwarning: {told}" in line
-        assert (write_made_from(run, resumed(recipe), resumes=True) or "").startswith(told)
+        assert (write_provenance(run, resumed(recipe), resumes=True) or "").startswith(told)
     allowed = resumed(recipe, "train.resume_changes=[model.path]")
     assert finished(allowed) is None
-    assert write_made_from(run, allowed, resumes=True) is None
+    assert write_provenance(run, allowed, resumes=True) is None
     assert "warning" not in (finished(resumed(recipe)) or "warning")
     shutil.copytree(base / "step-000009", base / "step-000012")
     (base / "LATEST").write_text("step-000012\n")

@@ -74,7 +74,7 @@ def packed(row_length: int = 16_384, rows: int = 1, accumulation: int = 1, world
 def runtime(precision: str = "bf16") -> Any:
     """A stand-in for Runtime: a CPU, alone."""
     return SimpleNamespace(
-        precision=precision, device=torch.device("cpu"), any_rank=lambda flag: flag, say=print, topology=Topology()
+        precision=precision, device=torch.device("cpu"), any_rank=lambda flag: flag, print=print, topology=Topology()
     )
 
 

@@ -11,7 +11,7 @@ from helpers import make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_w
 from sftkit.config.schema import TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.memory.estimate import EstimateInputs, estimate, estimates_of_places, held_bytes, shape_of_place
+from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.shapes import shape_of
 from sftkit.parallel.balance import balanced, describe_seconds, layers_of_stages
 
@@ -108,9 +108,9 @@ def setup(**changes: Any) -> EstimateInputs:
 
 def test_the_memory_of_a_step_is_that_of_the_process_that_takes_most() -> None:
     s = setup()
-    first, last = estimates_of_places(s)
+    first, last = pipeline_estimates(s)
     assert estimate(s) == max(first, last, key=lambda place: place.total)
-    shapes = [shape_of_place(s, place) for place in (0, 1)]
+    shapes = [pipeline_rank_shape(s, place) for place in (0, 1)]
     assert sum(shape.parameters for shape in shapes) == s.shape.parameters
     assert [shape.blocks for shape in shapes] == [4, 2]
     whole = replace(s, topology=Topology())

@@ -36,8 +36,8 @@ from sftkit.errors import ConfigError
 from sftkit.memory.plan import make_plan
 from sftkit.memory.shapes import shape_of
 from sftkit.models.load import load_model
+from sftkit.preflight import analysis as preflight
 from sftkit.preflight import costs as preflight_costs
-from sftkit.preflight import look as preflight
 from sftkit.preflight import prepare
 from sftkit.preflight import terminal as inspection
 from sftkit.preflight import turns as preflight_turns
@@ -110,7 +110,7 @@ class Prepared:
     def look(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         epoch = plan_epoch(self.examples.lengths, self.layout, 0, 0)
         data = preflight.DataOfRun(self.examples, self.validation, self.layout, epoch)
-        return preflight.look(self.cfg, self.tokenizer, data, *args, **kwargs)
+        return preflight.analyse(self.cfg, self.tokenizer, data, *args, **kwargs)
 
 
 # ---- the data --------------------------------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ def record(prepared: Prepared, run_dir: Path) -> None:
     plan = make_plan(cfg, orig_model, prepared.layout, rt)
     batches = loader.Batches(loader.StepDataset(prepared.examples, prepared.layout), seed=0)
     data, model = preflight.data_of_run(batches, prepared.validation), preflight.PlannedModel(orig_model, plan)
-    found = preflight.look(cfg, prepared.tokenizer, data, model, preflight.machine_of(rt))
+    found = preflight.analyse(cfg, prepared.tokenizer, data, model, preflight.machine_of(rt))
     preflight.record(run_dir, rt, found)
 
 
@@ -481,7 +481,7 @@ def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, toke
     )
     epoch = plan_epoch(prepared.examples.lengths, prepared.layout, 0, 0)
     started = time.process_time()
-    preflight.look(prepared.cfg, tokenizer, preflight.DataOfRun(prepared.examples, {}, prepared.layout, epoch))
+    preflight.analyse(prepared.cfg, tokenizer, preflight.DataOfRun(prepared.examples, {}, prepared.layout, epoch))
     seconds = time.process_time() - started
     print(f"{seconds:.2f} s")
     assert seconds < 2.0

@@ -104,7 +104,7 @@ def test_a_start_that_ends_before_its_checks_are_passed_leaves_an_earlier_run_as
     before = contents(tmp_path)
 
     def writes_at_end(rt: Runtime) -> None:
-        rt.at_end.callback(lambda: (rt.place(folder) / COMPILE).mkdir(parents=True))
+        rt.at_end.callback(lambda: (rt.output_dir(folder) / COMPILE).mkdir(parents=True))
 
     for _ in range(2):
         with pytest.raises((SystemExit, KeyboardInterrupt)):
@@ -159,7 +159,7 @@ def test_a_run_that_is_resumed_keeps_all_that_the_start_has_not_written_anew(tmp
     before = contents(folder)
 
     def evaluate(rt: Runtime) -> None:
-        file = evaluation_dir(rt.place(folder), 2) / RESULTS
+        file = evaluation_dir(rt.output_dir(folder), 2) / RESULTS
         file.parent.mkdir(parents=True)
         file.write_text("anew")
         assert contents(folder).items() >= before.items()
@@ -175,8 +175,8 @@ def test_a_run_that_is_resumed_keeps_all_that_the_start_has_not_written_anew(tmp
 @pytest.mark.parametrize("error", [DataError("a typo"), RuntimeError("a GPU is gone"), KeyboardInterrupt()])
 def test_a_start_in_a_new_directory_that_comes_to_no_step_leaves_none(tmp_path: Path, error: Exception) -> None:
     def writes(rt: Runtime) -> None:
-        (rt.place(tmp_path / "sft") / TOKENIZER).mkdir()
-        evaluation_dir(rt.place(tmp_path / "sft"), 0).mkdir(parents=True)
+        (rt.output_dir(tmp_path / "sft") / TOKENIZER).mkdir()
+        evaluation_dir(rt.output_dir(tmp_path / "sft"), 0).mkdir(parents=True)
 
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         started(tmp_path / "sft", None, fails(error), first=writes)
@@ -191,8 +191,8 @@ def test_what_compile_debug_has_logged_of_a_start_that_failed_stays_until_the_ne
     folder = tmp_path / "sft"
 
     def logs(rt: Runtime) -> None:
-        (rt.place(folder) / COMPILE).mkdir()
-        (rt.place(folder) / COMPILE / "graphs.txt").touch()
+        (rt.output_dir(folder) / COMPILE).mkdir()
+        (rt.output_dir(folder) / COMPILE / "graphs.txt").touch()
 
     with pytest.raises(SystemExit):
         started(folder, None, fails(RuntimeError("it does not compile")), first=logs)

@@ -15,7 +15,7 @@ from helpers import cpu_runtime
 from sftkit.reports.collect import gather_report
 from sftkit.reports.write import write_report
 from sftkit.rundir import lock
-from sftkit.rundir.killed import as_killed, killed_by, last_step, tell_killed
+from sftkit.rundir.killed import as_killed, killed_by, last_step, report_killed
 from sftkit.rundir.status import RunStatus, read_status, start_command
 from sftkit.runtime.oom import last_kill, likely_cause, oom_kills
 from sftkit.runtime.open import open_run
@@ -87,11 +87,11 @@ def test_what_a_rank_that_was_left_has_written_stays_and_a_run_that_lives_on_is_
     held = lock.take(folder)
     status = RunStatus(folder, 0, 2, step=7)
     status.begin({})
-    told = tell_killed(folder, signal.SIGKILL, "a cause", started, words)
+    told = report_killed(folder, signal.SIGKILL, "a cause", started, words)
     assert told == f"error: the launcher was killed by SIGKILL: a cause\n{folder}: the run itself is still at work"
     held.release()
     status.end("failed", first_failing_rank=1, error="rank 1 ended without a word")
-    told = tell_killed(folder, signal.SIGKILL, "a cause", started, words)
+    told = report_killed(folder, signal.SIGKILL, "a cause", started, words)
     assert told.startswith("error: rank 1 was killed by SIGKILL: a cause\n")
     assert told.endswith(f"no checkpoint; start it again: {start_command(words)}")
     assert "train.resume=other/step-000002" in told, "there is nothing that auto would find"

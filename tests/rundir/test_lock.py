@@ -20,11 +20,11 @@ from helpers import cpu_runtime
 
 from sftkit.errors import ConfigError
 from sftkit.rundir import lock
-from sftkit.rundir.lock import Holder, place, read_holder, take
+from sftkit.rundir.lock import Holder, pid_scope, read_holder, take
 from sftkit.rundir.names import LOCK
 from sftkit.runtime.open import open_run
 
-ME = Holder(*place(), os.getpid(), psutil.Process().create_time(), time.time())
+ME = Holder(*pid_scope(), os.getpid(), psutil.Process().create_time(), time.time())
 
 
 def holding(do: Callable[[], object]) -> int:

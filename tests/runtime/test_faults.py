@@ -360,8 +360,8 @@ def test_the_ranks_that_are_behind_are_found_by_step_and_phase(tmp_path: Path) -
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_console_that_takes_no_more_ends_no_run_and_cannot_keep_a_process_from_ending() -> None:
     script = (
-        "from sftkit.config.terminal import say\nfrom sftkit.runtime.signals import end_process\n"
-        "say('stays in the buffer'); say('two', error=True)\n"
+        "from sftkit.config.terminal import print_text\nfrom sftkit.runtime.signals import end_process\n"
+        "print_text('stays in the buffer'); print_text('two', error=True)\n"
         "end_process(7)\n"
     )
     with open("/dev/full", "w") as full:

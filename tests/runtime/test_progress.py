@@ -15,20 +15,20 @@ from launched import Terminal
 SHOWN = """
 import logging, sys, time
 from pathlib import Path
-from sftkit.config.terminal import SayHandler, say
+from sftkit.config.terminal import TerminalHandler, print_text
 from sftkit.runtime.progress import TrainingBar, working
 
-logging.basicConfig(level=logging.INFO, handlers=[SayHandler()], format="%(message)s")
+logging.basicConfig(level=logging.INFO, handlers=[TerminalHandler()], format="%(message)s")
 go_on = Path(sys.argv[1])
 
 def wait(number):
-    say(f"at {number}")
+    print_text(f"at {number}")
     while not go_on.with_suffix(f".{number}").exists():
         time.sleep(0.02)
 
 with working("tokenizing [red]rows\x1b[2J"):
     wait(1)
-    say("a line of the run")
+    print_text("a line of the run")
     logging.warning("a warning")
 bar = TrainingBar(0, 1500)
 if sys.stdout.isatty():
@@ -37,10 +37,10 @@ bar.step, bar.newest = 120, "loss 0.7193  231,029 tok/s"
 wait(2)
 with working("evaluating families, 960 examples"):
     wait(3)
-say("step  120/1500")
+print_text("step  120/1500")
 if sys.stdout.isatty():
     bar.stop()
-say("the end")
+print_text("the end")
 """
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

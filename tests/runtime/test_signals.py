@@ -216,9 +216,9 @@ def test_a_signal_that_was_ignored_at_the_start_is_a_stop_only_where_a_launcher_
 def test_what_is_written_to_a_terminal_that_was_closed_is_lost_and_no_error() -> None:
     script = (
         "import sys, time\n"
-        "from sftkit.config.terminal import say\n"
-        "say('here'); time.sleep(0.1); sys.stdin.readline()\n"
-        "say('lost'); say('lost', error=True); print('a library', flush=True); print('lost', file=sys.stderr)\n"
+        "from sftkit.config.terminal import print_text\n"
+        "print_text('here'); time.sleep(0.1); sys.stdin.readline()\n"
+        "print_text('lost'); print_text('lost', error=True); print('a library', flush=True); print('lost', file=sys.stderr)\n"
         "sys.exit(7)\n"
     )
     terminal = Terminal()

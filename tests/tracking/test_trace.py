@@ -19,7 +19,7 @@ class Said(list[str]):
 
     device, rank = torch.device("cpu"), 0
 
-    def say(self, text: str, level: str | None = None) -> None:
+    def print(self, text: str, level: str | None = None) -> None:
         self.append(text)
 
 

@@ -94,6 +94,6 @@ def test_a_checkpoint_of_a_version_without_stretches_keeps_its_place_too(
     (stretch,) = state.pop("stretches")
     state["identity"]["rows"] |= {name: stretch[name] for name in ("global_batch_size", "budget_rows")}
     file.write_text(json.dumps(state))
-    monkeypatch.setattr("sftkit.checkpoint.found.verify", lambda folder: None)
+    monkeypatch.setattr("sftkit.checkpoint.resume.verify", lambda folder: None)
     start(cut, tokenizer, resume="auto", layout="bucketed", batch=8, micro=2)
     assert losses(cut) == pytest.approx(losses(tmp_path / "whole"), rel=MICRO_BATCH_TOLERANCE)

@@ -62,7 +62,7 @@ def test_a_stop_is_logged_and_the_throughput_of_the_next_line_counts_the_time_of
     assert state["window"]["meter"]["seconds"] == pytest.approx(2 * rows[-1]["perf/step_seconds"], rel=0.5)
     state["window"]["meter"]["seconds"] = 1000.0
     (tmp_path / "step-000006" / "training_state" / "state.json").write_text(json.dumps(state))
-    monkeypatch.setattr("sftkit.checkpoint.found.verify", lambda folder: None)
+    monkeypatch.setattr("sftkit.checkpoint.resume.verify", lambda folder: None)
     run(tmp_path, tokenizer, cpu_runtime(), resume="auto")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 8, 12, 14]
@@ -74,7 +74,7 @@ def test_a_checkpoint_without_an_open_window_resumes_and_says_what_is_shorter(
 ) -> None:
     run(tmp_path, tokenizer, cpu_runtime(), stop_at=6)
     without_window(tmp_path, 6)
-    monkeypatch.setattr("sftkit.checkpoint.found.verify", lambda folder: None)
+    monkeypatch.setattr("sftkit.checkpoint.resume.verify", lambda folder: None)
     run(tmp_path, tokenizer, cpu_runtime(), resume="auto")
     assert "the first logged line has the steps from 7 on, not those from 5 on" in capsys.readouterr().out
     assert [row["step"] for row in lines(tmp_path)] == [4, 6, 8, 12, 14]

@@ -18,8 +18,8 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.compatibility import check_identity, check_recipe
-from sftkit.checkpoint.found import ResumeCheckpoint, find
 from sftkit.checkpoint.manifest import Best, read_best, sweep
+from sftkit.checkpoint.resume import ResumeCheckpoint, find
 from sftkit.checkpoint.state_store import copies_done, load_states, snapshot_states
 from sftkit.checkpoint.weight_files import snapshot_weights
 from sftkit.checkpoint.writer import SaveEnd, Snapshot, Writer, free_bytes, in_mb, reason
@@ -159,7 +159,7 @@ class Checkpoints:
         # of a pipeline each stage writes its own states, shared among the ranks that hold the same layers
         if stages is not None:
             named = {name: tensor for name, tensor in named.items() if stages.written_here(name)}
-            among = stages.alike
+            among = stages.replica
         states = snapshot_states(named, *among)
         # the writer's thread reads host memory, so the queued copies must be complete
         copies_done(self.rt.device)
@@ -254,26 +254,26 @@ class Checkpoints:
         stages = stages_of(self.orig_model)
         load_states(tensors, folder / OPTIMIZER, *([stages.elsewhere] if stages else []))
         states_loaded(self.optimizer, self.orig_model, tensors, state["step"])
-        self.rt.say(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
+        self.rt.print(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
         self._restore_random_state(folder, state)
         for line in lines:
-            self.rt.say(line)
+            self.rt.print(line)
         return state
 
     def _fit(self, found: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
         """Return lines to print about what was changed, or the error: the other ranks wait for a
         value, so nothing is raised."""
-        place, here = f"train.resume={found.setting}: {folder}", self.optimizer.kind
+        prefix, here = f"train.resume={found.setting}: {folder}", self.optimizer.kind
         try:
             if found.state["optimizer"] != here:
                 raise ConfigError(
-                    f"{place} was written with the optimizer {found.state['optimizer']}, and this run has {here}: resume "
+                    f"{prefix} was written with the optimizer {found.state['optimizer']}, and this run has {here}: resume "
                     "with its optim.name and train.precision, or start from its weights with model.path"
                 )
             if not (folder / OPTIMIZER).is_dir():
-                raise ConfigError(f"{place} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
-            check_identity(found.state.get("identity"), self.identity, place)
-            return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, place)
+                raise ConfigError(f"{prefix} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
+            check_identity(found.state.get("identity"), self.identity, prefix)
+            return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, prefix)
         except Exception as error:
             return error
 
@@ -291,7 +291,7 @@ class Checkpoints:
         seed = ((yaml.safe_load(self.recipe) or {}).get("run") or {}).get("seed", 0)
         # 63 bits: a non-negative int64
         seed_everything(random_key(seed, state["step"], self.rt.rank) >> 1)
-        self.rt.say(
+        self.rt.print(
             f"resumed on {self.rt.world_size} process(es) ({self.rt.topology.describe()}) what {there[0]} ({there[1]}) "
             "wrote: optimizer states are redistributed, random states derived from seed, step and rank"
         )

@@ -47,7 +47,7 @@ _ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
 _MIDDLE = 256
 "Values of each encoder input that are compared, from its middle."
 STRETCHES = ("rows.global_batch_size", "rows.budget_rows")
-"Fields of checkpoints written before stretches were kept; they may change."
+"Fields of checkpoints written before plan segments were kept; they may change."
 
 
 def run_identity(
@@ -125,7 +125,7 @@ def _differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
     return {key: (a, b) for key, (a, b) in pairs.items() if a is MISSING or b is MISSING or a != b}
 
 
-def check_identity(there: Any, here: Any, place: str) -> None:
+def check_identity(there: Any, here: Any, prefix: str) -> None:
     """Refuse a checkpoint of another model, tokenizer, template or data than this run's.
 
     Raises:
@@ -134,13 +134,13 @@ def check_identity(there: Any, here: Any, place: str) -> None:
     different = {key: values for key, values in _differences(there, here).items() if key not in STRETCHES}
     if there and different:
         raise ConfigError(
-            f"{place}: the checkpoint belongs to another model, tokenizer or data:\n"
+            f"{prefix}: the checkpoint belongs to another model, tokenizer or data:\n"
             f"{_lines(different)}\n"
             "Resume with what it was trained on, or start a new run from its weights with model.path"
         )
 
 
-def check_recipe(there: str, here: str, allowed: Sequence[str], place: str) -> list[str]:
+def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> list[str]:
     """Compare the resolved recipes of the checkpoint and of this run.
 
     Args:
@@ -161,7 +161,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], place: str) -> l
     refused = {key: values for key, values in kept.items() if key not in allowed}
     if refused:
         raise ConfigError(
-            f"{place}: the recipe is not the one of the checkpoint:\n{_lines(refused)}\n"
+            f"{prefix}: the recipe is not the one of the checkpoint:\n{_lines(refused)}\n"
             + "".join(f"  ({key}: {CHANGED[key]})\n" for key in refused if key in CHANGED)
             + f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
         )

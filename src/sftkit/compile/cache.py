@@ -43,7 +43,7 @@ def restore(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtim
     """Load what compile.cache holds for this run, if it is set; before attention is chosen, which uses kernels."""
     if cfg.compile.enabled and cfg.compile.cache:
         said = load(cfg.compile.cache, key(cfg, orig_model, layout, rt), rt.device.index or 0)
-        rt.say(said)
+        rt.print(said)
 
 
 def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
@@ -54,7 +54,7 @@ def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) 
     """
     if cfg.compile.cache:
         index = rt.device.index or 0
-        rt.say(save(cfg.compile.cache, key(cfg, orig_model, layout, rt), index, writes=rt.rank == index))
+        rt.print(save(cfg.compile.cache, key(cfg, orig_model, layout, rt), index, writes=rt.rank == index))
 
 
 def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:

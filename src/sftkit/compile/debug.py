@@ -114,8 +114,8 @@ class CompilerFiles(logging.Handler):
 
 
 @contextmanager
-def compiler_logs(place: Callable[[], Path], compile: CompileConfig, rank: int) -> Iterator[Callable[[], None]]:
-    """Write what compile.debug names into <place>/compile/rank000/, not to the terminal, within the context.
+def compiler_logs(output_dir: Callable[[], Path], compile: CompileConfig, rank: int) -> Iterator[Callable[[], None]]:
+    """Write what compile.debug names into <output_dir>/compile/rank000/, not to the terminal, within the context.
 
     It is entered before anything is compiled.
 
@@ -123,10 +123,10 @@ def compiler_logs(place: Callable[[], Path], compile: CompileConfig, rank: int) 
     (compiler_switches). The compiled code stays the same; machine code of kernels still comes from disk.
 
     Args:
-        place: returns where the run writes at that moment; see Runtime.place.
+        output_dir: returns where the run writes at that moment; see Runtime.output_dir.
 
     Yields:
-        a function that writes <place>/compile/summary.md and summary.json, on the main rank: each graph, its kernels,
+        a function that writes <output_dir>/compile/summary.md and summary.json, on the main rank: each graph, its kernels,
         the operators they came from. It may be called again: after the warm-up, and at the end.
 
     Raises:
@@ -140,7 +140,7 @@ def compiler_logs(place: Callable[[], Path], compile: CompileConfig, rank: int) 
             f"compile.debug: the environment has TORCH_LOGS={os.environ['TORCH_LOGS']}, and with it torch ignores other "
             "settings of its logs; unset TORCH_LOGS, or set compile.debug=[] to see its logs in the terminal"
         )
-    files = CompilerFiles(lambda: compile_dir(place(), rank), compile.debug)
+    files = CompilerFiles(lambda: compile_dir(output_dir(), rank), compile.debug)
     with torch_logs_to(files, files.is_theirs, modules=dict.fromkeys(files.names, True)):
         yield lambda: _write_summary(rank, files)
 

@@ -162,8 +162,8 @@ def check_options(compile: CompileConfig) -> None:
             _check_option(place, name, value)
 
 
-def _check_option(place: str, name: str, value: object) -> None:
-    """Refuse a name or a type of value that Inductor's config does not have. `place`: of the option in the recipe."""
+def _check_option(recipe_key: str, name: str, value: object) -> None:
+    """Refuse a name or a type of value that Inductor's config does not have. `recipe_key`: of the option in the recipe."""
     # Private, but its names are those of torch.compile(options=...). Imported late: it takes a moment.
     from torch._inductor import config
 
@@ -171,10 +171,12 @@ def _check_option(place: str, name: str, value: object) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1) or [key for key in known if key.endswith(f".{name}")]
         hint = f'Did you mean "{near[0]}"?' if near else "torch._inductor.list_options() has them all"
-        raise ConfigError(f'{place}: "{name}" is no option of Inductor in torch {torch.__version__}. {hint}')
+        raise ConfigError(f'{recipe_key}: "{name}" is no option of Inductor in torch {torch.__version__}. {hint}')
     wanted = config.get_type(name)  # type: ignore[attr-defined]
     if get_origin(wanted) is None and not isinstance(value, wanted):  # as torch.compile asks
-        raise ConfigError(f"{place}: {name} must be of type {wanted.__name__}, not {type(value).__name__} ({value})")
+        raise ConfigError(
+            f"{recipe_key}: {name} must be of type {wanted.__name__}, not {type(value).__name__} ({value})"
+        )
 
 
 def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from sftkit.config.commands import running, typed
 from sftkit.config.paths import expanded
 from sftkit.config.secrets import SECRET, secret_in
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message to stderr, and exit with code 2."""
         self.print_usage(sys.stderr)
-        say(f"{self.prog}: error: {message}", error=True, level="error")
+        print_text(f"{self.prog}: error: {message}", error=True, level="error")
         self.exit(2)
 
     def refuse_secrets(self, words: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from sftkit.config.rule import Rule, Unusable
 from sftkit.config.rules import cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, stages_of
 from sftkit.config.secrets import SECRET, secret_in
-from sftkit.config.terminal import Level, say
+from sftkit.config.terminal import Level, print_text
 from sftkit.config.topology import read_topology
 from sftkit.config.validation_errors import explain
 from sftkit.config.yaml_text import (
@@ -55,7 +55,7 @@ def read_command_line(
     of the launch have rows of their own; None: as the environment says."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
-        say(help_text(description or "", running()))
+        print_text(help_text(description or "", running()))
         sys.exit(0)
     settings = [word for word in words if word != "--print-config"]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
@@ -65,9 +65,9 @@ def read_command_line(
     except ConfigError as error:
         fail(str(error))
     for note in kept_settings(tree):
-        _tell(note)
+        _print(note)
     if "--print-config" in words:
-        say(_annotated(cfg, tree), end="")
+        print_text(_annotated(cfg, tree), end="")
         sys.exit(0)
     return cfg
 
@@ -102,13 +102,13 @@ def _json(cfg: Config) -> dict[str, Plain]:
 
 def fail(message: str) -> NoReturn:
     """Exit with code 2, printing the message once per machine."""
-    _tell(message, "error")
+    _print(message, "error")
     sys.exit(2)
 
 
-def _tell(message: str, level: Level | None = None) -> None:
+def _print(message: str, level: Level | None = None) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        say(message, error=True, level=level)
+        print_text(message, error=True, level=level)
 
 
 def kept_settings(tree: Node) -> list[str]:
@@ -116,13 +116,13 @@ def kept_settings(tree: Node) -> list[str]:
     the recipe, where they may have been meant for the other path."""
     notes = []
     for keys, node in _walk(tree, ()):
-        if keys[-1] != "path" or node.place != COMMAND_LINE or not _is_item(keys):
+        if keys[-1] != "path" or node.origin != COMMAND_LINE or not _is_item(keys):
             continue
         item, source = dotted(keys[:-1]), tree.nearest(keys[:-1]).value
         assert isinstance(source, dict)
-        kept = {name: own for name, own in source.items() if own.place != COMMAND_LINE}
+        kept = {name: own for name, own in source.items() if own.origin != COMMAND_LINE}
         if kept:
-            settings = " and ".join(f"{name}: {shown(own.plain())} of {own.place}" for name, own in kept.items())
+            settings = " and ".join(f"{name}: {shown(own.plain())} of {own.origin}" for name, own in kept.items())
             words = " ".join(f"{item}.{name}=..." for name in kept)
             notes.append(f"note: {item}.path is from the {COMMAND_LINE} and keeps {settings}; to change that: {words}")
     return notes
@@ -165,8 +165,8 @@ def _resolve(
         world_size = 1
     for key, text in cross_check(functools.partial(_get, tree, dropped), world_size, more):
         keys = keys_of(key)
-        place = tree.nearest(keys).place
-        problems.append(f"{place}: {key}: {text}" if not text.startswith(key) else f"{place}: {text}")
+        origin = tree.nearest(keys).origin
+        problems.append(f"{origin}: {key}: {text}" if not text.startswith(key) else f"{origin}: {text}")
     if problems or cfg is None:
         raise _report(problems)
     return cfg, tree
@@ -195,9 +195,9 @@ def _expand(tree: Node, problems: list[str]) -> None:
         key = table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
             try:
-                _put(tree.nearest(keys[:-1]), keys[-1], Node(expanded(node.value), node.place))
+                _put(tree.nearest(keys[:-1]), keys[-1], Node(expanded(node.value), node.origin))
             except ConfigError as error:
-                problems.append(f"{node.place}: {dotted(keys)}: {error}")
+                problems.append(f"{node.origin}: {dotted(keys)}: {error}")
 
 
 def _put(parent: Node, key: str | int, child: Node) -> None:
@@ -226,7 +226,7 @@ def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:
         name = "" if secret_in(str(keys[-1])) else dotted(keys)
         kind = secret_in(str(keys[-1])) or (secret_in(node.value, name) if isinstance(node.value, str) else None)
         if kind:
-            problems.append(f"{node.place}: {name or dotted(keys[:-1])}: {SECRET.format(kind=kind)}")
+            problems.append(f"{node.origin}: {name or dotted(keys[:-1])}: {SECRET.format(kind=kind)}")
             dropped.add(_remove(tree, keys))
     return dropped
 
@@ -268,9 +268,9 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
             continue
         if missing and any(keys[: len(gone)] == gone for gone in dropped):
             continue  # reported when it was dropped
-        place = recipe if missing and not _is_item(keys) else tree.nearest(keys).place
+        origin = recipe if missing and not _is_item(keys) else tree.nearest(keys).origin
         text, meant = explain(e, keys)
-        problems.append(f"{place}: {dotted(keys)}: {text}")
+        problems.append(f"{origin}: {dotted(keys)}: {text}")
         dropped.update(meant)
     for e in sorted(found, key=lambda e: str(e["loc"]), reverse=True):
         gone = _remove(tree, tuple(e["loc"]))
@@ -302,6 +302,6 @@ def _annotated(cfg: Config, tree: Node) -> str:
 
     def origin(keys: Keys) -> str:
         node = tree.find(keys)
-        return "default" if node is None else node.place
+        return "default" if node is None else node.origin
 
     return render(_json(cfg), origin)

@@ -32,7 +32,7 @@ def visible(text: str) -> str:
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def say(text: str, end: str = "\n", level: Level | None = None, *, error: bool = False) -> None:
+def print_text(text: str, end: str = "\n", level: Level | None = None, *, error: bool = False) -> None:
     """Print text of any origin; a log on a full disk or a terminal that is gone ends no run. What the terminal has no
     character for is written out too.
 
@@ -77,8 +77,8 @@ def leave_lost_terminal() -> None:
                 os.close(nowhere)
 
 
-class SayHandler(logging.Handler):
-    """Prints log records with `say`. sys.stderr is looked up each time: a progress bar may have replaced it."""
+class TerminalHandler(logging.Handler):
+    """Prints log records with `print_text`. sys.stderr is looked up each time: a progress bar may have replaced it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the formatted record, in the colour of its level."""
@@ -86,7 +86,7 @@ class SayHandler(logging.Handler):
             level: Level | None = (
                 "error" if record.levelno >= logging.ERROR else "warning" if record.levelno >= logging.WARNING else None
             )
-            say(self.format(record), error=True, level=level)
+            print_text(self.format(record), error=True, level=level)
         # as logging.Handler asks: an error in logging must not end the program
         except Exception:
             self.handleError(record)

@@ -22,7 +22,7 @@ class Node:
     """A value of a recipe and the file (or the command line) that it was written in."""
 
     value: dict[str, Node] | list[Node] | Scalar
-    place: str
+    origin: str
 
     def plain(self) -> Plain:
         """Return the value without places, as json.dumps takes it."""
@@ -123,26 +123,26 @@ for _tag, _pattern, _first in (
     RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def parse(text: str, place: str, problems: list[str]) -> Node:
+def parse(text: str, origin: str, problems: list[str]) -> Node:
     """Parse YAML text to a tree. What is wrong with the text is appended to `problems`."""
     try:
         root = yaml.compose(text, Loader=RecipeLoader)
-        return Node(None, place) if root is None else _Conversion(place, problems).convert(root, (), ())
+        return Node(None, origin) if root is None else _Conversion(origin, problems).convert(root, (), ())
     except yaml.YAMLError as error:
         # Not str(error): it quotes the line, and the line may hold a secret.
         mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark is not None and not place.startswith(COMMAND_LINE) else ""
-        problems.append(f"{place}: {line}not valid YAML: {getattr(error, 'problem', None) or 'unreadable characters'}")
+        line = f"line {mark.line + 1}: " if mark is not None and not origin.startswith(COMMAND_LINE) else ""
+        problems.append(f"{origin}: {line}not valid YAML: {getattr(error, 'problem', None) or 'unreadable characters'}")
     except _TooMuch as error:
-        problems.append(f"{place}: {error}")
-    return Node({}, place)
+        problems.append(f"{origin}: {error}")
+    return Node({}, origin)
 
 
 class _Conversion:
     """YAML nodes to Nodes of one place, within the limits of a recipe."""
 
-    def __init__(self, place: str, problems: list[str]) -> None:
-        self.place, self.problems, self.values = place, problems, 0
+    def __init__(self, origin: str, problems: list[str]) -> None:
+        self.origin, self.problems, self.values = origin, problems, 0
 
     def convert(self, node: yaml.Node, keys: Keys, parents: tuple[int, ...]) -> Node:
         """Convert a node that stands at `keys`; `parents`: ids of the nodes around it, which
@@ -153,22 +153,22 @@ class _Conversion:
             return self._problem(keys, "an alias that contains itself")
         parents = (*parents, id(node))
         if isinstance(node, yaml.MappingNode):
-            return Node(self._mapping(node, keys, parents), self.place)
+            return Node(self._mapping(node, keys, parents), self.origin)
         if isinstance(node, yaml.SequenceNode):
-            return Node([self.convert(item, (*keys, i), parents) for i, item in enumerate(node.value)], self.place)
+            return Node([self.convert(item, (*keys, i), parents) for i, item in enumerate(node.value)], self.origin)
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind not in ("null", "bool", "int", "float", "str"):
             return self._problem(keys, f"the YAML tag {node.tag[:MOST_OF_KEY]!r} is not allowed: plain values only")
         if len(node.value) > MOST_CHARACTERS:
             return self._problem(keys, f"{len(node.value):,} characters, and a value has {MOST_CHARACTERS:,} at most")
         try:
-            return Node(_scalar(kind, node.value), self.place)
+            return Node(_scalar(kind, node.value), self.origin)
         except ValueError:
             return self._problem(keys, _INVALID[kind])
 
     def _problem(self, keys: Keys, text: str) -> Node:
-        self.problems.append(": ".join(filter(None, (self.place, dotted(keys), text))))
-        return Node(None, self.place)
+        self.problems.append(": ".join(filter(None, (self.origin, dotted(keys), text))))
+        return Node(None, self.origin)
 
     def _mapping(self, node: yaml.MappingNode, keys: Keys, parents: tuple[int, ...]) -> dict[str, Node]:
         lines: dict[str, int] = {}

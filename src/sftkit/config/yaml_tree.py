@@ -36,38 +36,38 @@ def merge(base: Node, top: Node) -> Node:
     merged = dict(base.value)
     for key, node in top.value.items():
         merged[key] = merge(merged[key], node) if key in merged else node
-    return Node(merged, top.place)
+    return Node(merged, top.origin)
 
 
 def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), room: int = MOST_RECIPE_BYTES) -> Node:
     """Read a recipe file merged over the files that it `extends`, which may have `room` bytes together. Problems are
     appended to `problems`."""
-    place = str(path)
+    origin = str(path)
     text = _read_text(path, problems, chain[-1] if chain else None, room)
-    tree = Node({}, place) if text is None else parse(text, place, problems)
+    tree = Node({}, origin) if text is None else parse(text, origin, problems)
     if tree.value is None:
-        tree = Node({}, place)
+        tree = Node({}, origin)
     if not isinstance(tree.value, dict):
-        problems.append(f"{place}: a recipe is a mapping of sections (run, model, data, ...)")
-        return Node({}, place)
+        problems.append(f"{origin}: a recipe is a mapping of sections (run, model, data, ...)")
+        return Node({}, origin)
     if "extends" not in tree.value:
         return tree
     base = tree.value.pop("extends").value
     if not isinstance(base, str):
-        problems.append(f"{place}: extends: must be the path of one recipe, relative to this file")
+        problems.append(f"{origin}: extends: must be the path of one recipe, relative to this file")
         return tree
     try:
         base_path = _extended(path, expanded(base))
     except ConfigError as error:
-        problems.append(f"{place}: extends: {error}")
+        problems.append(f"{origin}: extends: {error}")
         return tree
     chain = (*chain, path)
     if len(chain) > MOST_FILES:
-        problems.append(f"{place}: extends: more than {MOST_FILES} files that extend one another")
+        problems.append(f"{origin}: extends: more than {MOST_FILES} files that extend one another")
         return tree
     if os.path.realpath(base_path) in map(os.path.realpath, chain):
         cycle = " -> ".join(str(p) for p in (*chain, base_path))
-        problems.append(f"{place}: extends: goes round in a circle: {cycle}")
+        problems.append(f"{origin}: extends: goes round in a circle: {cycle}")
         return tree
     return merge(read_tree(base_path, problems, chain, room - len((text or "").encode())), tree)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.alike import NOWHERE, Alike
+from sftkit.data.answer_matcher import NOWHERE, AnswerMatcher
 from sftkit.data.conversation import Message, require_instructions
 from sftkit.data.reasoning import Thinking, reasoning_of, template_arguments, with_other_reasoning, with_reasoning
 from sftkit.data.spans import (
@@ -186,17 +186,17 @@ class Finder:
     def _found(self, last: int, wanted: list[int]) -> Document:
         """Find answers that stand in the text of the conversation as they do when they are the last message."""
         own = self._own(last)
-        alike = Alike(self.template, self.messages, own.text, last)
+        matcher = AnswerMatcher(self.template, self.messages, own.text, last)
         spans: dict[int, Span] = {}
         for k in wanted:
             if k == last:
                 spans[k] = own.start, own.end
                 continue
-            found = alike.find(k)
+            found = matcher.find(k)
             if found is None:
                 one = self._own(k)
                 found = self._span_in(own.text, one)
-                alike.add(k, one.start, one.core_end, found)
+                matcher.add(k, one.start, one.core_end, found)
             elif found != NOWHERE:
                 answer = own.text[found[0] : found[1]]
                 self._check(k, answer, answer)

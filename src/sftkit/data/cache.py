@@ -24,7 +24,7 @@ DECIDING = (
         "demo/documents",
         "demo/split",
         "demo/pictures",
-        "alike",
+        "answer_matcher",
         "answers",
         "arrow",
         "caption",

@@ -140,15 +140,15 @@ def collate(
     return batch if part.kind == "whole" else _part_of(batch, part)
 
 
-def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, places: int) -> dict[str, torch.Tensor]:
-    """Return an encoder's inputs by argument name, [places, ...]. docs and at are int [M]: documents, and the place of
+def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, slots: int) -> dict[str, torch.Tensor]:
+    """Return an encoder's inputs by argument name, [slots, ...]. docs and at are int [M]: documents, and the place of
     each."""
     if examples.encoder_inputs is None:
         return {}
     entries = examples.encoder_inputs.index[docs]
     found = {}
     for name, array in examples.encoder_inputs.arrays.items():
-        filled = np.zeros((places, *array.shape[1:]), array.dtype)
+        filled = np.zeros((slots, *array.shape[1:]), array.dtype)
         filled[at] = array[entries]
         found[name] = torch.from_numpy(filled)
     return found

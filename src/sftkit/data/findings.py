@@ -60,15 +60,15 @@ def text(found: Finding) -> str:
     return f"{rows} {found.kind}, {found.reason}; the first: {found.first}"
 
 
-def tell(name: str, found: Iterable[Finding]) -> None:
+def log_findings(name: str, found: Iterable[Finding]) -> None:
     """Log one line for each reason."""
     for one in found:
         log.warning("%s: %s", name, text(one))
 
 
 @contextmanager
-def untold() -> Iterator[None]:
-    """Keep `tell` quiet, for a caller that shows what was found itself."""
+def without_logging() -> Iterator[None]:
+    """Keep `log_findings` quiet, for a caller that shows what was found itself."""
     before, log.disabled = log.disabled, True
     try:
         yield

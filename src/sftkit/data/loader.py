@@ -20,8 +20,8 @@ from sftkit.data import sources
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.collate import Batch, collate
 from sftkit.data.epoch import GlobalBatch
-from sftkit.data.order import Order, with_stretch
-from sftkit.data.pack import BatchShape, Layout, Stretch
+from sftkit.data.order import Order, with_segment
+from sftkit.data.pack import BatchShape, Layout, PlanSegment
 from sftkit.data.shard import ALL_ROWS, RankRows, check_part
 from sftkit.data.types import Examples, Tokenized, listed
 from sftkit.errors import WorkerError
@@ -136,7 +136,7 @@ class Batches:
         seed: int,
         *,
         num_workers: int | None = 0,
-        earlier: Sequence[Stretch] = (),
+        earlier: Sequence[PlanSegment] = (),
         first_step: int = 0,
     ) -> None:
         """
@@ -144,14 +144,14 @@ class Batches:
             dataset: makes the batches of this process.
             seed: of the order of documents.
             num_workers: processes that build batches; 0: this one; None: 2 with a GPU, else 0.
-            earlier, first_step: the stretches of the checkpoint that is resumed, and its step.
+            earlier, first_step: the segments of the checkpoint that is resumed, and its step.
         """
         self.examples, self.layout, self.seed = dataset.examples, dataset.layout, seed
         self._dataset = dataset
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
-        self.stretches = with_stretch(earlier, first_step, self.layout, seed)
-        order = Order(dataset.lengths, self.layout, self.stretches)
+        self.segments = with_segment(earlier, first_step, self.layout, seed)
+        order = Order(dataset.lengths, self.layout, self.segments)
         self.plan, self.num_steps, self._items = order.plan, order.num_steps, order.batches
 
     def num_documents(self, first_step: int, last_step: int) -> int:

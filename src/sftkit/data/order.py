@@ -1,5 +1,5 @@
 """Which documents each step of a run takes: the plans of its epochs, one after the other, also of an epoch in the
-middle of which batch size or seed was changed. A pure function of lengths, layout and stretches, so that resuming is an
+middle of which batch size or seed was changed. A pure function of lengths, layout and segments, so that resuming is an
 index."""
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from functools import lru_cache
 import numpy as np
 
 from sftkit.data.epoch import GlobalBatch, plan_epoch
-from sftkit.data.pack import Layout, Stretch
+from sftkit.data.pack import Layout, PlanSegment
 
 
-def with_stretch(earlier: Sequence[Stretch], step: int, layout: Layout, seed: int) -> tuple[Stretch, ...]:
-    """Return the stretches of a run that goes on at `step`; a new one only where batches are made otherwise from there
+def with_segment(earlier: Sequence[PlanSegment], step: int, layout: Layout, seed: int) -> tuple[PlanSegment, ...]:
+    """Return the segments of a run that goes on at `step`; a new one only where batches are made otherwise from there
     on.
 
     Args:
-        earlier: the stretches before `step`, of the checkpoint that is resumed; empty: one stretch from the beginning.
+        earlier: the segments before `step`, of the checkpoint that is resumed; empty: one segment from the beginning.
     """
-    now = Stretch(step if earlier else 0, seed, layout.global_batch_size, layout.budget_rows)
+    now = PlanSegment(step if earlier else 0, seed, layout.global_batch_size, layout.budget_rows)
     return tuple(earlier) if earlier and earlier[-1][1:] == now[1:] else (*earlier, now)
 
 
@@ -29,15 +29,15 @@ class Order:
     """The global batches of all epochs of a run. State: only the epochs that were planned last, and where epochs
     begin."""
 
-    def __init__(self, lengths: np.ndarray, layout: Layout, stretches: Sequence[Stretch]) -> None:
+    def __init__(self, lengths: np.ndarray, layout: Layout, segments: Sequence[PlanSegment]) -> None:
         """
         Args:
             lengths: int [D], positions of each document.
         """
-        self._lengths, self._stretches = lengths, stretches
+        self._lengths, self._segments = lengths, segments
         self._layouts = [
-            replace(layout, global_batch_size=stretch.global_batch_size, budget_rows=stretch.budget_rows)
-            for stretch in stretches
+            replace(layout, global_batch_size=segment.global_batch_size, budget_rows=segment.budget_rows)
+            for segment in segments
         ]
         self._starts = [0]
         "step after which each epoch begins, as far as known"
@@ -48,13 +48,13 @@ class Order:
         whatever was changed on the way."""
         start, left = self._start(epoch), np.arange(len(self._lengths))
         batches: list[GlobalBatch] = []
-        ends = [stretch.after_step for stretch in self._stretches[1:]]
-        for stretch, layout, end in zip(self._stretches, self._layouts, [*ends, None], strict=True):
-            # how many batches this stretch has in the epoch; None: the rest
+        ends = [segment.after_step for segment in self._segments[1:]]
+        for segment, layout, end in zip(self._segments, self._layouts, [*ends, None], strict=True):
+            # how many batches this segment has in the epoch; None: the rest
             steps = None if end is None else end - start - len(batches)
             if steps is not None and steps <= 0:
                 continue
-            planned = plan_epoch(self._lengths, layout, stretch.seed, epoch, documents=left)
+            planned = plan_epoch(self._lengths, layout, segment.seed, epoch, documents=left)
             batches += planned[:steps]
             if steps is None or len(planned) <= steps:
                 break

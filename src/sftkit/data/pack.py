@@ -124,8 +124,8 @@ class Layout:
         return -(-max(longest, SHORTEST_ROW) // self.pad_multiple) * self.pad_multiple
 
 
-class Stretch(NamedTuple):
-    """Steps of a run whose global batches are made alike: from one step on until the next stretch begins."""
+class PlanSegment(NamedTuple):
+    """Steps of a run whose global batches are made alike: from one step on until the next segment begins."""
 
     after_step: int
     "it begins with the step after this one"
@@ -139,7 +139,7 @@ def make_layout(
     train: TrainConfig,
     documents: DocumentLengths,
     world_size: int = 1,
-    earlier: Sequence[Stretch] = (),
+    earlier: Sequence[PlanSegment] = (),
 ) -> Layout:
     """Return the layout of a run, from the recipe and the lengths of its training documents; equal on all ranks.
 

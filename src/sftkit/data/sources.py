@@ -57,7 +57,7 @@ def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
             if on_bad_row == "error":
                 raise
             findings.add(tally, findings.skipped(error))
-    findings.tell(source_label(source), findings.ordered(tally))
+    findings.log_findings(source_label(source), findings.ordered(tally))
 
 
 def opened(source: SourceConfig) -> Origin:
@@ -117,7 +117,7 @@ def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, 
     if examples is None:
         examples = cache.save(folder, _tokenized(sources, names, found, data, tokenize))
     for name, told in examples.findings.items():
-        findings.tell(name, told)
+        findings.log_findings(name, told)
     return examples
 
 

@@ -74,7 +74,7 @@ def build(
     orig_model, layout = training.orig_model, training.layout
     check_options(cfg.compile)
     with ExitStack() as stack:  # an error on the way puts back what was set
-        write_logs = stack.enter_context(compiler_logs(partial(rt.place, run_dir), cfg.compile, rt.rank))
+        write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
         # What the compiler will see: float8 layers, and attention. Compiled code is read before, since the choice of
         # attention may run kernels.
         apply_fp8(cfg, orig_model, layout, rt)
@@ -137,7 +137,7 @@ class Blocks:
         self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
 
-    def warm_up(self, say: Callable[[str], None]) -> WarmUp:
+    def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
         """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory taken:
         every graph is built, and a run that does not fit ends here."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
@@ -170,11 +170,11 @@ class Blocks:
             same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         # Tell what was built and measured, and keep the compiled code.
         seconds = time.perf_counter() - started
-        say(self._line(watch.counts(), seconds))
+        print_line(self._line(watch.counts(), seconds))
         if isinstance(self._wrapped, Pipelined):
-            say(self._stage_seconds(self._wrapped))
+            print_line(self._stage_seconds(self._wrapped))
         if rt.device.type == "cuda":
-            say(against_measured(self._plan, peak_memory_gib(rt.device)))
+            print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
         if self.compiled:
             compile_cache.keep(cfg, orig_model, layout, rt)
             if rt.is_main:
@@ -201,8 +201,8 @@ class Blocks:
         devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
             seconds = pipelined.seconds(batch, self.model.objective.count(batch))
-        places = self._rt.topology.stages
-        return describe_seconds(pipelined.placement.layers, seconds, self._layout.accumulation, places)
+        pipeline_size = self._rt.topology.stages
+        return describe_seconds(pipelined.placement.layers, seconds, self._layout.accumulation, pipeline_size)
 
     def _line(self, counts: dict[str, float], seconds: float) -> str:
         """Return a line for the console about what the warm-up built."""

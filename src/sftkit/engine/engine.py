@@ -94,13 +94,13 @@ class Engine(Protocol):
     def setup(self) -> Setup:
         """Return how the engine computes, for records."""
 
-    def warm_up(self, say: Callable[[str], None]) -> WarmUp:
+    def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
         """Do whatever must not happen in a step: compile for the declared shapes, see that the largest one fits.
 
         Weights, gradients and random state are afterwards as before.
 
         Args:
-            say: for lines that a person should read.
+            print_line: for lines that a person should read.
 
         Raises:
             ConfigError: the run cannot work like this: what to change.

@@ -24,7 +24,7 @@ from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import Batch
 from sftkit.data.pack import Layout
 from sftkit.engine.gradient_rows import declared_rows, same_rows, short_rows, tokens_of
-from sftkit.engine.gradient_samples import GradientDifference, block_names, largest, own_part, places_of, taken
+from sftkit.engine.gradient_samples import GradientDifference, block_names, largest, own_part, sample_elements, taken
 from sftkit.engine.plain import plain_sums
 from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random, worst
 from sftkit.engine.step import MicroBatches, gradients
@@ -125,9 +125,9 @@ class Sides:
         self.named = {name: p for name, p in model.orig_model.named_parameters() if id(p) in wanted}
         self.blocks = block_names(model.orig_model)
         tokens = torch.from_numpy(tokens_of(model.orig_model)).to(rt.device)
-        self.places = places_of(model.orig_model, self.named, tokens)
-        self.names = rt.united(list(self.places))
-        "names of all ranks: a pipeline stage has places in its own parameters only"
+        self.sampled = sample_elements(model.orig_model, self.named, tokens)
+        self.names = rt.united(list(self.sampled))
+        "names of all ranks: a pipeline stage has elements of its own parameters only"
 
     def compare(self, whole: list[Batch], own: list[Batch]) -> GradientDifference:
         """Return the difference between our gradients and the plain model's.
@@ -196,8 +196,9 @@ class Sides:
                 (plain.loss / (targets * topology.context)).backward()
         if exchanged:
             found = self._taken()
-            for name, places in self.places.items():  # FSDP2's blocks add up over fewer ranks: see parallel.fsdp.Meshes
-                if gathered or places.parameter not in self.blocks:
+            # FSDP2's blocks add up over fewer ranks: see parallel.fsdp.Meshes
+            for name, elements in self.sampled.items():
+                if gathered or elements.parameter not in self.blocks:
                     found[name] /= topology.tensor
             return found
         self.model.zero_grad(set_to_none=True)
@@ -205,10 +206,10 @@ class Sides:
             whole = self._over_alike(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
             sums = dict(zip(sums, whole, strict=True))
         self._over_ends(sums)
-        return {name: sums[name][own_part(self.named[p], at)] for name, (p, at, _) in self.places.items()}
+        return {name: sums[name][own_part(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
 
     def _over_alike(self, values: Tensor) -> Tensor:
-        """Return the elementwise sum over the ranks that have places in the same parameters."""
+        """Return the elementwise sum over the ranks that have elements of the same parameters."""
         stages = stages_of(self.model.orig_model)
         if stages is None:
             return self.rt.sum(values)
@@ -220,25 +221,25 @@ class Sides:
         stages = stages_of(self.model.orig_model)
         if stages is None:
             return
-        for name, places in self.places.items():
-            if len(stages.holders[places.parameter]) > 1:
+        for name, elements in self.sampled.items():
+            if len(stages.holders[elements.parameter]) > 1:
                 torch.distributed.all_reduce(sums[name], group=stages.ends)
 
     @contextmanager
     def _heard(self) -> Iterator[dict[str, Tensor]]:
-        """Add up what autograd gives each whole parameter within the context, at its places: name -> float64 [N]."""
+        """Add up what autograd gives each whole parameter within the context, at its sampled elements: name -> float64 [N]."""
         sums = {
             name: torch.zeros(len(at), dtype=torch.float64, device=at.device)
-            for name, (_, at, _) in self.places.items()
+            for name, (_, at, _) in self.sampled.items()
         }
         of: dict[str, list[str]] = defaultdict(list)
-        for name, places in self.places.items():
-            of[places.parameter].append(name)
+        for name, elements in self.sampled.items():
+            of[elements.parameter].append(name)
 
         def add(parameter: str, gradient: Tensor) -> None:
             flat = gradient.detach().flatten()
             for name in of[parameter]:
-                sums[name] += flat[self.places[name].at].double()
+                sums[name] += flat[self.sampled[name].at].double()
 
         handles, heard = [], set[str]()
         orig_model = self.model.orig_model
@@ -262,7 +263,7 @@ class Sides:
 
     def _taken(self) -> dict[str, Tensor]:
         """Return a sample of each gradient, float64 [N], and free the parameters' gradients."""
-        found = {name: taken(self.named[parameter], at) for name, (parameter, at, _) in self.places.items()}
+        found = {name: taken(self.named[parameter], at) for name, (parameter, at, _) in self.sampled.items()}
         self.model.zero_grad(set_to_none=True)
         return found
 
@@ -270,10 +271,10 @@ class Sides:
         """Return the largest difference over all ranks, the same on each."""
         sums = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.rt.device)
         rows = {name: row for row, name in enumerate(self.names)}
-        for name, places in self.places.items():
+        for name, elements in self.sampled.items():
             a, b = ours[name], plain[name]
             found = torch.stack([(a - b).square().sum(), b.square().sum(), (a * b).sum()])
-            sums[rows[name]] = found * places.each
+            sums[rows[name]] = found * elements.each
         return largest(dict(zip(self.names, self.rt.sum(sums).tolist(), strict=True)), self.blocks)
 
 

@@ -43,20 +43,20 @@ class GradientDifference:
     "how many were compared"
 
 
-class Places(NamedTuple):
+class SampledElements(NamedTuple):
     """Elements of one parameter that are compared."""
 
     parameter: str
     at: Tensor
-    "int64 [N], on its device: places in the flattened parameter, or in this rank's shard if it is sharded by columns"
+    "int64 [N], on its device: indices into the flattened parameter, or in this rank's shard if it is sharded by columns"
     each: float
-    "how many elements of the parameter one place stands for"
+    "how many elements of the parameter each one stands for"
 
 
-def places_of(
+def sample_elements(
     orig_model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter], tokens: Tensor
-) -> dict[str, Places]:
-    """Return the places of each parameter, by its name.
+) -> dict[str, SampledElements]:
+    """Return the elements to compare of each parameter, by its name.
 
     Embedding and head [V, H] have three entries each: all elements of the rows of `tokens`, all of the last rows, and a
     sample of the other rows, whose gradients are far smaller.
@@ -65,42 +65,42 @@ def places_of(
         tokens: int64 [K], the tokens of the documents.
     """
     vocabulary = {id(embedding_of(orig_model)), id(output_projection(orig_model).weight)}
-    found: dict[str, Places] = {}
-    spread: dict[tuple[int, torch.device], Tensor] = {}  # parameters of one size share their places
+    found: dict[str, SampledElements] = {}
+    spread: dict[tuple[int, torch.device], Tensor] = {}  # parameters of one size share their indices
     for name, parameter in parameters.items():
         size, device = window(parameter)[1], parameter.device
         if (size, device) not in spread:
             spread[size, device] = evenly(size).to(device)
         at = spread[size, device]
         if id(parameter) not in vocabulary:
-            found[name] = Places(name, at, size / max(len(at), 1))
+            found[name] = SampledElements(name, at, size / max(len(at), 1))
             continue
         rows, width = parameter.shape
         whole_rows = torch.zeros(rows, dtype=torch.bool, device=device)
         whole_rows[tokens] = True
         last = torch.arange(max(rows - LAST_ROWS, 0), rows, device=device)
         last = last[~whole_rows[last]]
-        found[name] = Places(name, _elements(tokens, width), 1.0)
-        found[f"{name}, last rows"] = Places(name, _elements(last, width), 1.0)
+        found[name] = SampledElements(name, _elements(tokens, width), 1.0)
+        found[f"{name}, last rows"] = SampledElements(name, _elements(last, width), 1.0)
         whole_rows[last] = True
         others = at[~whole_rows[at // width]]
         left = size - int(whole_rows.sum()) * width
-        found[f"{name}, other rows"] = Places(name, others, left / max(len(others), 1))
+        found[f"{name}, other rows"] = SampledElements(name, others, left / max(len(others), 1))
     return found
 
 
 def evenly(size: int) -> Tensor:
-    """Return at most _SAMPLE places in `size` elements, int64. An odd distance passes through all columns."""
+    """Return at most _SAMPLE indices into `size` elements, int64. An odd distance passes through all columns."""
     return torch.arange(0, size, -(-size // _SAMPLE) | 1)
 
 
 def _elements(rows: Tensor, width: int) -> Tensor:
-    """Return all places in some rows of a matrix."""
+    """Return the indices of all elements of some rows of a matrix."""
     return (rows[:, None] * width + torch.arange(width, device=rows.device)).flatten()
 
 
 def window(parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """Return (place of this rank's first element in the flattened whole, size of the whole).
+    """Return (index of this rank's first element in the flattened whole, size of the whole).
 
     For a parameter that is sharded by columns, this rank's shard counts as the whole.
     """
@@ -113,13 +113,13 @@ def window(parameter: torch.nn.Parameter) -> tuple[int, int]:
 
 
 def own_part(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
-    """Return which of these places this rank has: bool [N]."""
+    """Return which of these indices this rank has: bool [N]."""
     first = window(parameter)[0]
     return (at >= first) & (at < first + local(parameter).numel())
 
 
 def taken(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
-    """Return the gradient at those of these places that this rank has: float64, zeros where there is no gradient."""
+    """Return the gradient at those of these indices that this rank has: float64, zeros where there is no gradient."""
     own = at[own_part(parameter, at)] - window(parameter)[0]
     if parameter.grad is None:
         return torch.zeros(len(own), dtype=torch.float64, device=own.device)

@@ -53,7 +53,7 @@ def build(cfg: Config, training: Training, rt: Runtime) -> Reference:
         )
     if cfg.optim.name not in ("auto", DEFAULT):
         raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {cfg.optim.name}")
-    rt.say("engine reference: each document alone, eager, torch's own loss and AdamW")
+    rt.print("engine reference: each document alone, eager, torch's own loss and AdamW")
     routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
     model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
     return Reference(cfg, model, training.layout, rt)
@@ -74,7 +74,7 @@ class Reference:
         size = sum(3.0 * p.numel() * p.element_size() for p in model.orig_model.parameters())
         self.setup = Setup(attention, "documents alone", DEFAULT, "none", size)
 
-    def warm_up(self, say: Callable[[str], None]) -> WarmUp:
+    def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
         """Run one forward and backward pass of the largest batch, to see that it fits."""
         started, orig_model = time.perf_counter(), self.model.orig_model
         orig_model.train()
@@ -83,7 +83,7 @@ class Reference:
         with torch.random.fork_rng(devices=devices):
             self._forward_backward(batch, self.model.objective.count(batch))
         self.optimizer.zero_grad(set_to_none=True)
-        say(f"{self._layout.kind} rows, taken apart; eager")
+        print_line(f"{self._layout.kind} rows, taken apart; eager")
         never = compiled_check(None, None, orig_model.dtype)
         return WarmUp(compiled=False, seconds=time.perf_counter() - started, checks=[never])
 

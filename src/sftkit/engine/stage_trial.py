@@ -52,7 +52,7 @@ def measured_layers(cfg: Config, training: Training, backend: str, rt: Runtime) 
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     first, layer, last = seconds.tolist()
     embedding, head = max(first - layer, 0.0), max(last - layer, 0.0)
-    rt.say(f"a layer takes {layer:.3g} s a micro-batch, the embedding {embedding:.3g} s, head and loss {head:.3g} s")
+    rt.print(f"a layer takes {layer:.3g} s a micro-batch, the embedding {embedding:.3g} s, head and loss {head:.3g} s")
     return balanced(sum(by_parameters), layer, head, len(by_parameters), embedding)
 
 

@@ -64,7 +64,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
 
         if problem := check_sandbox():
             raise ConfigError(f"eval.tasks: {problem}")
-        rt.say(f"model-written code runs in the sandbox; memory: {memory_bound()}")
+        rt.print(f"model-written code runs in the sandbox; memory: {memory_bound()}")
     with rt.main_first():
         loaded = tuple(_load(name, config) for name in config.tasks if name not in elsewhere)
     for task in loaded:
@@ -161,7 +161,7 @@ class Suite:
             captioned, written = self.captions()
             found = self.run_tasks() + captioned
             if found and step is not None and self.run_dir is not None and self.rt.is_main:
-                self._write(evaluation_dir(self.rt.place(self.run_dir), step), found)
+                self._write(evaluation_dir(self.rt.output_dir(self.run_dir), step), found)
             return values | results.values_of([one.result for one in found]), [*written, *self.samples()]
         finally:
             reshard(self.orig_model)

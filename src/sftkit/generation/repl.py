@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sftkit.config.paths import expanded
 from sftkit.config.schema import DataConfig
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 from sftkit.data.conversation import Message
 from sftkit.errors import ConfigError, DataError
 from sftkit.runtime.signals import exit_on_signals
@@ -62,7 +62,7 @@ def converse(stream: Stream, system: str | None) -> None:
             if line.strip() in EXITS or line.strip().removeprefix("/") in EXITS:
                 return
             if line.startswith("/"):
-                say(_command(conversation, line.strip()), error=True)
+                print_text(_command(conversation, line.strip()), error=True)
             elif text := line.strip():
                 _answer(stream, conversation, text)
 
@@ -73,9 +73,9 @@ def show(pieces: Iterator[str]) -> str:
     for piece in pieces:
         said += piece
         if end := len(said.rstrip()):
-            say(said[shown:end], end="")
+            print_text(said[shown:end], end="")
             shown = end
-    say("")
+    print_text("")
     return said
 
 
@@ -85,13 +85,13 @@ def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
         with closing(stream(asked)) as pieces:  # type: ignore[type-var]
             reply = show(pieces)
     except KeyboardInterrupt:
-        say("\n(broken off: question and answer are left out of the conversation)", error=True)
+        print_text("\n(broken off: question and answer are left out of the conversation)", error=True)
     except (ConfigError, DataError) as error:
-        say(str(error), error=True)
+        print_text(str(error), error=True)
     else:
         if not reply.strip():
             what = "answered with white space alone" if reply else "ended its answer at once"
-            say(f"(the model has {what}: question and answer are left out of the conversation)", error=True)
+            print_text(f"(the model has {what}: question and answer are left out of the conversation)", error=True)
             return
         conversation.messages += [asked[-1], {"role": "assistant", "content": reply}]
 
@@ -131,7 +131,7 @@ def _ask() -> str | None:
     """Return the next question, with continued lines joined; None at the end of input."""
     lines, prompt = [], "> "
     if sys.stdin.isatty():
-        say("")
+        print_text("")
     try:
         while (line := input(prompt if sys.stdin.isatty() else "")).endswith("\\"):
             lines.append(line[:-1])

@@ -29,9 +29,9 @@ from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
+from sftkit.graph.distribute import check_possible, distribute
 from sftkit.graph.graphs import Counts
 from sftkit.graph.passes.apply import dump
-from sftkit.graph.place import check_possible, place
 from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.structure import decoder_blocks
@@ -76,7 +76,7 @@ def build(
         planned(plan)
         model = ModelWithLoss(orig_model, choice.backend, training.objective)
         stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile
-        place(model, training.source, rt, cfg.graph.token_dispatcher)
+        distribute(model, training.source, rt, cfg.graph.token_dispatcher)
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
         assembled = Assembled(choice, plan, model, optimizer, run_dir)
         engine = GraphEngine(cfg, rt, layout, assembled, stack.pop_all())
@@ -125,7 +125,7 @@ class GraphEngine:
         self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
 
-    def warm_up(self, say: Callable[[str], None]) -> WarmUp:
+    def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
         """Capture every declared shape, and run its heaviest batch forward and backward with the optimizer's memory taken."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
         self._watch = watch = CompileWatch()
@@ -138,7 +138,7 @@ class GraphEngine:
         with working("capturing the graph of a step"):
             self.compiled = cfg.compile.enabled and self._capture()
         if cfg.graph.dump and rt.is_main:
-            dump(self.captured.stages, rt.place(self._run_dir))
+            dump(self.captured.stages, rt.output_dir(self._run_dir))
         losses: dict[tuple[int, int], float] = {}
         with oom_advice(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
             self._run_shapes(losses)
@@ -149,7 +149,7 @@ class GraphEngine:
         sides = Sides(self.model, self.captured, parameters, rt)
         same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         seconds = time.perf_counter() - started
-        self._say(say, seconds)
+        self._print_setup(print_line, seconds)
         checks = document_checks(check, orig_model.dtype, backend, allowed.logits)
         checks += [gradients_check(same, allowed, backend), self._compiled_check(losses, eager)]
         return WarmUp(self.compiled, seconds, checks)
@@ -200,23 +200,23 @@ class GraphEngine:
         batch = worst_case_batch(self._rt, orig_model, self._layout, *shape)
         return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
 
-    def _say(self, say: Callable[[str], None], seconds: float) -> None:
+    def _print_setup(self, print_line: Callable[[str], None], seconds: float) -> None:
         """Say what was captured and what each pass made of it, for the console."""
         layout = self._layout
         declared = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
         kind = f"{layout.kind} rows, shapes {declared}"
         if not self.compiled:
-            say(f"{kind}; eager")
+            print_line(f"{kind}; eager")
         else:
             number = self.captured.num_graphs
-            say(f"{kind}; captured {number} graph{'s' * (number > 1)}, in {seconds:.1f} s")
+            print_line(f"{kind}; captured {number} graph{'s' * (number > 1)}, in {seconds:.1f} s")
             known: dict[str, Counts] = {}
             for stage in self.captured.stages[layout.shapes[-1]]:
                 if known.get(stage.graph) != stage.counts:
-                    say(f"  {stage.graph} graph, {stage.after}: {stage.counts}")
+                    print_line(f"  {stage.graph} graph, {stage.after}: {stage.counts}")
                 known[stage.graph] = stage.counts
         if self._rt.device.type == "cuda":
-            say(against_measured(self._plan, peak_memory_gib(self._rt.device)))
+            print_line(against_measured(self._plan, peak_memory_gib(self._rt.device)))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, TYPED, is_ours, progr
 from sftkit.config.load import fail
 from sftkit.config.paths import expanded
 from sftkit.config.stages import STAGE_SCRIPTS as STAGES
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 
 CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit --version)
@@ -45,9 +45,9 @@ def main() -> None:
     """Replace this process by the one that does what the word asks for, with its signals and exit code."""
     word, *words = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
-        say(CLI_USAGE)
+        print_text(CLI_USAGE)
     elif word == "--version":
-        say(f"sftkit {version('sftkit')}, torch {version('torch')}, transformers {version('transformers')}")
+        print_text(f"sftkit {version('sftkit')}, torch {version('torch')}, transformers {version('transformers')}")
     elif word == "init":
         init(words)
     else:
@@ -75,7 +75,7 @@ def init(words: list[str]) -> None:
     """
     usage = f"usage: sftkit init DIR\n\nCopies {', '.join(SHIPPED)} into DIR, to read and to change."
     if words in (["-h"], ["--help"]):
-        say(usage)
+        print_text(usage)
         return
     if len(words) != 1 or words[0].startswith("-"):
         fail(usage)
@@ -89,7 +89,7 @@ def init(words: list[str]) -> None:
     except OSError as error:
         raise ConfigError(f"{folder}: {error}") from error
     sftkit = program("sftkit", folder.absolute())
-    say(
+    print_text(
         f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {shlex.quote(str(folder))}\n  {sftkit} chain recipes/smoke\n  {sftkit} chat"
     )
 

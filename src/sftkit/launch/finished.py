@@ -12,9 +12,9 @@ from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config
 from sftkit.config.yaml_text import RecipeLoader
 from sftkit.rundir.lock import at_work
-from sftkit.rundir.made_from import made_from, read_made_from, weights_changed
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import RECIPE, SUMMARY, latest, step_name
+from sftkit.rundir.provenance import current_provenance, read_provenance, weights_changed
 from sftkit.rundir.status import read_status
 
 
@@ -36,7 +36,7 @@ def finished(cfg: Config) -> str | None:
             return None
         if _recipe(to_yaml(cfg)) != _recipe((newest / RECIPE).read_text()):
             return None
-        began, now = read_made_from(run_dir), made_from(cfg)
+        began, now = read_provenance(run_dir), current_provenance(cfg)
         if began is None or began.inputs != now.inputs or verify(newest) is not None:
             return None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):

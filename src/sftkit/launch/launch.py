@@ -23,7 +23,7 @@ from sftkit.config.load import fail, read_config
 from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.schema import stages_of
 from sftkit.config.stages import STAGE_SCRIPTS, stage_of_script
-from sftkit.config.terminal import leave_lost_terminal, say
+from sftkit.config.terminal import leave_lost_terminal, print_text
 from sftkit.errors import ConfigError
 from sftkit.launch.finished import finished
 from sftkit.launch.hardware import Hardware, find_hardware
@@ -31,7 +31,7 @@ from sftkit.launch.layouts import advice
 from sftkit.memory.estimate import USABLE
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.preflight.inputs import inputs_of
-from sftkit.rundir.killed import killed_by, tell_killed
+from sftkit.rundir.killed import killed_by, report_killed
 from sftkit.rundir.lock import refuse_at_work
 from sftkit.rundir.status import stopped_by
 from sftkit.runtime.launcher import signal_env
@@ -215,7 +215,7 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     script = shipped(script)
     refuse_at_work(Path(cfg.run.dir))
     if line := finished(cfg):
-        say(line)
+        print_text(line)
         return 0
     # What the machine has decides the Accelerate config and the number of processes.
     hardware = find_hardware()
@@ -224,10 +224,10 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         raise ConfigError(
             f"{launch.config_file}: no such file. `sftkit init` copies the whole folder that it belongs to"
         )
-    say(launch.summary)
+    print_text(launch.summary)
     taken = launch.config_file.name
     if launch.num_processes > 1 and (line := advice(cfg, launch.num_processes, hardware.gpu_memory_bytes, taken)):
-        say(line)
+        print_text(line)
     # A run that was stopped has written so itself; of one that was killed only its files and the kernel can tell.
     started, before = time.time(), oom_kills()
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
@@ -235,7 +235,7 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         return 128 + number  # several ranks end with 0: torch's launcher takes all else for a failure
     if (number := killed_by(code)) is not None:
         words, cause = [script, recipe, *overrides], likely_cause(number, before)
-        say("\n" + tell_killed(Path(cfg.run.dir), number, cause, started, words), error=True, level="error")
+        print_text("\n" + report_killed(Path(cfg.run.dir), number, cause, started, words), error=True, level="error")
     return code
 
 
@@ -283,7 +283,7 @@ def main() -> int:
     """Launch what the words of the command line name, and return the exit code."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        say(
+        print_text(
             typed(
                 f"{__doc__}\nSettings: .venv/bin/python SCRIPT --help. Other layouts: .venv/bin/accelerate launch --config_file ..."
             )

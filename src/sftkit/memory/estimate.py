@@ -146,7 +146,7 @@ def estimate(s: EstimateInputs) -> Estimate:
     m, width = s.shape, WIDTH[s.precision]
     tokens = max(rows * row_length for rows, row_length in s.layout.shapes) // s.topology.parts
     if s.topology.stages > 1:
-        return max(estimates_of_places(s), key=lambda place: place.total)
+        return max(pipeline_estimates(s), key=lambda place: place.total)
     if s.topology.sharded:
         return _sharded(s, tokens)
     weights = gradients = width * m.parameters
@@ -190,7 +190,7 @@ def held_bytes(s: EstimateInputs) -> int:
     rows: no step takes less."""
     if s.topology.stages > 1:
         whole = replace(s, topology=replace(s.topology, stages=1))
-        shapes = [shape_of_place(s, place) for place in range(s.topology.stages)]
+        shapes = [pipeline_rank_shape(s, place) for place in range(s.topology.stages)]
         return max(held_bytes(replace(whole, shape=shape)) for shape in shapes)
     pieces = s.topology.shards * s.topology.parts if s.topology.sharded else 1
     return (2 * WIDTH[s.precision] * s.shape.parameters + _state_bytes(s)) // pieces
@@ -225,24 +225,28 @@ def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
     return max(at_start, at_end, key=lambda moment: moment.total)
 
 
-def estimates_of_places(s: EstimateInputs) -> list[Estimate]:
+def pipeline_estimates(s: EstimateInputs) -> list[Estimate]:
     """Return the peak of each process of a pipeline: at the start of a backward pass or at the end of the step. An
     evaluation goes through the same stages."""
     return [_staged(s, place) for place in range(s.topology.stages)]
 
 
-def _staged(s: EstimateInputs, place: int) -> Estimate:
-    """Return the peak of the process at a place of a pipeline."""
-    m, width, places = s.shape, WIDTH[s.precision], s.topology.stages
+def _staged(s: EstimateInputs, pipeline_rank: int) -> Estimate:
+    """Return the peak of the process at a rank of a pipeline."""
+    m, width, pipeline_size = s.shape, WIDTH[s.precision], s.topology.stages
     tokens, count = max(rows * row_length for rows, row_length in s.layout.shapes), s.layout.accumulation
-    own, first, last = s.stage_layers[place::places], place == 0, place == places - 1
-    shape = shape_of_place(s, place)
+    own, first, last = (
+        s.stage_layers[pipeline_rank::pipeline_size],
+        pipeline_rank == 0,
+        pipeline_rank == pipeline_size - 1,
+    )
+    shape = pipeline_rank_shape(s, pipeline_rank)
     # Activations: of the micro-batches that are in flight at once, and the hidden states sent between stages.
     alone = replace(s, shape=shape)
-    at_once: float = count if s.schedule == "gpipe" else min(count, places - place)
+    at_once: float = count if s.schedule == "gpipe" else min(count, pipeline_size - pipeline_rank)
     # Interleaved stages in Megatron-LM's order: in turn, each for as many micro-batches as there are processes.
     if len(own) > 1 and s.schedule != "gpipe":
-        at_once = min(count, (2 * (places - place - 1) + (len(own) - 1) * places + 1) / len(own))
+        at_once = min(count, (2 * (pipeline_size - pipeline_rank - 1) + (len(own) - 1) * pipeline_size + 1) / len(own))
     received = (2 * len(own) - first - last) * count * tokens * m.hidden
     hidden = int(width * (at_once * tokens * shape.blocks * kept_elements(alone) + received))
     # Weights, gradients and states of the stages that the process holds.
@@ -264,12 +268,14 @@ def _staged(s: EstimateInputs, place: int) -> Estimate:
     return max(at_start, at_end, key=lambda moment: moment.total)
 
 
-def shape_of_place(s: EstimateInputs, place: int) -> Shape:
-    """Return the sizes of what the process at a place of a pipeline holds."""
+def pipeline_rank_shape(s: EstimateInputs, pipeline_rank: int) -> Shape:
+    """Return the sizes of what the process at a rank of a pipeline holds."""
     m, places = s.shape, s.topology.stages
-    blocks = sum(s.stage_layers[place::places])
+    blocks = sum(s.stage_layers[pipeline_rank::places])
     embedding = m.vocab * m.hidden
-    ends = (embedding if place == 0 else 0) + (max(m.ends - embedding, embedding) if place == places - 1 else 0)
+    ends = (embedding if pipeline_rank == 0 else 0) + (
+        max(m.ends - embedding, embedding) if pipeline_rank == places - 1 else 0
+    )
     share = blocks / m.blocks
     return replace(
         m,

@@ -134,7 +134,7 @@ def make_plan(
     kept = f"{budget:g} of the activations kept" if budget < 1.0 else "activations kept"
     how = "gradient checkpointing" if checkpointing else kept
     line = _line(f"memory: {cfg.train.memory}, optimizer {name}, {how}", found, total_bytes)
-    rt.say(line)
+    rt.print(line)
     optim = replace(cfg.optim, name=name)
     sharding = (sharding or Sharding()) if setup is None else setup.sharding
     plan = MemoryPlan(optim, budget, setup, found, total_bytes, sharding, earlier, line)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from sftkit.config.optimizers import WIDTH
-from sftkit.memory.estimate import EstimateInputs, shape_of_place
+from sftkit.memory.estimate import EstimateInputs, pipeline_rank_shape
 
 REDUCED = 4
 "Bytes per element of a gradient that shards or stages add up: fp32."
@@ -47,7 +47,8 @@ def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
     """
     if s.topology.stages > 1:
         return max(
-            (_of_place(s, place) for place in range(s.topology.stages)), key=lambda found: sum(e.sent for e in found)
+            (_of_pipeline_rank(s, place) for place in range(s.topology.stages)),
+            key=lambda found: sum(e.sent for e in found),
         )
     found = _of_weights(s) if s.topology.sharded else [_gradients_of_replicas(s, s.shape.parameters)]
     return [each for each in [*found, *_of_tensor(s), *_of_context(s)] if each.ranks > 1]
@@ -102,13 +103,17 @@ def _of_context(s: EstimateInputs) -> list[CollectiveTraffic]:
     ]
 
 
-def _of_place(s: EstimateInputs, place: int) -> list[CollectiveTraffic]:
+def _of_pipeline_rank(s: EstimateInputs, pipeline_rank: int) -> list[CollectiveTraffic]:
     """Return what a process of a pipeline exchanges: hidden states on, gradients back, and what the copies or
     shards of its stages exchange."""
-    t, places = s.topology, s.topology.stages
-    sends = 2 * len(s.stage_layers[place::places]) - (place == 0) - (place == places - 1)
+    t, pipeline_size = s.topology, s.topology.stages
+    sends = (
+        2 * len(s.stage_layers[pipeline_rank::pipeline_size])
+        - (pipeline_rank == 0)
+        - (pipeline_rank == pipeline_size - 1)
+    )
     found = [CollectiveTraffic("send", "stages", 2, sends * s.layout.accumulation * _hidden_bytes(s))]
-    own = replace(s, shape=shape_of_place(s, place), topology=replace(t, stages=1))
+    own = replace(s, shape=pipeline_rank_shape(s, pipeline_rank), topology=replace(t, stages=1))
     if t.sharded:
         own = replace(own, sharding=replace(s.sharding, keep_weights=True, keep_gradients=True))
         return found + [each for each in _of_weights(own) if each.ranks > 1]

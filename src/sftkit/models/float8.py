@@ -44,7 +44,7 @@ def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runt
                 f"this layout has {', '.join(odd)}: take data.max_length, data.row_length or data.pad_multiple so"
             )
         number = convert_to_fp8(orig_model, cfg.train.fp8, rt.device, rt.precision, compile=cfg.compile.enabled)
-        rt.say(f"{number} linear layers compute in float8, {cfg.train.fp8}")
+        rt.print(f"{number} linear layers compute in float8, {cfg.train.fp8}")
 
 
 def convert_to_fp8(

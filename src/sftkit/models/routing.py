@@ -95,7 +95,7 @@ class Routing:
         self.weight, self.has_loss, self._routers = weight, has_loss, routers
         self._load: Tensor | None = None
         for router in routers:
-            router.register_forward_hook(_told_with_loss if has_loss else _told)
+            router.register_forward_hook(_count_and_loss_hook if has_loss else _count_hook)
 
     def begin(self, positions: Tensor | None) -> None:
         """Set the positions that are counted, before a forward pass of training, which the backward pass may repeat.
@@ -156,19 +156,19 @@ class Routing:
         return load
 
 
-def _told(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
+def _count_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
     """Forward hook: leave in the router how many positions of each row it gave each expert."""
     if _WATCHED.positions is not None and router.training:
-        _tell(router, output, _WATCHED.positions, with_loss=False)
+        _record_counts(router, output, _WATCHED.positions, with_loss=False)
 
 
-def _told_with_loss(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
+def _count_and_loss_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
     """Forward hook: leave the same, and the sum of their probabilities."""
     if _WATCHED.positions is not None and router.training:
-        _tell(router, output, _WATCHED.positions, with_loss=True)
+        _record_counts(router, output, _WATCHED.positions, with_loss=True)
 
 
-def _tell(router: torch.nn.Module, output: tuple[Tensor, ...], positions: Tensor, *, with_loss: bool) -> None:
+def _record_counts(router: torch.nn.Module, output: tuple[Tensor, ...], positions: Tensor, *, with_loss: bool) -> None:
     """Leave both counts in the router, fp32 [B, E]: the output of a router is its logits [B C, E],
     weights and choice [B C, k]."""
     first, _, last = output

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass
 class Stages:
-    """The stages of a pipeline and what each holds, the same on every rank, and this rank's place."""
+    """The stages of a pipeline and what each holds, the same on every rank, and this rank's number in it."""
 
     layers: tuple[int, ...]
     "of each stage, how many; the last stage has the final norm and the head too"
     mesh: DeviceMesh
-    "[places in the pipeline, ranks with the same layers]: stage s is at place s modulo their number"
+    "[pipeline ranks, ranks with the same layers]: stage s is on pipeline rank s modulo their number"
     holders: dict[str, tuple[int, ...]]
-    "name of each parameter -> the places that hold it, the one that answers for it first"
+    "name of each parameter -> the pipeline ranks that hold it, the one that answers for it first"
     ends: dist.ProcessGroup | None
     "the first and the last rank of this rank's pipeline; None in one between them"
     entered: bool = False
@@ -32,14 +32,14 @@ class Stages:
         return self.mesh.get_group("stages")
 
     @property
-    def place(self) -> int:
-        """Return this rank's place in the pipeline."""
+    def pipeline_rank(self) -> int:
+        """Return this rank's number in the pipeline."""
         return self.mesh.get_local_rank("stages")
 
     @property
     def last(self) -> bool:
         """Return whether this rank has the last stage: final norm, head and loss."""
-        return self.place == self.mesh.size(0) - 1
+        return self.pipeline_rank == self.mesh.size(0) - 1
 
     @property
     def last_rank(self) -> int:
@@ -47,18 +47,18 @@ class Stages:
         return dist.get_global_rank(self.group, self.mesh.size(0) - 1)
 
     @property
-    def alike(self) -> tuple[int, int]:
+    def replica(self) -> tuple[int, int]:
         """Return (this rank's index among those with the same layers, how many they are)."""
         return self.mesh.get_local_rank("alike"), self.mesh.size(1)
 
     @property
     def own(self) -> range:
         """Return the stages that this rank holds."""
-        return range(self.place, len(self.layers), self.mesh.size(0))
+        return range(self.pipeline_rank, len(self.layers), self.mesh.size(0))
 
     def holds(self, name: str) -> bool:
         """Return whether this rank holds the parameter of this name."""
-        return self.place in self.holders[name]
+        return self.pipeline_rank in self.holders[name]
 
     def writer(self, name: str) -> int:
         """Return the global rank that writes a parameter into checkpoints."""
@@ -67,11 +67,11 @@ class Stages:
     def elsewhere(self, state: str) -> bool:
         """Return whether an optimizer state (optim.state.named_states) belongs to a parameter that
         this rank does not hold."""
-        return any(self.place not in places and _is_of(state, name) for name, places in self.holders.items())
+        return any(self.pipeline_rank not in places and _is_of(state, name) for name, places in self.holders.items())
 
     def written_here(self, state: str) -> bool:
         """Return whether ranks with the layers of this one write an optimizer state into checkpoints."""
-        return any(self.place == places[0] and _is_of(state, name) for name, places in self.holders.items())
+        return any(self.pipeline_rank == places[0] and _is_of(state, name) for name, places in self.holders.items())
 
 
 def stages_of(orig_model: torch.nn.Module) -> Stages | None:

@@ -48,7 +48,7 @@ def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
     orig_model.tie_weights()
 
 
-def place_weights(orig_model: PreTrainedModel, source: ModelConfig | None, device: torch.device) -> None:
+def materialize_weights(orig_model: PreTrainedModel, source: ModelConfig | None, device: torch.device) -> None:
     """Move a model to the device; of an empty one read the weights of the recipe's model.path."""
     empty = any(p.is_meta for p in orig_model.parameters())
     make_room(orig_model, device)

@@ -16,11 +16,11 @@ WORTH_SAYING = 0.97
 "A split is named whose slowest stage takes less than this share of the slowest one's time."
 
 
-def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, places: int) -> tuple[int, ...]:
+def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
     """Layers of each stage: train.pipeline_layers, or by the work of a token that is learned.
 
     Args:
-        places: ranks that the rows pass through.
+        pipeline_size: ranks that the rows pass through.
 
     Raises:
         ConfigError: a model that has no stages, or layers that are not the model's.
@@ -28,13 +28,15 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, places: in
     count = len(decoder_blocks(orig_model))
     per_place = 2 if train.pipeline_schedule == "interleaved" else 1
     given = train.pipeline_layers
-    stages = len(given) if given and per_place > 1 else places * per_place
+    stages = len(given) if given and per_place > 1 else pipeline_size * per_place
     _check_model(orig_model, count, stages)
     if given is None:
         found = count_parameters(orig_model)
         return balanced(count, found.body / count, found.head, stages)
-    if sum(given) != count or len(given) != stages or len(given) % places:
-        several = f"{2 * places} (or another multiple of {places})" if per_place > 1 else f"{places}"
+    if sum(given) != count or len(given) != stages or len(given) % pipeline_size:
+        several = (
+            f"{2 * pipeline_size} (or another multiple of {pipeline_size})" if per_place > 1 else f"{pipeline_size}"
+        )
         raise ConfigError(
             f"train.pipeline_layers={list(given)}: must be {several} numbers that add up to the {count} layers of the model"
         )
@@ -76,7 +78,7 @@ def balanced(count: int, layer: float, head: float, stages: int, embedding: floa
     return tuple(layers)
 
 
-def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, places: int) -> str:
+def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, pipeline_size: int) -> str:
     """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if there is one.
 
     Args:
@@ -85,9 +87,9 @@ def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batc
     *others, last = seconds
     layer = sum(others) / sum(layers[:-1])
     head = max(last - layer * layers[-1], 0.0)
-    slowest = max(sum(seconds[place::places]) for place in range(places))
-    idle = 1.0 - micro_batches * sum(seconds) / places / (
-        slowest * (micro_batches + (places - 1) * places / len(layers))
+    slowest = max(sum(seconds[rank::pipeline_size]) for rank in range(pipeline_size))
+    idle = 1.0 - micro_batches * sum(seconds) / pipeline_size / (
+        slowest * (micro_batches + (pipeline_size - 1) * pipeline_size / len(layers))
     )
     line = (
         f"stages take {' + '.join(f'{each:.3g}' for each in seconds)} s a micro-batch: with {micro_batches} of them in a step a "
@@ -95,6 +97,6 @@ def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batc
     )
     better = balanced(sum(layers), layer, head, len(layers))
     costs = [layer * count + head * (stage == len(layers) - 1) for stage, count in enumerate(better)]
-    if max(sum(costs[place::places]) for place in range(places)) < WORTH_SAYING * slowest:
+    if max(sum(costs[rank::pipeline_size]) for rank in range(pipeline_size)) < WORTH_SAYING * slowest:
         line += f"; train.pipeline_layers=[{','.join(map(str, better))}] would be more even"
     return line

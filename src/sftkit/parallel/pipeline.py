@@ -64,8 +64,8 @@ class Pipelined(torch.nn.Module):
 
     def copies(self) -> dict[int, int]:
         """Return id of each parameter that this rank has -> ranks that have the same piece, where it is no DTensor."""
-        alike, holders = self.placement.mesh.size(1), self.placement.holders
-        return {id(p): alike * len(holders[name]) for name, p in self.model.orig_model.named_parameters()}
+        replicas, holders = self.placement.mesh.size(1), self.placement.holders
+        return {id(p): replicas * len(holders[name]) for name, p in self.model.orig_model.named_parameters()}
 
     def gradients(self, micro_batches: Sequence[Batch], divisor: int, totals: Totals) -> Tensor:
         """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged, and add the sums of each to
@@ -214,5 +214,5 @@ def into_stages(
     if empty:
         assert source is not None
         load_model_weights(orig_model, source)
-    rt.say(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
+    rt.print(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
     return Pipelined(model, placement, stages, schedule)

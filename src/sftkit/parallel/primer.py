@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 
 # torch 2.13 renames both; 2.11 knows the second names only.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -72,15 +72,15 @@ def main() -> int:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    def tell(text: str) -> None:
+    def print_line(text: str) -> None:
         if rank == 0:
-            say(text)
+            print_text(text)
 
-    tell(f"init_process_group: {ranks} processes, each knows its rank and how many there are")
-    tell(_row("", "", [f"rank {each}" for each in range(ranks)]))
-    tell(_row("before", "", _of_all(numbers(rank))))
+    print_line(f"init_process_group: {ranks} processes, each knows its rank and how many there are")
+    print_line(_row("", "", [f"rank {each}" for each in range(ranks)]))
+    print_line(_row("before", "", _of_all(numbers(rank))))
     for name, do, used in STEPS:
-        tell(_row(name, used, _of_all(do(numbers(rank), rank))))
+        print_line(_row(name, used, _of_all(do(numbers(rank), rank))))
     dist.destroy_process_group()
     return 0
 

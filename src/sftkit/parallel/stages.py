@@ -60,12 +60,12 @@ def _placed(p: torch.nn.Parameter, device: torch.device, *, held: bool, later: b
     return torch.nn.Parameter(value, requires_grad=p.requires_grad)
 
 
-def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], places: int) -> dict[str, tuple[int, ...]]:
-    of_layer = [stage % places for stage, count in enumerate(layers) for _ in range(count)]
-    last = places - 1
+def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], pipeline_size: int) -> dict[str, tuple[int, ...]]:
+    of_layer = [stage % pipeline_size for stage, count in enumerate(layers) for _ in range(count)]
+    last = pipeline_size - 1
     at: dict[int, tuple[int, ...]] = {}
-    for place, block in zip(of_layer, decoder_blocks(orig_model), strict=True):
-        at |= {id(p): (place,) for p in block.parameters()}
+    for rank, block in zip(of_layer, decoder_blocks(orig_model), strict=True):
+        at |= {id(p): (rank,) for p in block.parameters()}
     tied = {id(p) for p in output_projection(orig_model).parameters()}
     for p in embedding_module(orig_model).parameters():
         at[id(p)] = (0, last) if id(p) in tied else (0,)

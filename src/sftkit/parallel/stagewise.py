@@ -105,7 +105,7 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
     stages = links.stages
     embedding, projection, norm = embedding_module(orig_model), output_projection(orig_model), decoder(orig_model).norm
     assert isinstance(norm, torch.nn.Module)
-    if stages.place > 0:
+    if stages.pipeline_rank > 0:
         yield embedding, partial(_no_hidden_states, embedding)
     blocks = iter(enumerate(decoder_blocks(orig_model)))
     for stage, count in enumerate(stages.layers):
@@ -158,30 +158,30 @@ class _Links:
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
     def ends(self, stage: int) -> tuple[int, int]:
-        """Return the places of the stage before this one, and of this one."""
-        places = self.stages.mesh.size(0)
-        return (stage - 1) % places, stage % places
+        """Return the pipeline ranks of the stage before this one, and of this one."""
+        pipeline_size = self.stages.mesh.size(0)
+        return (stage - 1) % pipeline_size, stage % pipeline_size
 
-    def send(self, value: Tensor, place: int) -> None:
+    def send(self, value: Tensor, peer: int) -> None:
         """Without waiting, unless IN_FLIGHT earlier ones are still on their way."""
         self.finish(IN_FLIGHT - 1)
         value = value.contiguous()
-        self._in_flight.append((self._work(dist.isend, value, place), value))
+        self._in_flight.append((self._work(dist.isend, value, peer), value))
 
     def finish(self, but: int = 0) -> None:
         """Wait for what is on its way, for all but so many of it."""
         while len(self._in_flight) > but:
             self._in_flight.popleft()[0].wait()
 
-    def receive(self, like: Tensor, place: int) -> Tensor:
+    def receive(self, like: Tensor, peer: int) -> Tensor:
         value = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self._work(dist.irecv, value, place).wait()
+        self._work(dist.irecv, value, peer).wait()
         return value
 
-    def _work(self, way: Callable[..., Any], value: Tensor, place: int) -> dist.Work:
+    def _work(self, way: Callable[..., Any], value: Tensor, peer: int) -> dist.Work:
         """As torch's schedules send: NCCL then takes the communicator of the group, and makes none for the pair."""
         group = self.stages.group
-        (work,) = dist.batch_isend_irecv([dist.P2POp(way, value, dist.get_global_rank(group, place), group)])
+        (work,) = dist.batch_isend_irecv([dist.P2POp(way, value, dist.get_global_rank(group, peer), group)])
         return work
 
 
@@ -192,18 +192,18 @@ class _Passed(torch.autograd.Function):
     def forward(ctx: Any, links: _Links, stage: int, hidden: Tensor) -> Tensor:
         ctx.links, ctx.stage = links, stage
         sender, receiver = links.ends(stage)
-        if links.stages.place == sender:
+        if links.stages.pipeline_rank == sender:
             links.send(hidden, receiver)
-        return links.receive(hidden, sender) if links.stages.place == receiver else hidden
+        return links.receive(hidden, sender) if links.stages.pipeline_rank == receiver else hidden
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
         (gradient,), links = gradients, ctx.links
         sender, receiver = links.ends(ctx.stage)
-        if links.stages.place == receiver:
+        if links.stages.pipeline_rank == receiver:
             links.send(gradient, sender)
             return None, None, torch.zeros_like(gradient)
-        return None, None, links.receive(gradient, receiver) if links.stages.place == sender else gradient
+        return None, None, links.receive(gradient, receiver) if links.stages.pipeline_rank == sender else gradient
 
 
 class _Logits(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from sftkit.config.schema import ModelConfig, TrainConfig
-from sftkit.models.weights import place_weights
+from sftkit.models.weights import materialize_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.balance import layers_of_stages
 from sftkit.parallel.fsdp import Sharding, make_meshes, set_gradient_sync, shard
@@ -41,8 +41,8 @@ def distribute(
     shard(model, meshes, sharding, rt.precision)
     if meshes.context is not None:
         model.context_group = str(meshes.context.get_group().group_name)  # a name is what compiled code may hold
-    place_weights(model.orig_model, source, rt.device)
-    rt.say(f"{rt.topology.describe()}: {sharding.describe()}")
+    materialize_weights(model.orig_model, source, rt.device)
+    rt.print(f"{rt.topology.describe()}: {sharding.describe()}")
     return model
 
 

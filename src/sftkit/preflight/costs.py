@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
 from sftkit.data.epoch import GlobalBatch, num_positions, plan_epoch
 from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
-from sftkit.memory.estimate import GIB, EstimateInputs, estimates_of_places
+from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
 from sftkit.memory.remedies import remedies
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
@@ -230,20 +230,20 @@ def memory_facts(cfg: Config, layout: Layout, plan: MemoryPlan | None) -> dict[s
 def _stages(setup: EstimateInputs) -> list[dict[str, Any]]:
     """Return of each process of a pipeline its layers, its share of the work of a learned token and its peak in GiB;
     empty without a pipeline."""
-    places = setup.topology.stages
-    if places == 1:
+    pipeline_size = setup.topology.stages
+    if pipeline_size == 1:
         return []
     m = setup.shape
     layer, head = (m.parameters - m.ends) / m.blocks, m.vocab * m.hidden
-    whole, found = layer * m.blocks + head, estimates_of_places(setup)
-    layers = [sum(setup.stage_layers[place::places]) for place in range(places)]
+    whole, found = layer * m.blocks + head, pipeline_estimates(setup)
+    layers = [sum(setup.stage_layers[rank::pipeline_size]) for rank in range(pipeline_size)]
     return [
         {
-            "layers": layers[place],
-            "flops_share": (layer * layers[place] + head * (place == places - 1)) / whole,
-            "estimated_gib": found[place].total / GIB,
+            "layers": layers[rank],
+            "flops_share": (layer * layers[rank] + head * (rank == pipeline_size - 1)) / whole,
+            "estimated_gib": found[rank].total / GIB,
         }
-        for place in range(places)
+        for rank in range(pipeline_size)
     ]
 
 

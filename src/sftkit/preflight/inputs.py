@@ -24,9 +24,9 @@ from sftkit.data.origin import Origin, find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.preflight import evaluated
-from sftkit.rundir.made_from import WEIGHTS
 from sftkit.rundir.manifest import read_manifest
 from sftkit.rundir.names import nothing_to_inherit, resolve, trained_length
+from sftkit.rundir.provenance import WEIGHTS
 from sftkit.runtime.hub import find_model
 
 FIRST_ROWS = 100
@@ -87,7 +87,7 @@ def data_of(stage: str | None) -> list[Rule]:
     return [*learned, partial(_sources, part="model.train_tokenizer.sources", require=None)]
 
 
-def _told(key: str, check: Callable[..., str | None], *args: Any) -> Iterator[Problem]:
+def _as_problem(key: str, check: Callable[..., str | None], *args: Any) -> Iterator[Problem]:
     """Yield what a check returns, or raises, as the problem of a key."""
     try:
         problem = check(*args)
@@ -120,7 +120,7 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
             continue
         if values is None:
             return
-        yield from _told(f"{part}.{i}.path", partial(_check_source, skips=skips), SourceConfig(**values), require)
+        yield from _as_problem(f"{part}.{i}.path", partial(_check_source, skips=skips), SourceConfig(**values), require)
 
 
 def _check_source(source: SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:
@@ -172,7 +172,7 @@ def _check_row(raw: readers.RawRow, require: Callable[[Row], object] | None) -> 
 def _model(get: Get, made: Collection[str]) -> Iterator[Problem]:
     path = get("model.path")
     if path is not None and not _is_made(path, made):
-        yield from _told("model.path", _check_model, path, get("model.revision"))
+        yield from _as_problem("model.path", _check_model, path, get("model.revision"))
 
 
 def _check_model(path: str, revision: str | None) -> str | None:
@@ -187,7 +187,7 @@ def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:
     if get("data.max_length") is not None or (path is None and get("model.scratch") is None):
         return
     if path is None or not _is_made(path, made):
-        yield from _told("data.max_length", _check_length, path)
+        yield from _as_problem("data.max_length", _check_length, path)
 
 
 def _check_length(path: str | None) -> str | None:
@@ -205,7 +205,7 @@ def _is_made(path: str, made: Collection[str]) -> bool:
 def _tokenizer(get: Get) -> Iterator[Problem]:
     path = get("model.tokenizer")
     if path is not None:
-        yield from _told("model.tokenizer", _check_tokenizer, path)
+        yield from _as_problem("model.tokenizer", _check_tokenizer, path)
 
 
 def _check_tokenizer(path: str) -> None:
@@ -217,7 +217,7 @@ def _chat_template(get: Get) -> Iterator[Problem]:
     path = get("model.chat_template")
     if path is None or path in CHAT_TEMPLATES or not re.search(r"[./\\]", path):  # a name that is none has its own rule
         return
-    yield from _told("model.chat_template", _missing, path, "file", Path.is_file)
+    yield from _as_problem("model.chat_template", _missing, path, "file", Path.is_file)
 
 
 # ---- runs and evaluation ---------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def _chat_template(get: Get) -> Iterator[Problem]:
 def _resume(get: Get) -> Iterator[Problem]:
     path = get("train.resume")
     if path not in (None, "auto"):
-        yield from _told("train.resume", _check_checkpoint, path)
+        yield from _as_problem("train.resume", _check_checkpoint, path)
 
 
 def _check_checkpoint(path: str) -> str | None:
@@ -237,7 +237,7 @@ def _check_checkpoint(path: str) -> str | None:
 def _eval_data(get: Get) -> Iterator[Problem]:
     path = get("eval.data")
     if path is not None and set(get("eval.tasks")) - {"families"}:
-        yield from _told("eval.data", _missing, path, "folder", Path.is_dir)
+        yield from _as_problem("eval.data", _missing, path, "folder", Path.is_dir)
 
 
 def _missing(path: str, kind: str, there: Callable[[Path], bool]) -> str | None:

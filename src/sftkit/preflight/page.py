@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sftkit.config.terminal import visible
-from sftkit.preflight import look as preflight
+from sftkit.preflight import analysis as preflight
 from sftkit.preflight.terminal import Piece, Preview, disk_text, layout_notes, memory_text, preview_title
 from sftkit.reports import details
+from sftkit.reports.components import headline, section
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import NONE
 from sftkit.reports.page import html_document
-from sftkit.reports.pieces import headline, section
 
 _CSS = """
 .headline { grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); margin-bottom: 16px; }
@@ -28,7 +28,7 @@ def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
     """Return a whole HTML document.
 
     Args:
-        found: what preflight.look.look returned.
+        found: what preflight.analysis.analyse returned.
     """
     name = el("div", el("h1", title), class_="title")
     header = el("header", el("div", name, details.warnings(found), headline(_tiles(found))))

@@ -36,7 +36,7 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerBase:
         return load_tokenizer(cfg.model)
     if training.sources is not None:
         return new_tokenizer(cfg.model, training, cfg.data.train, cfg.data.on_bad_row)
-    with findings.untold():  # the same rows are tokenized next
+    with findings.without_logging():  # the same rows are tokenized next
         return new_tokenizer(cfg.model, training, cfg.data.train, cfg.data.on_bad_row)
 
 
@@ -100,7 +100,7 @@ def prepared_examples(
     data: DataConfig, stage: str, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[Examples, dict[str, Examples]]:
     """Return the training documents and, by source, the validation documents, tokenized as the stage's own script does,
-    which then finds them in the cache. What was found in their rows is not logged: `look` shows it."""
+    which then finds them in the cache. What was found in their rows is not logged: `analyse` shows it."""
     _, tokenize_of = stages.DATA_OF_STAGES[stage]
-    with findings.untold():
+    with findings.without_logging():
         return loader.load_examples(data, tokenize_of(data, tokenizer, max_length), nullcontext())

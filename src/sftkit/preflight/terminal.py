@@ -19,7 +19,7 @@ from sftkit.config.terminal import visible
 from sftkit.data.stages import DATA_OF_STAGES
 from sftkit.data.template import special_tokens_of
 from sftkit.data.types import Examples
-from sftkit.preflight import look as preflight
+from sftkit.preflight import analysis as preflight
 from sftkit.runtime.console import VisibleConsole
 from sftkit.runtime.words import counted
 
@@ -244,7 +244,7 @@ def _layout_numbers(row: dict[str, Any]) -> list[str]:
 
 def layout_notes(found: dict[str, Any]) -> str:
     """Return what the columns mean, and what they leave out where there is an encoder."""
-    return f"{LAYOUT_NOTES} {preflight.places_text(found)}".rstrip()
+    return f"{LAYOUT_NOTES} {preflight.encoder_padding_text(found)}".rstrip()
 
 
 LAYOUT_NOTES = (

@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 
 from sftkit.models.auto_classes import CAPTIONS, TEXT_TO_TEXT
+from sftkit.reports.components import columns, value_text
 from sftkit.reports.details import SOURCES
 from sftkit.reports.evaluated import is_part, latest
 from sftkit.reports.files import Report, Rows, dicts, mapping, number
 from sftkit.reports.numbers import duration, parameters, show
-from sftkit.reports.pieces import columns, said
 
 PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}
 "Name of a model's auto class -> the hub's name of its task; any other model generates text."
@@ -107,7 +107,7 @@ def _scores(report: Report) -> Rows:
 
 def md(value: Any) -> str:
     """Escape text of any origin for a line or a table cell of Markdown: nothing in it is markup."""
-    text = html.escape(" ".join(said(value).split()), quote=False)
+    text = html.escape(" ".join(value_text(value).split()), quote=False)
     return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", text)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftkit.reports.charts import histogram
+from sftkit.reports.components import columns, facts, numbers, section, setting, table, value_text
 from sftkit.reports.files import Report, Rows, dicts, mapping, number
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import moment, show
-from sftkit.reports.pieces import columns, facts, numbers, said, section, setting, table
 
 SOURCES = {
     "name": "source",
@@ -75,7 +75,7 @@ def data(report: Report) -> Html:
 def warnings(found: dict[str, Any]) -> list[Html]:
     """Return the warnings of preflight.json."""
     texts = found["warnings"] if isinstance(found.get("warnings"), list) else []
-    return [el("p", said(text), class_="warning") for text in texts]
+    return [el("p", value_text(text), class_="warning") for text in texts]
 
 
 def data_tables(found: dict[str, Any]) -> list[Any]:
@@ -141,7 +141,7 @@ def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...]
     if not (found := dicts(rows)):
         return None
     head, cells = columns(found, names)
-    said_cells = [[said(value) if isinstance(value, dict | list) else value for value in row] for row in cells]
+    said_cells = [[value_text(value) if isinstance(value, dict | list) else value for value in row] for row in cells]
     return table(head, said_cells, caption, text)
 
 
@@ -188,7 +188,7 @@ def compiler(report: Report) -> Html:
     if not (counts or phases or shapes):
         return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
     late = [event for event in report["events"] if event.get("kind") in ("recompile", "fallback", "graph_break")]
-    reasons = [(el("h3", "Why"), [el("pre", said(event.get("text"))) for event in late[:20]])] if late else None
+    reasons = [(el("h3", "Why"), [el("pre", value_text(event.get("text"))) for event in late[:20]])] if late else None
     return section(
         "compile",
         "Compiler",
@@ -217,8 +217,8 @@ def events(report: Report) -> Html:
     cells = [
         [
             show(number(row.get("step"))),
-            _EVENTS.get(str(row.get("kind")), said(row.get("kind"))),
-            said(row.get("text")),
+            _EVENTS.get(str(row.get("kind")), value_text(row.get("kind"))),
+            value_text(row.get("text")),
             moment(row.get("time")),
         ]
         for row in rows[:_MOST_EVENTS]

@@ -7,10 +7,10 @@ from urllib.parse import quote
 
 from sftkit.reports import details, results, sections
 from sftkit.reports.compare import speed_words
+from sftkit.reports.components import badge, headline, table, value_text
 from sftkit.reports.files import number
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import duration, moment, parameters, show
-from sftkit.reports.pieces import badge, headline, said, table
 from sftkit.reports.style import CSS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -53,7 +53,7 @@ def _header(report: dict[str, Any]) -> Html:
     status = report["status"]
     word = status.get("status") if isinstance(status.get("status"), str) else "status not known"
     facts = [el("li", el("b", value), f" {name}") for name, value in _facts(report) if value]
-    error = el("div", said(status["error"]), class_="error", role="alert") if status.get("error") else None
+    error = el("div", value_text(status["error"]), class_="error", role="alert") if status.get("error") else None
     links = [el("a", title, href=f"#{name}") for name, title, _ in SECTIONS]
     return el(
         "header",
@@ -78,7 +78,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str | Html | None]]:
     total = number(status.get("total_steps"))
     return [
         (size, _origin(run)),
-        ("", said(device) if device else None),
+        ("", value_text(device) if device else None),
         (f"of {show(total)} steps" if total else "steps", show(steps) if steps is not None else None),
         ("tokens", show(summary.get("tokens")) if number(summary.get("tokens")) else None),
         ("in steps", duration(summary.get("train_seconds")) if number(summary.get("train_seconds")) else None),
@@ -90,8 +90,8 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str | Html | None]]:
 def _origin(run: dict[str, Any]) -> str | Html | None:
     """Return what was trained: the run that it started from, with its report, or the name of a model."""
     if run["parent_report"] is None:
-        return said(run["model"]) if run["model"] else None
-    return el("span", "from ", el("a", said(run["model"]), href=quote(run["parent_report"])))
+        return value_text(run["model"]) if run["model"] else None
+    return el("span", "from ", el("a", value_text(run["model"]), href=quote(run["parent_report"])))
 
 
 def _comparison(report: dict[str, Any]) -> Html | None:

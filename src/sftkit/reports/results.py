@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sftkit.reports.charts import Series, ValueAxis, interval_chart
+from sftkit.reports.components import figure, section, table, value_text
 from sftkit.reports.evaluated import is_part, standing
 from sftkit.reports.files import Report, Rows
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import NONE, show
-from sftkit.reports.pieces import figure, said, section, table
 
 _MOST_CHARTS = 12
 
@@ -45,7 +45,7 @@ def evaluations(report: Report) -> Html:
 def _how_evaluated(newest: Rows) -> Html | None:
     """Return settings and further metrics of the tasks, folded away."""
     cells = [
-        [row["task"], part, ", ".join(f"{key} {said(value)}" for key, value in row[part].items())]
+        [row["task"], part, ", ".join(f"{key} {value_text(value)}" for key, value in row[part].items())]
         for row in newest
         for part in ("settings", "metrics")
         if row[part]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.reports.charts import Series, ValueAxis
+from sftkit.reports.components import Check, check_table, facts, figure, points, section, table, value_text
 from sftkit.reports.experts import experts
 from sftkit.reports.files import Report, Rows, mapping, on_cpu
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import show
-from sftkit.reports.pieces import Check, check_table, facts, figure, points, said, section, table
 
 CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = (
     ("Learning rate", "", (("train/lr", "learning rate"),), 1, True),
@@ -57,7 +57,7 @@ def proof(report: Report) -> Html:
             "proof", "Proof", lead="This run has no proof.json: it made no checks of itself, or ended before."
         )
     states = [row.get("ok") if isinstance(row.get("ok"), bool) else None for row in rows]
-    failed = [said(row.get("name")) for row, ok in zip(rows, states, strict=True) if ok is False]
+    failed = [value_text(row.get("name")) for row, ok in zip(rows, states, strict=True) if ok is False]
     unknown = states.count(None)
     words = [f"{states.count(True)} of {len(rows)} checks pass"]
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []

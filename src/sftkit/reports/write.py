@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Thread
 
 from sftkit.config.commands import invocation
-from sftkit.config.terminal import say, visible
+from sftkit.config.terminal import print_text, visible
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import gather_report, run_of
 from sftkit.reports.files import checkpoint
@@ -48,8 +48,10 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     return target
 
 
-def try_report(run_dir: Path, say: Callable[[str], None] = say, most_seconds: float = _MOST_SECONDS) -> None:
-    """Write the report where it must neither fail nor delay what goes on; `say` is told where it
+def try_report(
+    run_dir: Path, print_line: Callable[[str], None] = print_text, most_seconds: float = _MOST_SECONDS
+) -> None:
+    """Write the report where it must neither fail nor delay what goes on; `print_line` gets where it
     is, or why there is none."""
 
     def work() -> None:
@@ -63,11 +65,11 @@ def try_report(run_dir: Path, say: Callable[[str], None] = say, most_seconds: fl
     thread.start()
     thread.join(most_seconds)
     by_hand = invocation("scripts/report.py", str(run_dir))
-    say(said[0] if said else f"no report: it takes more than {most_seconds:.0f} s; {by_hand}")
+    print_line(said[0] if said else f"no report: it takes more than {most_seconds:.0f} s; {by_hand}")
 
 
-def report_of_folder(folder: Path, say: Callable[[str], None]) -> None:
+def report_of_folder(folder: Path, print_line: Callable[[str], None]) -> None:
     """Write again the report of the run that a folder with results lies in; do nothing where it lies in none."""
     run_dir = run_of(folder)
     if run_dir is not None:
-        try_report(run_dir, say)
+        try_report(run_dir, print_line)

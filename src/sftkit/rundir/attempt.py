@@ -51,7 +51,7 @@ def goes_on(folder: Path, resume: str | None) -> bool:
     return resume is not None and Path(resume).resolve().parent == folder.resolve()
 
 
-def place_of(folder: Path, *, resumes: bool) -> Path:
+def make_attempt_dir(folder: Path, *, resumes: bool) -> Path:
     """Make and return the folder, inside the directory, that a start writes to until it takes its place. The caller
     holds the lock.
 
@@ -134,14 +134,14 @@ def go_on(folder: Path) -> None:
     only those of evaluations that this start has made."""
     ours = folder / ATTEMPT
     for new in [*ours.glob(f"{EVALUATIONS}/*"), *ours.iterdir()]:
-        place = folder / new.relative_to(ours)
-        # Its folders are moved one by one, and `place_of` has copied the tokenizer from the run itself.
-        if new == ours / EVALUATIONS or (new.name == TOKENIZER and place.exists()):
+        target = folder / new.relative_to(ours)
+        # Its folders are moved one by one, and `make_attempt_dir` has copied the tokenizer from the run itself.
+        if new == ours / EVALUATIONS or (new.name == TOKENIZER and target.exists()):
             continue
         if new.is_dir():
-            shutil.rmtree(place, ignore_errors=True)
-        place.parent.mkdir(exist_ok=True)
-        os.replace(new, place)
+            shutil.rmtree(target, ignore_errors=True)
+        target.parent.mkdir(exist_ok=True)
+        os.replace(new, target)
     shutil.rmtree(ours, ignore_errors=True)
 
 

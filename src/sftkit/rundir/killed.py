@@ -85,7 +85,7 @@ def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tell_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, words: list[str]) -> str:
+def report_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, words: list[str]) -> str:
     """Return the message about a run that was killed. Write it to run_status.json, too, unless a rank that was left has
     done so.
 

@@ -54,7 +54,7 @@ class Holder:
 
     def is_here(self) -> bool:
         """Return whether its id is of this boot and pid namespace, so that this process could see it."""
-        return (self.machine, self.processes) == place()[1:]
+        return (self.machine, self.processes) == pid_scope()[1:]
 
     def lives(self) -> bool:
         """Return whether the process still runs, and its id is not a later one's. Only for a holder that `is_here`."""
@@ -177,7 +177,7 @@ def refuse_at_work(run_dir: Path) -> None:
         raise ConfigError(_refusal(run_dir / LOCK, read_holder(run_dir / LOCK)))
 
 
-def place() -> tuple[str, str, str]:
+def pid_scope() -> tuple[str, str, str]:
     """Return where a process id has a meaning: host, boot of its kernel, pid namespace. Host names alone may be the
     same on several machines."""
     host = socket.gethostname()
@@ -214,7 +214,7 @@ def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> Non
     """
     if holder is None:
         return
-    host, machine, _ = place()
+    host, machine, _ = pid_scope()
     # On this machine the kernel's lock, or else the process table, knows whether the holder is gone.
     if holder.machine == machine:
         if by_kernel or (holder.is_here() and not holder.lives()):
@@ -229,7 +229,7 @@ def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> Non
 
 def _write(descriptor: int, path: Path, *, by_kernel: bool) -> None:
     now, started = time.time(), psutil.Process().create_time()
-    text = json.dumps(asdict(Holder(*place(), os.getpid(), started, now))).encode()
+    text = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), started, now))).encode()
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text, 0)
     # Without flock two starts may write at the same time: after a pause, the record of one of them is left.

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import psutil
 
 from sftkit.config.commands import invocation
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError, DataError, RunError
 from sftkit.rundir.failure import Failure, describe, is_symptom
 from sftkit.rundir.files import read_object, replace_shared
@@ -235,14 +235,14 @@ def report(error: BaseException, status: RunStatus | None = None, page: Callable
         status: of the run; None: it failed outside of one, or before its directory was opened.
         page: writes the page of a run directory; the main rank calls it.
     """
-    code = _tell(error, status)
+    code = _report_error(error, status)
     if page is not None and status is not None and status.rank == 0:
         with suppress(Exception):  # whatever becomes of the page, the run ends with its own error
             page(status.run_dir)
     return code
 
 
-def _tell(error: BaseException, status: RunStatus | None) -> int:
+def _report_error(error: BaseException, status: RunStatus | None) -> int:
     """Write the error down and print what caused it; another rank's cause only where it is not the same error. Return
     the exit code."""
     code = 2 if isinstance(error, ConfigError | DataError) else 1
@@ -254,12 +254,12 @@ def _tell(error: BaseException, status: RunStatus | None) -> int:
         prefix = f"rank {status.rank}: " if status.world_size > 1 else ""
         if cause is not None and cause.rank != own.rank:
             if cause.error != own.error:
-                say(f"\nerror: {cause}", error=True, level="error")
+                print_text(f"\nerror: {cause}", error=True, level="error")
             return code
     if not expected:
-        say("".join(traceback.format_exception(error)), error=True)
+        print_text("".join(traceback.format_exception(error)), error=True)
     place = f"{cause}" if cause is not None and cause.step and prefix else f"{prefix}{describe(error)}"
-    say(f"\nerror: {place}", error=True, level="error")
+    print_text(f"\nerror: {place}", error=True, level="error")
     return code
 
 
@@ -301,7 +301,7 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
     if dist.is_initialized():
         dist.broadcast_object_list(again)
     if main and again[0]:
-        say(f"restart {environ['TORCHELASTIC_RESTART_COUNT']} of this launch: train.resume=auto")
+        print_text(f"restart {environ['TORCHELASTIC_RESTART_COUNT']} of this launch: train.resume=auto")
     return "auto" if again[0] else setting
 
 

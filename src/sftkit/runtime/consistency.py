@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from sftkit.errors import ConfigError
-from sftkit.rundir.lock import place
+from sftkit.rundir.lock import pid_scope
 from sftkit.runtime.hardware import installed_version
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def differing_values(values: list[dict[str, str]]) -> list[str]:
 def neighbours(rt: Runtime) -> dict[int, int]:
     """Return rank -> process id of the ranks on this machine and in this container, which this process can see; every
     rank must call it."""
-    here = (place(), os.getpid())
+    here = (pid_scope(), os.getpid())
     gathered = [here] * rt.world_size
     if rt.world_size > 1:
         torch.distributed.all_gather_object(gathered, here)

@@ -10,7 +10,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.rundir import attempt, lock
 from sftkit.rundir.files import replace_text
@@ -51,9 +51,9 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
         replace_text(place / CONFIG, recipe)
         replace_text(place / ENVIRONMENT, json.dumps(environment(rt.device, rt.world_size), indent=1))
         if warning := check_launcher(os.environ):
-            rt.say(warning, "warning")
+            rt.print(warning, "warning")
         if not rt.resumes and attempt.has_begun(place.parent):
-            rt.say(f"{run_dir} holds an earlier run, which makes room when this one has done a step")
+            rt.print(f"{run_dir} holds an earlier run, which makes room when this one has done a step")
     return place
 
 
@@ -86,8 +86,8 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool] | 
         resumes = attempt.goes_on(folder, resume)
         if read_status(folder).get("status") == "running":  # and the lock was free
             goes_on = "this start goes on from there" if resumes else "train.resume=auto would go on from there"
-            rt.say(f"{folder}: the run before was killed without a word: {where_it_was(folder)}; {goes_on}")
-        return attempt.place_of(folder, resumes=resumes), resumes
+            rt.print(f"{folder}: the run before was killed without a word: {where_it_was(folder)}; {goes_on}")
+        return attempt.make_attempt_dir(folder, resumes=resumes), resumes
     except ConfigError as error:
         return str(error)
     except OSError as error:
@@ -112,7 +112,7 @@ def _claim_run_dir(status: RunStatus, rt: Runtime) -> str | None:
             else:
                 assert rt.lock is not None
                 rt.lock, aside = attempt.replace(folder, rt.lock)
-                rt.say(f"{folder} held an earlier run: it is now {aside} (train.resume=auto would have continued it)")
+                rt.print(f"{folder} held an earlier run: it is now {aside} (train.resume=auto would have continued it)")
         except ConfigError as error:
             return str(error)
         except OSError as error:
@@ -136,9 +136,9 @@ def _end_of_signal(rt: Runtime, number: int) -> None:
         return
     try:
         name, cause = rt.status.end_of_signal(number)
-        rt.say(f"\n{name}: ended before the first step")
+        rt.print(f"\n{name}: ended before the first step")
         if cause:
-            say(f"error: {cause}", error=True, level="error")
+            print_text(f"error: {cause}", error=True, level="error")
         rt.withdraw()
     finally:
         end_process(128 + number)

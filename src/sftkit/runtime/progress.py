@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from sftkit.config.terminal import say, visible
+from sftkit.config.terminal import print_text, visible
 from sftkit.runtime.console import terminal
 
 _REFRESHES = 2.0
@@ -35,7 +35,7 @@ def working(text: str) -> Iterator[None]:
     is_main = os.environ.get("RANK", "0") == "0"
     if not (is_main and terminal().is_interactive):
         if is_main:
-            say(text, error=True)  # stdout may be an answer or a table that goes to a file
+            print_text(text, error=True)  # stdout may be an answer or a table that goes to a file
         yield
         return
     spinner = SpinnerColumn("line", speed=0.3)  # about a frame each time it is drawn

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from sftkit.config.terminal import leave_lost_terminal, say
+from sftkit.config.terminal import leave_lost_terminal, print_text
 from sftkit.rundir.lock import release_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
@@ -133,7 +133,7 @@ class Stopping:
             self.signal, self._since = number, now
             name = signal.Signals(number).name
             if int(os.environ.get("RANK", "0")) == 0:
-                say(f"\n{name}: saving and stopping after this step (Ctrl-C again to exit at once)")
+                print_text(f"\n{name}: saving and stopping after this step (Ctrl-C again to exit at once)")
         # Launchers pass on the Ctrl-C that the terminal has already sent: only a later one is a second one.
         elif number == signal.SIGINT and now - self._since > 1.0:
             end_process(130)
@@ -230,7 +230,7 @@ def exit_on_signals() -> Iterator[None]:
 
     def leave(signum: int, _frame: FrameType | None) -> NoReturn:
         leave_lost_terminal()
-        say(f"\n{signal.Signals(signum).name}: ended", error=True)
+        print_text(f"\n{signal.Signals(signum).name}: ended", error=True)
         sys.exit(128 + signum)
 
     # Without it the thread of runtime/script.py would read the signal too, and end this process at once.

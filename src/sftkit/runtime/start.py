@@ -28,7 +28,7 @@ from accelerate.utils import (
 from transformers.utils import logging as transformers_logging
 
 from sftkit.config.schema import RunConfig, TrainConfig, stages_of
-from sftkit.config.terminal import Level, SayHandler, say
+from sftkit.config.terminal import Level, TerminalHandler, print_text
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, Stopped
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
@@ -105,13 +105,13 @@ class Runtime:
         if self.lock is not None and self.status is not None and self.leaving.acquire(timeout=PATIENCE_SECONDS):
             try:
                 if (kept := withdraw(self.status, self.lock)) is not None:
-                    self.say(f"what compile.debug has logged is in {kept} until the next start")
+                    self.print(f"what compile.debug has logged is in {kept} until the next start")
             except OSError:  # the disk is gone or full: the next start sweeps
                 pass
             finally:
                 self.leaving.release()
 
-    def place(self, run_dir: Path) -> Path:
+    def output_dir(self, run_dir: Path) -> Path:
         """Return where to write now what belongs into the run directory."""
         return self.status.run_dir if self.status is not None and is_attempt(self.status) else run_dir
 
@@ -195,10 +195,10 @@ class Runtime:
         """Return a context that the main process enters alone (and fills the cache), then the others."""
         return self.accelerator.main_process_first()
 
-    def say(self, text: str, level: Level | None = None) -> None:
+    def print(self, text: str, level: Level | None = None) -> None:
         """Print once for the whole run."""
         if self.is_main:
-            say(text, level=level)
+            print_text(text, level=level)
 
     def stop_requested(self) -> bool:
         """Return whether any rank requests a stop; every rank must ask."""
@@ -272,13 +272,13 @@ def start(
     rt = Runtime(accelerator, precision, topology, page=page)
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
     where += f" ({topology.describe()})" if rt.world_size > 1 else ""
-    rt.say(f"running on {where}, {precision}, torch {torch.__version__}")
+    rt.print(f"running on {where}, {precision}, torch {torch.__version__}")
     return rt
 
 
 def quiet_libraries(level: int = logging.INFO) -> None:
     """Log our own messages as plain lines, and only warnings of the libraries that chat at info level."""
-    logging.basicConfig(level=level, handlers=[SayHandler()], format="%(message)s")
+    logging.basicConfig(level=level, handlers=[TerminalHandler()], format="%(message)s")
     for noisy in ("httpx", "datasets", "accelerate", "filelock", "urllib3", "torch"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
     transformers_logging.set_verbosity_error()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sftkit.config.schema import RunConfig
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 from sftkit.rundir.names import HEARTBEATS, error_file, error_files, heartbeat_file
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import end_process
@@ -119,7 +119,7 @@ class Watchdog:
             if gone:
                 self._status.failed(f"rank {', '.join(map(str, gone))} has ended", symptom=True)
             first = self._status.write_failed()
-            say(f"\nrank {self._status.rank} ends: {first}", error=True, level="error")
+            print_text(f"\nrank {self._status.rank} ends: {first}", error=True, level="error")
             self._end()
 
     def _bite(self, idle: float) -> None:
@@ -145,8 +145,8 @@ class Watchdog:
         with suppress(OSError):
             status.end("failed", first_failing_rank=culprit, error=text)
         limit = "run.step_timeout_seconds" if status.phase in _IN_LOOP else "run.start_timeout_seconds"
-        say(f"\nerror: {text} ({limit} is {self.limit():.0f})", error=True, level="error")
-        say(stack, error=True)
+        print_text(f"\nerror: {text} ({limit} is {self.limit():.0f})", error=True, level="error")
+        print_text(stack, error=True)
         self._end()
 
     def _end(self) -> NoReturn:

@@ -42,7 +42,7 @@ class RankLoss:
     documents: list[str]
     "names of the documents in `micro_batches`"
 
-    def place(self, rank: int) -> str:
+    def describe(self, rank: int) -> str:
         """Return where these documents are, in words."""
         numbers = ", ".join(map(str, self.micro_batches))
         return f"rank {rank}, micro-batch {numbers} of {self.of}, with {listed(self.documents)}"
@@ -288,7 +288,7 @@ def cause(found: list[RankLoss], norm: float) -> str:
             f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be at "
             "fault, or a document whose gradient explodes"
         )
-    places = [found[rank].place(rank) for rank in broken]
+    places = [found[rank].describe(rank) for rank in broken]
     names = f"rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
     return f"the loss of {names} is not finite ({'; '.join(places)})"
 
@@ -297,7 +297,7 @@ def spike_cause(found: list[RankLoss], spikes: list[Spike]) -> str:
     """Return what is far above the steps before, and which micro-batch of all ranks has the largest loss per
     target, with its documents."""
     rank = max(range(len(found)), key=lambda one: found[one].largest)
-    where = f"the largest loss per target, {found[rank].largest:.4g}, is that of {found[rank].place(rank)}"
+    where = f"the largest loss per target, {found[rank].largest:.4g}, is that of {found[rank].describe(rank)}"
     return f"{'; '.join(map(str, spikes))}; {where}"
 
 

@@ -44,7 +44,7 @@ class Meter:
         "peak FLOPs per second of one GPU; None: the MFU is unknown"
         if self._peak and self._windows is None:
             self._peak = None
-            rt.say("no MFU: the model has layers of a kind whose work is not counted")
+            rt.print("no MFU: the model has layers of a kind whose work is not counted")
         self.shapes = ShapeCounts(batches.layout, rt.topology.parts)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)

@@ -98,9 +98,9 @@ class Trace:
             recorded.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
             (self._folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
         except OSError as error:
-            self._rt.say(f"log.trace_at: the trace cannot be written: {error}", "warning")
+            self._rt.print(f"log.trace_at: the trace cannot be written: {error}", "warning")
             return
-        self._rt.say(line(found) + f": {self._folder / name}.json.gz, for ui.perfetto.dev")
+        self._rt.print(line(found) + f": {self._folder / name}.json.gz, for ui.perfetto.dev")
 
 
 def line(found: dict[str, Any]) -> str:

@@ -171,7 +171,7 @@ class Tracker:
         if self._dashboard is not None:
             self._dashboard.record(self._step, partial(proof_of, self._run_dir))  # with its closing checks
             if said := self._dashboard.finish(ending_of(self._run_dir, self._rt.status, error)):
-                self._rt.say(f"{self._dashboard.dashboard.name}: {said}")
+                self._rt.print(f"{self._dashboard.dashboard.name}: {said}")
 
     def start_progress(self, step: int, total_steps: int) -> None:
         """Show a live bar on a terminal; elsewhere plain lines suffice."""
@@ -185,14 +185,14 @@ class Tracker:
         if self._bar is not None:
             self._bar.step = step
 
-    def say(self, text: str, level: Level | None = None) -> None:
+    def print(self, text: str, level: Level | None = None) -> None:
         """Print a line for the person watching, above the bar where there is one."""
-        self._rt.say(text, level)
+        self._rt.print(text, level)
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """Log one line of training; an event too if training has waited for data in this one and the two before."""
         self._append(METRICS_FILE, step, values)
-        self.say(train_line(step, total_steps, values, terminal().width if terminal().is_interactive else None))
+        self.print(train_line(step, total_steps, values, terminal().width if terminal().is_interactive else None))
         if self._bar is not None:
             self._bar.newest = f"loss {_number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
         wait = values["perf/data_wait_pct"] or 0.0
@@ -227,7 +227,7 @@ class Tracker:
         results = read_results(evaluation_dir(self._run_dir, step) / RESULTS)
         if values:
             self._append(EVALS, step, values, axes or {})
-            self.say(f"  evaluation at step {step}: {eval_line(values, results)}")
+            self.print(f"  evaluation at step {step}: {eval_line(values, results)}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
             newest = read_metric_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:]
@@ -238,7 +238,7 @@ class Tracker:
     def event(self, kind: EventKind, step: int, text: str) -> None:
         """Report what a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
         if self._rt.is_main:
-            self.say(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
+            self.print(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
             self._record(kind, step, text)
 
     def new_events(self, kind: EventKind, step: int, texts: Sequence[str]) -> None:

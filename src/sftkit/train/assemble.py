@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.compatibility import run_identity
-from sftkit.checkpoint.found import NEW_RUN, ResumeCheckpoint, find
+from sftkit.checkpoint.resume import NEW_RUN, ResumeCheckpoint, find
 from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.graph_passes import environment
 from sftkit.config.load import to_yaml
@@ -40,12 +40,12 @@ from sftkit.models.routing import coefficient
 from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe
 from sftkit.objectives.objective import Objective
-from sftkit.preflight import look as preflight
-from sftkit.preflight.look import PlannedModel
+from sftkit.preflight import analysis as preflight
+from sftkit.preflight.analysis import PlannedModel
 from sftkit.reports.write import try_report
 from sftkit.rundir.files import replace_text
-from sftkit.rundir.made_from import write_made_from
 from sftkit.rundir.names import CONFIG, RECIPE
+from sftkit.rundir.provenance import write_provenance
 from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
@@ -76,8 +76,8 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
-        if rt.is_main and (warning := write_made_from(folder, cfg, resumes=rt.resumes)):
-            rt.say(f"warning: {warning}", "warning")
+        if rt.is_main and (warning := write_provenance(folder, cfg, resumes=rt.resumes)):
+            rt.print(f"warning: {warning}", "warning")
         yield Run(cfg, stage, rt, folder, find(Path(cfg.run.dir), resume, rt))
 
 
@@ -92,7 +92,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     # What the recipe alone decides is refused first, before weights are loaded.
     check_options(cfg.compile)
     if cfg.train.engine == "graph":
-        from sftkit.graph.place import check_device  # experimental, as below
+        from sftkit.graph.distribute import check_device  # experimental, as below
 
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial)
@@ -103,10 +103,10 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     longest = positions(orig_model)
     max_length, inherited = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
-    rt.say(inherited)
+    rt.print(inherited)
     for line in (describe(orig_model, tokenizer), padding.describe(orig_model)):
         if line:
-            rt.say(line)
+            rt.print(line)
     return Start(orig_model, tokenizer, max_length)
 
 
@@ -137,7 +137,7 @@ def lay_out(
 ) -> Batches:
     """Return this rank's share of the documents in rows of declared shapes, without those that the
     resumed checkpoint has used."""
-    examples, max_length, earlier = documents.examples, documents.max_length, resume.stretches
+    examples, max_length, earlier = documents.examples, documents.max_length, resume.segments
     lengths, encoded = examples.lengths, examples.encoded
     layout = make_layout(
         cfg.data, cfg.train, DocumentLengths(lengths, max_length, encoded=encoded), rt.data_world_size, earlier
@@ -159,7 +159,7 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
         if not run.rt.is_main:
             return
         learned, model = preflight.data_of_run(data.batches, data.validation), PlannedModel(start.orig_model, plan)
-        found = preflight.look(run.cfg, start.tokenizer, learned, model, preflight.machine_of(run.rt))
+        found = preflight.analyse(run.cfg, start.tokenizer, learned, model, preflight.machine_of(run.rt))
         preflight.record(run.dir, run.rt, found)
 
     training = Training(start.orig_model, objective, data.batches.layout, run.cfg.model)
@@ -174,12 +174,12 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
 def earlier_layers(run: Run) -> tuple[int, ...] | None:
     """Return the layers of each pipeline stage: the recipe's, else those of the resumed checkpoint if it has as many
     stages; None: they are measured."""
-    train, folder, places = run.cfg.train, run.resume.folder, run.rt.topology.stages
-    if train.pipeline_layers or folder is None or places == 1:
+    train, folder, pipeline_size = run.cfg.train, run.resume.folder, run.rt.topology.stages
+    if train.pipeline_layers or folder is None or pipeline_size == 1:
         return train.pipeline_layers
     before = (yaml.safe_load((folder / RECIPE).read_text()).get("train") or {}).get("pipeline_layers")
     per_place = 2 if train.pipeline_schedule == "interleaved" else 1
-    return tuple(before) if before and len(before) == places * per_place else None
+    return tuple(before) if before and len(before) == pipeline_size * per_place else None
 
 
 def with_layers(cfg: Config, layers: tuple[int, ...] | None) -> Config:

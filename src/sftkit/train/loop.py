@@ -35,7 +35,7 @@ from sftkit.tracking.tracker import Tracker
 from sftkit.tracking.window import WINDOW, open_window, resume_window
 from sftkit.train import proof
 from sftkit.train.prefetch import on_device
-from sftkit.train.saves import Saves, finish_checkpoint_on_error, tell_saves
+from sftkit.train.saves import Saves, finish_checkpoint_on_error, report_saves
 from sftkit.train.summary import Trained
 
 Evaluation = tuple[dict[str, float | None], list[dict[str, Any]]]
@@ -73,7 +73,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
     # How many steps there are is known before the first, and all ranks must have planned the same documents.
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     assert_same_on_ranks(rt, data_identity(batches.examples.lengths))
-    status = rt.open_status(rt.place(checkpoints.run_dir))
+    status = rt.open_status(rt.output_dir(checkpoints.run_dir))
     status.step, status.total_steps = resumed["step"], total_steps
     if cfg.train.max_minutes is not None and rt.is_main:
         rt.stopping.deadline = Deadline(cfg.train.max_minutes, save_seconds=resumed.get("save_seconds"))
@@ -87,7 +87,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
     with watched(rt, status, cfg.run), closing(engine):
         # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data go to proof.json.
         status.at(step, "warm-up")
-        ready = engine.warm_up(tracker.say)
+        ready = engine.warm_up(tracker.print)
         ends = end_tokens(orig_model)
         checks = [
             *ready.checks,
@@ -97,7 +97,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
         ]
         for check in checks:
             if check.ok is False:
-                tracker.say(f"check failed: {check.name}: {check.found} (expected: {check.expected})", "warning")
+                tracker.print(f"check failed: {check.name}: {check.found} (expected: {check.expected})", "warning")
         already_done = step == total_steps  # then the proof.json of the start that trained it stays
         if rt.is_main and not already_done:
             proof.write(status.run_dir, checks)
@@ -119,10 +119,10 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
         meter = Meter(orig_model, objective, batches, rt)
         health = Health(cfg.numerics, rt, batches, objective, Reports(tracker, status))
         if line := resume_window(resumed, meter, health, rt, cfg.log.every):
-            rt.say(line)
+            rt.print(line)
         load, first_axes = ExpertLoad(engine.model.routing, rt), meter.axes()
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
-        tell = partial(tell_saves, checkpoints, tracker, status, rt)
+        report_ended = partial(report_saves, checkpoints, tracker, status, rt)
         # Before the progress bar: data workers are forked, which its thread could break.
         steps = on_device(batches.steps(step, total_steps), rt.device)
         tracker.start_progress(step, total_steps)
@@ -132,7 +132,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
                 status, rt, checks, lambda error: proof.closing_checks(meter, batches, engine, error)
             ),
             engine.guarded(),
-            finish_checkpoint_on_error(checkpoints, tell),
+            finish_checkpoint_on_error(checkpoints, report_ended),
             batches.workers_named(),
             garbage_collected_between_steps() as collect,
             Trace(cfg.log.trace_at, checkpoints.run_dir, rt) as trace,
@@ -176,7 +176,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
                 # Where the host is about to wait anyway, read the flags of all steps; else only those that have arrived.
                 stopped, left_out = health.read_flags(wait=logs or saves or evaluates)
                 meter.add_skipped(left_out)
-                tell()
+                report_ended()
                 # What ranks hold alike is compared before it is saved or evaluated.
                 replicas.check(step, is_kept=saves or evaluates or stopped)
                 if rt.stopping.deadline is not None:
@@ -205,7 +205,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
                     state: dict[str, Any] = {"tokens": progress.tokens, "max_length": batches.layout.max_length}
                     state[PROGRESS] = progress.state()
                     state |= {"epoch": step_batches.epoch, "total_steps": total_steps, "tracker": tracker.run_id}
-                    state["stretches"] = [stretch._asdict() for stretch in batches.stretches]
+                    state["stretches"] = [segment._asdict() for segment in batches.segments]
                     state |= {
                         name: getattr(cfg.data, name) for name in ("thinking", "split_turns", "targets", "too_long")
                     }
@@ -228,7 +228,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, books: Boo
                     meter.paused(time.perf_counter() - pausing)
         status.at(step, "checkpoint")
         checkpoints.finish()
-        tell()
+        report_ended()
         # Proof: the checks of the whole run, and logits to compare a loaded checkpoint with.
         logits = proof.logits_of(orig_model)
         checks += proof.closing_checks(meter, batches, engine, None)

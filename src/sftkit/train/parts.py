@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.found import NEW_RUN, ResumeCheckpoint
+from sftkit.checkpoint.resume import NEW_RUN, ResumeCheckpoint
 from sftkit.config.schema import Config
 from sftkit.data.loader import Batches
 from sftkit.data.prompts import PromptedTargets

@@ -50,17 +50,17 @@ class Saves(Protocol):
 
 
 @contextmanager
-def finish_checkpoint_on_error(checkpoints: Saves, tell: Callable[[], None]) -> Iterator[None]:
+def finish_checkpoint_on_error(checkpoints: Saves, report: Callable[[], None]) -> Iterator[None]:
     """Finish the checkpoint that is being written if numerics end training, which they do on all ranks together."""
     try:
         yield
     except NumericsError:
         checkpoints.finish()
-        tell()
+        report()
         raise
 
 
-def tell_saves(checkpoints: Saves, tracker: Tracker, status: RunStatus, rt: Runtime) -> None:
+def report_saves(checkpoints: Saves, tracker: Tracker, status: RunStatus, rt: Runtime) -> None:
     """Make an event of each save that has failed meanwhile, and keep in run_status.json whether the newest one has."""
     for saved, failure in checkpoints.ended_saves():
         if failure is not None:

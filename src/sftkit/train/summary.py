@@ -44,21 +44,21 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
         return
     file = run_dir / SUMMARY
     if not trained.metrics and not trained.stopped and _finished(file):
-        rt.say(f"\nalready finished at step {trained.step}; {file} is left as it is")
+        rt.print(f"\nalready finished at step {trained.step}; {file} is left as it is")
         return
     try:
         replace_text(file, json.dumps(asdict(trained), indent=1, ensure_ascii=False))
     except OSError as error:  # the checkpoint is there: this is no failed run
-        rt.say(f"{file} cannot be written: {error}")
+        rt.print(f"{file} cannot be written: {error}")
     speed = trained.metrics.get("perf/tok_per_sec")
     how = "stopped at" if trained.stopped else "finished"
-    rt.say(
+    rt.print(
         f"\n{how} step {trained.step} of {trained.total_steps}: {trained.tokens:,} tokens\n"
         f"this start: {trained.train_seconds:.0f} s in steps, at the end {speed or 0:,.0f} tok/s"
     )
     where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
-    rt.say(f"checkpoint: {where}")
-    try_report(run_dir, rt.say)
+    rt.print(f"checkpoint: {where}")
+    try_report(run_dir, rt.print)
 
 
 def _finished(summary: Path) -> bool:

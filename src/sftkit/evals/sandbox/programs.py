@@ -203,10 +203,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-def explain(said: bytes, code: int, limits: ProgramLimits, *, in_time: bool) -> str:
+def explain(output: bytes, code: int, limits: ProgramLimits, *, in_time: bool) -> str:
     """Return why a program did not pass, for the per-example output."""
     if not in_time:
         return f"no end in {limits.wall_seconds:g} s"
     if code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL, -signal.SIGKILL):
         return f"ended by the kernel: more than {limits.cpu_seconds} s of CPU, or no memory left"
-    return said[:300].decode(errors="replace") or f"ended before its tests did (exit code {code})"
+    return output[:300].decode(errors="replace") or f"ended before its tests did (exit code {code})"

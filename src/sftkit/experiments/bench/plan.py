@@ -158,7 +158,7 @@ def read_plan(path: Path) -> BenchPlan:
         return TypeAdapter(BenchPlan).validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
-    lines = [f"{tree.nearest(k).place}: {dotted(k)}: {_wrong(e, k)}" for e in found if (k := tuple(e["loc"]))]
+    lines = [f"{tree.nearest(k).origin}: {dotted(k)}: {_wrong(e, k)}" for e in found if (k := tuple(e["loc"]))]
     raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 

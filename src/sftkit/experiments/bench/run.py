@@ -17,7 +17,7 @@ from typing import Any
 
 from sftkit.config.command_line import Parser, path
 from sftkit.config.commands import program, running, shipped
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
 from sftkit.experiments.bench.plan import slug
@@ -40,7 +40,7 @@ def main() -> int:
     if (args.plan is None) == (args.report is None):
         words.error("name a plan, or earlier results with --report")
     if args.report:
-        say(markdown(read_bench_results(args.report)), end="")
+        print_text(markdown(read_bench_results(args.report)), end="")
         return 0
     plan = Path(shipped(str(args.plan)))
     out = args.out or Path("runs/bench") / f"{plan_name(plan)}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -96,8 +96,8 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
             add_scaling(row, results["runs"])
             results["runs"].append(row)
             _write(out, results)
-            say(f"[{number}/{len(jobs)}] {line(row)}")
-    say(f"\n{markdown(results)}\nresults: {out}/results.json")
+            print_text(f"[{number}/{len(jobs)}] {line(row)}")
+    print_text(f"\n{markdown(results)}\nresults: {out}/results.json")
     return results
 
 

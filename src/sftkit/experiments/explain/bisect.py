@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree  # private: how torch.compile itself w
 
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import CompileConfig
-from sftkit.experiments.explain.heard import Heard, listening
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.subject import ModuleCall, Subject
+from sftkit.experiments.explain.torch_logs import TorchLogHandler, listening
 
 DISABLED = "torch.compiler.disable"
 "In the reason of a break that leaving a module out of the graph makes."
@@ -63,7 +63,7 @@ class BisectAnswer:
     question: str
     guilty: tuple[ProbedModule, ...]
     "the smallest modules, the one with the fewest parts first; (): nothing was found"
-    said: str
+    message: str
     "what was found in the first"
     steps: tuple[tuple[str, str | None], ...]
     "(module, what was found in it alone), in order"
@@ -202,7 +202,7 @@ def left_out(parts: tuple[ProbedModule, ...]) -> Iterator[None]:
 
 def _compiled(
     part: ProbedModule, first: ModuleCall, second: ModuleCall | None, backend: str, *, dynamic: bool
-) -> Heard:
+) -> TorchLogHandler:
     """Return what is heard while a module, compiled by itself, is called: of recompiles those of the second call. In
     the first, code that several modules share is compiled once for each of them.
 

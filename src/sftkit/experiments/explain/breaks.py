@@ -10,8 +10,8 @@ import torch._dynamo  # private: explain has no public name
 from torch._dynamo.exc import TorchDynamoException  # what fullgraph=True raises; it has no public name
 
 from sftkit.experiments.explain.cases import remedy_of
-from sftkit.experiments.explain.heard import Break, listening, read_message
 from sftkit.experiments.explain.subject import Subject
+from sftkit.experiments.explain.torch_logs import Break, listening, read_message
 from sftkit.runtime.words import counted
 
 ADDS = {
@@ -32,7 +32,7 @@ class Seen:
 
     instrument: str
     breaks: tuple[Break, ...]
-    said: str
+    message: str
     "in a line"
 
 
@@ -51,7 +51,7 @@ class Breaks:
         by_place: dict[tuple[str, int], list[tuple[str, Break]]] = {}
         for seen in self.seen:
             for one in seen.breaks:
-                by_place.setdefault(one.place, []).append((seen.instrument, one))
+                by_place.setdefault(one.location, []).append((seen.instrument, one))
         return [_row(found, first=not index) for index, found in enumerate(by_place.values())]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sftkit.experiments.explain.heard import Break
+from sftkit.experiments.explain.torch_logs import Break
 
 Function = Callable[..., Any]
 

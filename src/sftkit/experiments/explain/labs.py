@@ -18,8 +18,8 @@ from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import CompileConfig
 from sftkit.experiments.explain import pays
 from sftkit.experiments.explain.cases import GRAPH_BREAK_CASES, LossByName, LossByTensor, LossByValue
-from sftkit.experiments.explain.heard import listening
 from sftkit.experiments.explain.private import dispatch_keys, has_kernel
+from sftkit.experiments.explain.torch_logs import listening
 from sftkit.rundir.names import SUMMARY, compile_dir
 from sftkit.runtime.progress import working
 

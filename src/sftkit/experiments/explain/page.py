@@ -7,10 +7,10 @@ from typing import Any
 
 from sftkit.experiments.explain.kinds import KERNEL_KINDS
 from sftkit.experiments.explain.picture import PICTURE_CSS, Bar, bars
+from sftkit.reports.components import badge, section, table
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import show
 from sftkit.reports.page import html_document
-from sftkit.reports.pieces import badge, section, table
 from sftkit.runtime.words import counted
 
 STYLES = {

@@ -130,7 +130,7 @@ class Reproduction:
     path: Path
     shows: bool
     "whether it showed the fault when it was run"
-    said: str
+    message: str
     "the last line that it printed, or why there is none"
 
 
@@ -140,7 +140,7 @@ def reproduce(subject: Subject, finding: BisectAnswer, title: str, backend: str,
         text = script_of(subject, finding.guilty[0], finding, title, backend)
     except NotWritable as error:
         said = f"no script: it takes a {error}, which cannot be written down"
-        return Reproduction(path, shows=False, said=said)
+        return Reproduction(path, shows=False, message=said)
     path.write_text(text)
     log = path.with_suffix(".log")
     ended = run_logged([sys.executable, str(path.absolute())], log, {}, _TIMEOUT_SECONDS)
@@ -167,7 +167,7 @@ def script_of(subject: Subject, part: ProbedModule, finding: BisectAnswer, title
         title=f"A module that {title}",
         name=part.name,
         where=part.where,
-        said="\n".join(line.replace("\\", "\\\\").replace('"""', "'''") for line in finding.said.splitlines()),
+        said="\n".join(line.replace("\\", "\\\\").replace('"""', "'''") for line in finding.message.splitlines()),
         version=torch.__version__,
         imports="\n".join(imports) + "\n" if imports else "",
         device=str(_device(part)),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sftkit.config.schema import Config
-from sftkit.config.terminal import say, visible
+from sftkit.config.terminal import print_text, visible
 from sftkit.experiments.explain.bisect import QUESTIONS, BisectAnswer, bisect
 from sftkit.experiments.explain.breaks import ADDS, breaks_of
 from sftkit.experiments.explain.flags import folder_of
@@ -92,7 +92,7 @@ def broken(subject: Subject) -> dict[str, Any]:
     with working("capturing graphs"):
         found = breaks_of(subject)
     return {
-        "instruments": [{"name": s.instrument, "said": s.said, "adds": ADDS[s.instrument]} for s in found.seen],
+        "instruments": [{"name": s.instrument, "said": s.message, "adds": ADDS[s.instrument]} for s in found.seen],
         "rows": found.rows(),
         "recompiles": list(found.recompiles),
     }
@@ -121,7 +121,7 @@ def _found(finding: BisectAnswer, script: Reproduction | None) -> dict[str, Any]
     return {
         "module": first.name if first else None,
         "where": first.where if first else None,
-        "said": finding.said,
+        "said": finding.message,
         "others": [name for name in others if name in asked],
         "alike": [name for name in others if name not in asked],
         "confirmed": finding.confirmed,
@@ -129,7 +129,7 @@ def _found(finding: BisectAnswer, script: Reproduction | None) -> dict[str, Any]
         "script": str(script.path) if script and script.path.exists() else None,
         "text": script.path.read_text() if script and script.path.exists() else None,
         "shows": script.shows if script else None,
-        "printed": script.said if script else None,
+        "printed": script.message if script else None,
     }
 
 
@@ -141,7 +141,7 @@ def _finish(result: dict[str, Any], out: Path) -> int:
     width = shutil.get_terminal_size((sys.maxsize, 24)).columns  # a file or a pipe gets whole lines
     for line in "\n".join(lines_of(result)).split("\n"):
         for part in wrapped(line, width):
-            say(part)
-    say(f"page: {out / PAGE}")
+            print_text(part)
+    print_text(f"page: {out / PAGE}")
     at_fault = any(row["module"] for row in result.get("bisect", []))
     return 1 if at_fault or result.get("breaks", {}).get("rows") else 0

@@ -15,7 +15,7 @@ from typing import Any
 
 from sftkit.config.command_line import Parser, path
 from sftkit.config.commands import program, running
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import run_logged
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
@@ -42,7 +42,7 @@ def main() -> int:
     words.add_argument("--show", type=path, metavar="FILE.json", help="the tables of earlier raw numbers")
     args = words.parse_args()
     if args.show:
-        say(terminal(read_pattern_results(args.show)))
+        print_text(terminal(read_pattern_results(args.show)))
         return 0
     out = args.out or Path(f"runs/patterns-{time.strftime('%Y%m%d-%H%M%S')}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -65,11 +65,11 @@ def main() -> int:
             results["cases"] |= found.get("cases", {})
             failed |= problem is not None
             plural = "es" if processes > 1 else ""
-            say(
+            print_text(
                 f"{processes} process{plural}: {problem or f'{len(cases)} layouts in {time.perf_counter() - started:.0f} s'}"
             )
     out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
-    say(f"\n{terminal(results)}\nraw: {out}")
+    print_text(f"\n{terminal(results)}\nraw: {out}")
     return int(failed)
 
 

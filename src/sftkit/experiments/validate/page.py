@@ -7,9 +7,9 @@ from typing import Any
 
 from sftkit.config.terminal import visible
 from sftkit.experiments.validate.measure import Measured, spread
+from sftkit.reports.components import Check, badge, check_table, section, table
 from sftkit.reports.markup import el, join
 from sftkit.reports.page import html_document
-from sftkit.reports.pieces import Check, badge, check_table, section, table
 
 _CSS = "@media (min-width: 621px) { .proof .name { width: 24%; } }"
 "What was found takes more room than the names of criteria."

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.load import read_config
-from sftkit.config.terminal import say
+from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import first_failure, run_logged
 from sftkit.experiments.validate.cases import ValidationPlan, ValidationRun, cases, check_plan, shown
@@ -44,7 +44,7 @@ def validate(plan: ValidationPlan, out: Path, ledger: Ledger | None = None) -> d
         raise ConfigError(f"--out: {out} is not empty: name a new folder")
     out.mkdir(parents=True, exist_ok=True)
     every = cases(plan, cfg, hardware, replica_of(cfg), out)
-    say(
+    print_text(
         f"{len(every)} runs of {plan.steps} steps; the first {plan.warm_up} are warm-up and count in no speed and no loss"
     )
     result: dict[str, Any] = {
@@ -56,7 +56,7 @@ def validate(plan: ValidationPlan, out: Path, ledger: Ledger | None = None) -> d
     for number, case in enumerate(every, 1):
         result["runs"].append(run_case(case, plan))
         (out / "validation.json").write_text(json.dumps(result, indent=1))
-        say(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}")
+        print_text(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}")
     shutil.rmtree(out / "caches", ignore_errors=True)
     return _write(judged(result, ledger), out)
 

@@ -44,7 +44,7 @@ class TensorPlan:
     "matrices cut by what they take, whose results are added up"
     gathered: tuple[str, ...]
     "norms behind which whole rows are needed"
-    alike: tuple[str, ...]
+    replicated: tuple[str, ...]
     "what every rank computes with whole weights, of its own positions or heads"
     divided: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     "numbers of the model's config that the ranks must divide"
@@ -54,7 +54,7 @@ class TensorPlan:
     @property
     def known(self) -> set[str]:
         """Return the modules of a block that the plan knows."""
-        return {*self.columns, *self.rows, *self.gathered, *self.alike, *self.experts}
+        return {*self.columns, *self.rows, *self.gathered, *self.replicated, *self.experts}
 
 
 _DEEPSEEK_V3 = TensorPlan(
@@ -64,7 +64,7 @@ _DEEPSEEK_V3 = TensorPlan(
     ),
     rows=ROWS,
     gathered=NORMS,
-    alike=(
+    replicated=(
         *("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm"),
         *("mlp.gate", *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))),
     ),

@@ -103,16 +103,16 @@ def _started(name: str, project: str, init: dict[str, Any], settings: dict[str, 
 
 
 def _start_wandb(
-    project: str, run_id: str | None, about: Identity, accelerator: Accelerator, place: dict[str, str]
+    project: str, run_id: str | None, about: Identity, accelerator: Accelerator, init_args: dict[str, str]
 ) -> Wandb:
-    """Start wandb. `place`: its mode and the folder that it writes in."""
+    """Start wandb. `init_args`: its mode and the folder that it writes in."""
     import wandb
 
     quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
-    init: dict[str, Any] = {**place, "name": about.name, "settings": quiet}
+    init: dict[str, Any] = {**init_args, "name": about.name, "settings": quiet}
     init |= {"group": about.group, "job_type": about.job_type, "tags": about.tags, "notes": about.notes}
     init |= {"id": run_id, "resume": "allow"} if run_id else {}
-    return Wandb(_started("wandb", project, init, dict(about.settings), accelerator), place["mode"])
+    return Wandb(_started("wandb", project, init, dict(about.settings), accelerator), init_args["mode"])
 
 
 def _start_trackio(project: str, run_id: str | None, about: Identity, accelerator: Accelerator) -> Trackio:

@@ -34,7 +34,7 @@ class _Outcome(NamedTuple):
     "What of the text after it belongs to it."
 
 
-class Alike:
+class AnswerMatcher:
     """What is known of the answers of one rendered conversation."""
 
     def __init__(self, template: Template, messages: list[Message], text: str, last: int) -> None:
@@ -62,18 +62,18 @@ class Alike:
         end = self._next_special(start)
         return (start, end + len(outcome.end)) if self.text.startswith(outcome.end, end) else None
 
-    def add(self, k: int, start: int, core_end: int, found: Span) -> None:
+    def add(self, k: int, start: int, core_end: int, span: Span) -> None:
         """Record where answer k was found by rendering; `start` to `core_end` is its own text,
         without the token that ends it."""
-        self._known.setdefault(self._situation(k), []).append(self._outcome(k, start, core_end, found))
+        self._known.setdefault(self._situation(k), []).append(self._outcome(k, start, core_end, span))
 
-    def _outcome(self, k: int, start: int, core_end: int, found: Span) -> _Outcome | None:
+    def _outcome(self, k: int, start: int, core_end: int, span: Span) -> _Outcome | None:
         """Return what stands around such answers; None if that is too little to find others by."""
-        if found == NOWHERE:
+        if span == NOWHERE:
             return _Outcome(None, "")
         if k not in self._places or self._next_special(start) != core_end:
             return None
-        return _Outcome(self.text[self._places[k] : start], self.text[core_end : found[1]])
+        return _Outcome(self.text[self._places[k] : start], self.text[core_end : span[1]])
 
     def _situation(self, k: int) -> Hashable:
         """Return what a template may look at: the turn up to the answer, the role of the next message, and whether

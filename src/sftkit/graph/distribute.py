@@ -1,4 +1,4 @@
-"""A model on its device, or cut over the processes: its weights read, each rank its own pieces."""
+"""Put a model on its device, or shard it over the processes: its weights read, each rank its own shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sftkit.errors import ConfigError
 from sftkit.graph.parallel.experts import is_experts, use_grouped_products
 from sftkit.graph.parallel.sharding import shard
 from sftkit.graph.parallel.tensor import WeightPlacement, check_plan, exchange_activations, make_meshes
-from sftkit.models.weights import place_weights
+from sftkit.models.weights import materialize_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.runtime.start import Runtime
 
@@ -86,8 +86,8 @@ def check_device(passes: Sequence[str], attention: str, device: torch.device) ->
         )
 
 
-def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatcher: str = "allgather") -> None:
-    """Weights on the device, sharded where the launcher asks for it, and experts as a graph takes them; every rank calls it.
+def distribute(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatcher: str = "allgather") -> None:
+    """Put weights on the device, sharded where the launcher asks for it, and experts as a graph takes them; every rank calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).
@@ -104,5 +104,5 @@ def place(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatc
     if meshes.parts is not None:
         exchange_activations(model.orig_model, meshes.parts)
     shard(model, layout, rt.precision)
-    place_weights(model.orig_model, source, rt.device)
-    rt.say(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")
+    materialize_weights(model.orig_model, source, rt.device)
+    rt.print(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from sftkit.data.pack import Stretch
+from sftkit.data.pack import PlanSegment
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import RECIPE, TRAINING_STATE, step_dirs
@@ -29,7 +29,7 @@ class ResumeCheckpoint:
     "a step directory whose every file verifies; None: a new start"
     state: dict[str, Any] = field(default_factory=lambda: {"step": 0})
     "what was given to `save`, and the step"
-    stretches: Sequence[Stretch] = ()
+    segments: Sequence[PlanSegment] = ()
     "how the global batches of its steps were made, in order"
     skipped_checkpoints: Sequence[str] = ()
     "why newer checkpoints are not resumed"
@@ -62,7 +62,7 @@ def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint | Exception:
         if folder is None:
             return ResumeCheckpoint(setting)
         state = json.loads((folder / TRAINING_STATE).read_text())
-        return ResumeCheckpoint(setting, folder, state, _stretches(state, folder), passed_over)
+        return ResumeCheckpoint(setting, folder, state, _segments(state, folder), passed_over)
     except OSError as error:
         return CheckpointError(
             f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what can "
@@ -95,14 +95,14 @@ def _newest(run_dir: Path, passed_over: list[str]) -> Path | None:
     return None
 
 
-def _stretches(state: dict[str, Any], folder: Path) -> Sequence[Stretch]:
-    """Return the stretches of the steps before the checkpoint. A checkpoint of a version that kept none has one,
+def _segments(state: dict[str, Any], folder: Path) -> Sequence[PlanSegment]:
+    """Return the segments of the steps before the checkpoint. A checkpoint of a version that kept none has one,
     which its identity tells."""
     if "stretches" in state:
-        kept = [Stretch(**stretch) for stretch in state["stretches"]]
-        return [stretch for stretch in kept if stretch.after_step < state["step"]]
+        kept = [PlanSegment(**segment) for segment in state["stretches"]]
+        return [segment for segment in kept if segment.after_step < state["step"]]
     rows = (state.get("identity") or {}).get("rows")
     if not rows:
         return []
     seed = yaml.safe_load((folder / RECIPE).read_text())["run"]["seed"]
-    return [Stretch(0, seed, rows["global_batch_size"], rows["budget_rows"])]
+    return [PlanSegment(0, seed, rows["global_batch_size"], rows["budget_rows"])]

@@ -65,7 +65,7 @@ class PlannedModel:
 UNKNOWN = PlannedModel()
 
 
-def look(
+def analyse(
     cfg: Config,
     tokenizer: PreTrainedTokenizerBase,
     data: DataOfRun,
@@ -110,7 +110,7 @@ def data_of_run(batches: Batches, validation: dict[str, Examples]) -> DataOfRun:
     """Return the data of a run that is about to train."""
     examples, layout = batches.examples, batches.layout
     # Of a run whose batch size was changed on the way: an epoch as it is now.
-    epoch = batches.plan(0) if len(batches.stretches) == 1 else plan_epoch(examples.lengths, layout, batches.seed, 0)
+    epoch = batches.plan(0) if len(batches.segments) == 1 else plan_epoch(examples.lengths, layout, batches.seed, 0)
     return DataOfRun(examples, validation, layout, epoch)
 
 
@@ -120,7 +120,7 @@ def machine_of(rt: Runtime) -> tuple[str, int]:
 
 
 def record(run_dir: Path, rt: Runtime, found: dict[str, Any]) -> None:
-    """Write what `look` returned to preflight.json, print what was read in a few lines, and warn of data; for the main
+    """Write what `analyse` returned to preflight.json, print what was read in a few lines, and warn of data; for the main
     rank.
 
     Memory and disk are in the file alone; the memory plan and the checkpoints print lines of their own.
@@ -130,7 +130,7 @@ def record(run_dir: Path, rt: Runtime, found: dict[str, Any]) -> None:
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / PREFLIGHT, error)
     for line in lines(found):
-        rt.say(line)
+        rt.print(line)
     for warning in data_warnings(found):
         log.warning("warning: %s", warning)
 
@@ -161,7 +161,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     return [*shown, f"{'time':<10}{steps}", f"{'':<10}{measured}"]
 
 
-def places_text(found: dict[str, Any]) -> str:
+def encoder_padding_text(found: dict[str, Any]) -> str:
     """Return what empty places cost an encoder in each layout, which its padding does not say; empty without an
     encoder."""
     taken = [

@@ -90,13 +90,13 @@ def check_table(checks: Sequence[Check], titles: tuple[str, str, str] = ("Check"
 
 def _check_row(check: Check, titles: tuple[str, str, str]) -> Html:
     """Return the row of a check."""
-    how = el("span", said(check.how), class_="how") if check.how else None
+    how = el("span", value_text(check.how), class_="how") if check.how else None
     return el(
         "tr",
         el("td", badge(ok=check.ok), class_="state", role="cell"),
-        el("th", said(check.name), how, scope="row", class_="name any", role="rowheader"),
-        el("td", el("span", said(check.found)), class_="any", data_label=titles[1], role="cell"),
-        el("td", el("span", said(check.expected)), class_="any", data_label=titles[2], role="cell"),
+        el("th", value_text(check.name), how, scope="row", class_="name any", role="rowheader"),
+        el("td", el("span", value_text(check.found)), class_="any", data_label=titles[1], role="cell"),
+        el("td", el("span", value_text(check.expected)), class_="any", data_label=titles[2], role="cell"),
         role="row",
     )
 
@@ -123,13 +123,13 @@ def facts(values: dict[str, Any], caption: str | None = None) -> Html | None:
     if not values:
         return None
     rows = [
-        el("tr", el("th", name, scope="row", class_="any"), el("td", said(value), class_="any"))
+        el("tr", el("th", name, scope="row", class_="any"), el("td", value_text(value), class_="any"))
         for name, value in values.items()
     ]
     return scroll(el("table", el("caption", caption) if caption else None, el("tbody", rows), class_="facts-table"))
 
 
-def said(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return any value of a setting or a fact as text."""
     if value is None:
         return NONE

@@ -26,7 +26,7 @@ Stamps = dict[str, list[int] | str | None]
 "File -> size in bytes and time of the content in ns of a large one, sha256 of a small one; None: cannot be read."
 
 
-class MadeFrom(NamedTuple):
+class Provenance(NamedTuple):
     """Files that a run was made from."""
 
     inputs: Stamps
@@ -35,7 +35,7 @@ class MadeFrom(NamedTuple):
     "that it began with"
 
 
-def made_from(cfg: Config) -> MadeFrom:
+def current_provenance(cfg: Config) -> Provenance:
     """Return size and time, or hash, of the files that a recipe names, as they are now."""
     training, parent = cfg.model.train_tokenizer, _folder(cfg.model.path)
     sources = (*cfg.data.train, *cfg.data.val, *((training and training.sources) or ()))
@@ -45,36 +45,36 @@ def made_from(cfg: Config) -> MadeFrom:
         inputs |= {f"{key}: {path.name}": _digest(path) for path in _matching(folder, _TEXTS) if path.name != MANIFEST}
     if cfg.model.chat_template is not None and Path(cfg.model.chat_template).is_file():
         inputs["model.chat_template"] = _digest(Path(cfg.model.chat_template))
-    return MadeFrom(inputs, {str(path): _stamp(path) for path in _matching(parent, WEIGHTS)})
+    return Provenance(inputs, {str(path): _stamp(path) for path in _matching(parent, WEIGHTS)})
 
 
-def write_made_from(place: Path, cfg: Config, *, resumes: bool) -> str | None:
+def write_provenance(folder: Path, cfg: Config, *, resumes: bool) -> str | None:
     """Write down what a start is made from. A resumed run keeps the record of the weights that it began with.
 
     Args:
-        place: where this start writes, in run.dir.
+        folder: where this start writes, in run.dir.
 
     Returns:
         a warning if those weights have changed; None: they have not.
     """
-    now, before = made_from(cfg), read_made_from(Path(cfg.run.dir)) if resumes else None
+    now, before = current_provenance(cfg), read_provenance(Path(cfg.run.dir)) if resumes else None
     if before is not None and "model.path" not in cfg.train.resume_changes:
         began = now._replace(weights=before.weights)
     else:
         began = now
-    replace_text(place / MADE_FROM, json.dumps(began._asdict(), indent=1))
+    replace_text(folder / MADE_FROM, json.dumps(began._asdict(), indent=1))
     return weights_changed(cfg, began, now)
 
 
-def read_made_from(run_dir: Path) -> MadeFrom | None:
+def read_provenance(run_dir: Path) -> Provenance | None:
     """Return what the run of a directory was made from; None: it has not written it down."""
     try:
-        return MadeFrom(**json.loads((run_dir / MADE_FROM).read_text()))
+        return Provenance(**json.loads((run_dir / MADE_FROM).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def weights_changed(cfg: Config, began: MadeFrom, now: MadeFrom) -> str | None:
+def weights_changed(cfg: Config, began: Provenance, now: Provenance) -> str | None:
     """Return a warning that names weights that are no longer those that a run began with; None: all are the same."""
     there, here = began.weights, now.weights
     changed = sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))

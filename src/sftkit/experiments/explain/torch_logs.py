@@ -49,12 +49,12 @@ class Break:
         return linecache.getline(self.file, self.line).strip()
 
     @property
-    def place(self) -> tuple[str, int]:
+    def location(self) -> tuple[str, int]:
         """Return (file, line)."""
         return self.file, self.line
 
 
-class Heard(logging.Handler):
+class TorchLogHandler(logging.Handler):
     """A handler that keeps the records of TORCH_LOGS, by the name of the log."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Heard(logging.Handler):
         anew."""
         found: dict[tuple[str, int, str], Break] = {}
         for one in map(read_message, self.messages["graph_breaks"]):
-            found.setdefault((*one.place, one.kind), one)
+            found.setdefault((*one.location, one.kind), one)
         return list(found.values())
 
     def recompiles(self) -> list[str]:
@@ -89,7 +89,7 @@ def artifact(record: logging.LogRecord) -> str:
 
 
 @contextmanager
-def listening() -> Iterator[Heard]:
+def listening() -> Iterator[TorchLogHandler]:
     """Keep the logs inside. Nothing is forgotten of what is compiled: whoever wants a cold start resets Dynamo first.
 
     Raises:
@@ -99,7 +99,7 @@ def listening() -> Iterator[Heard]:
         raise ConfigError(
             "the environment has TORCH_LOGS, and with it torch ignores other settings of its logs: unset it"
         )
-    heard = Heard()
+    heard = TorchLogHandler()
     wanted = {"dynamo": logging.ERROR, **dict.fromkeys(TORCH_LOGS, True)}
     with torch_logs_to(heard, heard.is_theirs, **wanted), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
