@@ -75,11 +75,8 @@ def _started_early(index: dict[Node, int]) -> Positions:
         start = first_wait[number - 1] if number else index[bucket[0]]
         for node in bucket:
             waits = waits_for(node)
-            for leading in [
-                node,
-                *_ancestors(node),
-                *(set(node.users) - set(waits)),
-            ]:  # the last: parts of a merged one's list
+            parts = [user for user in node.users if user not in waits]  # of the list that a merged one gives
+            for leading in (node, *_ancestors(node), *parts):
                 wanted[leading] = min(start - 0.5, wanted.get(leading, index[leading]))
             wanted |= dict.fromkeys(waits, min(index[wait] for wait in waits))
     return wanted
