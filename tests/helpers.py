@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,4 +165,5 @@ def torchrun(processes: int, file: str, *args: str, timeout: float = 200) -> Non
     paths = [str(ROOT / "tests"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]  # of this checkout
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = preloaded.run([f"tests/{file}", *args], processes, env, timeout)
-    assert done.returncode == 0, done.stderr[-6000:]
+    crashes = re.findall(r"^(?:Fatal Python error|\w+\(\): |terminate called).*", done.stderr, re.MULTILINE)
+    assert done.returncode == 0, "\n".join([*crashes, done.stderr[-6000:]])

@@ -34,6 +34,7 @@ from sftkit.errors import ConfigError, Stopped
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
+from sftkit.runtime.gloo import use_one_worker_per_group
 from sftkit.runtime.hardware import device_name, why_no_gpu
 from sftkit.runtime.launcher import check_group, check_variables
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
@@ -254,6 +255,7 @@ def start(
     # Before Accelerate looks for the other processes: what is missing would be a wait, or a run of its own for each.
     check_variables(os.environ)
     precision = resolve_precision(train.precision)
+    use_one_worker_per_group()
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), stages_of(train))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
