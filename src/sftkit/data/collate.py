@@ -50,9 +50,9 @@ class Batch:
     columns: torch.Tensor | None = None
     "chunks: int64 [C], which columns of the rows the local ones are; else None"
     cu_seqlens_q: torch.Tensor | None = None
-    "chunks: int32 [2, S + 1], where the sequences of either chunk start in its B * C / 2 queries; S = D + 2 B; else None"
+    "chunks: int32 [2, S + 1], for each of the two chunks where its sequences start in its B * C / 2 queries; S = D + 2 B; else None"
     cu_seqlens_k: torch.Tensor | None = None
-    "chunks: int32 [2, S + 1], where they start in the B * T keys, as in `chunk_cu_seqlens`; else None"
+    "chunks: int32 [2, S + 1], where the same sequences start in the B * T keys, see `chunk_cu_seqlens`; else None"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -201,14 +201,19 @@ def _part_of(batch: Batch, part: RowShard) -> Batch:
 
 
 def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the sequences start in variable-length attention of one chunk of every row against whole rows.
+    """Return where each sequence starts when variable-length attention takes the queries of one chunk of every row
+    and the keys of whole rows.
 
-    Of each row: no query and the keys in front of the chunk's first document; each document of the chunk, its queries
-    in it and its keys from its start to the chunk's end at most; no query and the keys after the chunk. The last query
-    of a sequence is the position of its last key, as kernels have it that align the causal mask at the bottom right.
+    A row becomes these sequences, in order:
+    - the keys before the chunk's first document, without queries
+    - for each document in the chunk: its queries in the chunk, and its keys up to the end of the chunk
+    - the keys after the chunk, without queries
+
+    The last query and the last key of a sequence are the same position, as kernels expect that align the causal mask
+    at the bottom right.
 
     Args:
-        cu_seqlens: int32 [D + 1] of whole rows, of which B * T is the last. columns: int [c] of the chunk, contiguous.
+        cu_seqlens: int32 [D + 1] of whole rows; the last value is B * T. columns: int [c] of the chunk, contiguous.
 
     Returns:
         (starts in the B * c queries, in the B * T keys), int32 [D + 2 B + 1]; unused slots repeat B * c and B * T.
