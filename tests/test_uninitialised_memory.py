@@ -234,8 +234,8 @@ ON_CUDA = [("cuda", backend, heads) for backend in ("fa4", "varlen", "reference"
 )
 @both_dtypes
 def test_attention_of_rows_with_padding(device: str, backend: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    if backend in ("fa4", "varlen") and (why := flash.unsupported_reason(backend, torch.device(device), dtype)):
-        pytest.skip(why)
+    if backend in ("fa4", "varlen") and (reason := flash.unsupported_reason(backend, torch.device(device), dtype)):
+        pytest.skip(reason)
     parts = [WHOLE] if backend in ("flex", "sdpa") else [WHOLE, RowShard("chunks", 0, 2), RowShard("chunks", 1, 2)]
     for rows in DOCUMENTS[-1:] if backend == "flex" else DOCUMENTS:  # each shape is compiled for flex
         if backend == "sdpa" and max(map(len, rows)) > 1:

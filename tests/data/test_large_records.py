@@ -213,7 +213,13 @@ def test_what_lies_far_beyond_max_length_is_counted_without_being_tokenized(
             for too_long in ("truncate", "drop")
         ]
         return [
-            ([e.ids.tolist() for e in f.examples], [e.is_target.tolist() for e in f.examples], f.counts, f.note, f.why)
+            (
+                [e.ids.tolist() for e in f.examples],
+                [e.is_target.tolist() for e in f.examples],
+                f.counts,
+                f.note,
+                f.details,
+            )
             for f in found
         ]
 

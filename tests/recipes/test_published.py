@@ -331,6 +331,6 @@ def test_a_topology_that_cannot_hold_or_cut_the_model_is_refused(recipe: Path, t
     config = yaml.safe_load((ROOT / "accelerate_configs" / "tp.yaml").read_text())
     config["parallelism_config"]["parallelism_config_tp_size"] = size = 32 if model_type in MODEL_TYPES else 2
     (tmp_path / "tp.yaml").write_text(yaml.safe_dump(config))
-    why = "does not divide the model's num_" if model_type in MODEL_TYPES else "has no tensor-parallel plan here"
-    with pytest.raises(ConfigError, match=why):
+    message = "does not divide the model's num_" if model_type in MODEL_TYPES else "has no tensor-parallel plan here"
+    with pytest.raises(ConfigError, match=message):
         planned(cfg, 139.0, topology_of(tmp_path / "tp.yaml", size))

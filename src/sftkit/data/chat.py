@@ -103,7 +103,7 @@ def tokenize(
         odd = {**conversation.oddities(given, row.where), **unused}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd)
     if noted:
-        return Tokenized([], noted[0].note, counts, noted[0].why)
+        return Tokenized([], noted[0].note, counts, noted[0].details)
     return Tokenized([], "dropped_no_target", counts, "none of its answers is to be learned")
 
 
@@ -269,7 +269,7 @@ def _fit(row: Row, text: _Text, tokenizer: PreTrainedTokenizerBase, max_length: 
     more = "more than " if text.rest is not None else ""
     size = f"{more}{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
     if is_long and too_long == "drop":
-        return Tokenized([], "dropped_too_long", why=size)
+        return Tokenized([], "dropped_too_long", details=size)
     if is_long and too_long == "error":
         raise DataError(
             f"{row.where}: {size}. Raise data.max_length, or set data.too_long to truncate or drop", reason="too long"
@@ -277,8 +277,8 @@ def _fit(row: Row, text: _Text, tokenizer: PreTrainedTokenizerBase, max_length: 
     example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
     if example is None:
         beyond = is_target[max_length + 1 :].any() or text.rest
-        why = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
-        return Tokenized([], "dropped_no_target", why=why)
+        details = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
+        return Tokenized([], "dropped_no_target", details=details)
     return Tokenized([example], "truncated" if is_long else None)
 
 

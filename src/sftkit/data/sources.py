@@ -198,7 +198,7 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
         if result.note:
             part.counts[result.note] += 1
         if result.note in findings.DROPPED:
-            findings.add(part.found, findings.dropped(result.note, f"{row.where}: {result.why}"))
+            findings.add(part.found, findings.dropped(result.note, f"{row.where}: {result.details}"))
         if result.examples:
             part.counts.update(ROLE_COUNTS[message["role"]] for message in row.messages or ())
             for reason, where in result.odd.items():

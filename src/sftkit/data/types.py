@@ -59,7 +59,7 @@ class Tokenized:
     "None | truncated | dropped_too_long | dropped_no_target"
     counts: Mapping[str, int] = field(default_factory=dict)
     "what became of its answers, see chat.ANSWER_COUNTS"
-    why: str = ""
+    details: str = ""
     "of a dropped row: the details, such as its length"
     odd: Mapping[str, str] = field(default_factory=dict)
     "what is odd in it, although it is learned from: reason -> where, and what"

@@ -129,7 +129,7 @@ class Blocks:
         self._layout, self.model, self.optimizer = layout, assembled.model, assembled.optimizer
         size = checkpoint_bytes(self.model.orig_model, plan)
         layers = wrapped.placement.layers if isinstance(wrapped, Pipelined) else None
-        self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size, layers)
+        self.setup = Setup(attention.backend, attention.reason, plan.optim.name, plan.line, size, layers)
         self.compiled = False
         "whether the step is compiled; known after the warm-up"
         self._at_close, self._write_logs = at_close, assembled.write_logs

@@ -77,9 +77,9 @@ def evaluate(
                 task_manager=task_manager(),
             )
         except (OSError, ValueError) as error:
-            why = "" if connected else "; the hub is not in reach, so its data sets must be in the cache (HF_HOME)"
+            advice = "" if connected else "; the hub is not in reach, so its data sets must be in the cache (HF_HOME)"
             raise ConfigError(
-                f"eval.tasks: lm_eval cannot run {', '.join(names)}: {str(error).strip()[:500]}{why}"
+                f"eval.tasks: lm_eval cannot run {', '.join(names)}: {str(error).strip()[:500]}{advice}"
             ) from error
     assert found is not None
     return [_evaluated(name, found, config) for name in (*found.get("groups", {}), *found["samples"])]

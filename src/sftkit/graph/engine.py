@@ -116,7 +116,7 @@ class GraphEngine:
         self._cfg, self._rt, self._layout, self._plan, self._run_dir = cfg, rt, layout, plan, assembled.run_dir
         self.model, self.optimizer = model, assembled.optimizer
         size = checkpoint_bytes(model.orig_model, plan)
-        self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size)
+        self.setup = Setup(attention.backend, attention.reason, plan.optim.name, plan.line, size)
         self.captured = CapturedModel(model, cfg.graph.passes, saves_memory=plan.activation_memory_budget < 1.0)
         self.compiled = False
         "after the warm-up: whether steps run captured graphs"

@@ -99,11 +99,11 @@ def choose(
             )
         # Shards only where a replica has no room: replicas exchange less.
         _check_room(hardware, processes, replica)
-        why = _why_cut(hardware, replica) if processes > 1 and stages == 1 else None
-        several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if why else "ddp.yaml"
+        reason = _sharding_reason(hardware, replica) if processes > 1 and stages == 1 else None
+        several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if reason else "ddp.yaml"
         name = "single_gpu.yaml" if processes == 1 else several
-        if why:
-            note += f"{': ' if processes == hardware.gpus else '; '}{why}"
+        if reason:
+            note += f"{': ' if processes == hardware.gpus else '; '}{reason}"
     summary = f"hardware: {found}, {cores} -> accelerate_configs/{name}{note}"
     return Launch(CONFIGS / name, processes, summary, {key: env[key] for key in env if key not in environ})
 
@@ -129,7 +129,7 @@ def _check_room(hardware: Hardware, processes: int, replica: Replica | None) -> 
         )
 
 
-def _why_cut(hardware: Hardware, replica: Replica | None) -> str | None:
+def _sharding_reason(hardware: Hardware, replica: Replica | None) -> str | None:
     """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica, as far as is known."""
     memory = hardware.gpu_memory_bytes
     if replica is None or memory is None or replica.num_bytes <= USABLE * memory:

@@ -32,7 +32,7 @@ class AttentionChoice(NamedTuple):
     """An attention backend and the reason for it."""
 
     backend: str
-    why: str
+    reason: str
 
 
 class Execution(NamedTuple):
@@ -73,7 +73,7 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
         if problem:
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
         choice = AttentionChoice(named, "named by the recipe")
-    rt.print(f"attention {choice.backend}: {choice.why}")
+    rt.print(f"attention {choice.backend}: {choice.reason}")
     return choice
 
 

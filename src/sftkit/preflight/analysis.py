@@ -280,8 +280,10 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     }
     dropped = sum(source[key] for key in reasons)
     if 100.0 * dropped > DROPPED_PCT * rows:
-        why = "; ".join(f"{source[key]:,} {text}" for key, text in reasons.items() if source[key])
-        found.append(f"source {source['name']}: {dropped:,} of {counted(source['rows'], 'row')} not used. {why}")
+        reasons_text = "; ".join(f"{source[key]:,} {text}" for key, text in reasons.items() if source[key])
+        found.append(
+            f"source {source['name']}: {dropped:,} of {counted(source['rows'], 'row')} not used. {reasons_text}"
+        )
     return found
 
 

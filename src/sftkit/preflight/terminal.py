@@ -148,8 +148,8 @@ def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) ->
 def stage_text(stage: str, *, by_name: bool) -> str:
     """Return which stage is shown, why, and how to see another."""
     others = " or ".join(name for name in DATA_OF_STAGES if name != stage)
-    why = "by the recipe's name" if by_name else "as asked"
-    return f"{'stage':<10}{stage}, {why}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} for another"
+    origin = "by the recipe's name" if by_name else "as asked"
+    return f"{'stage':<10}{stage}, {origin}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} for another"
 
 
 def memory_text(found: dict[str, Any]) -> str:

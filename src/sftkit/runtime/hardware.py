@@ -60,7 +60,7 @@ def peak_flops_by_name(name: str) -> float | None:
     return dict(PEAK_BF16_FLOPS)[found.group()]
 
 
-def why_no_gpu() -> str | None:
+def gpu_unavailable_reason() -> str | None:
     """Return why torch can use no GPU, in its own words; None: it can."""
     if torch.cuda.is_available():
         return None

@@ -34,7 +34,7 @@ from sftkit.errors import ConfigError, Stopped
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
-from sftkit.runtime.hardware import device_name, why_no_gpu
+from sftkit.runtime.hardware import device_name, gpu_unavailable_reason
 from sftkit.runtime.launcher import check_group, check_variables
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 
@@ -266,7 +266,7 @@ def start(
             InitProcessGroupKwargs(timeout=timedelta(minutes=60)),  # a skewed cold compile outlasts NCCL's 10 minutes
         ],
     )
-    check_group(os.environ, accelerator.num_processes, why_no_gpu)
+    check_group(os.environ, accelerator.num_processes, gpu_unavailable_reason)
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
     seed_everything(run.seed + accelerator.process_index)
     rt = Runtime(accelerator, precision, topology, page=page)

@@ -185,10 +185,10 @@ class Health:
         """Report a step that was left out, and end training if that is asked for or too many were."""
         self._write_documents(known, kind)
         found = self._of_all_ranks(known)
-        why = spike_cause(found, known.spikes) if known.finite else cause(found, float(known.outcome.grad_norm))
+        reason = spike_cause(found, known.spikes) if known.finite else cause(found, float(known.outcome.grad_norm))
         if then == "error" or self._in_a_row > self._numerics.max_skips:
-            raise self._error(known, kind, why, found)
-        self._tracker.event(kind, known.step, f"step {known.step}: {why}; left out")
+            raise self._error(known, kind, reason, found)
+        self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
 
     def read(self) -> dict[str, float | None]:
         """Return the window's counts; every rank must call it."""
@@ -242,14 +242,14 @@ class Health:
         return found
 
     def _error(
-        self, known: StepRecord, kind: Literal["nonfinite", "spike"], why: str, found: list[RankLoss]
+        self, known: StepRecord, kind: Literal["nonfinite", "spike"], reason: str, found: list[RankLoss]
     ) -> NumericsError:
         """Build the error, with the loss of every rank, and write it to the run's status."""
         norm = float(known.outcome.grad_norm)
         values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(found))
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
         text = (
-            f"step {known.step}: {why}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
+            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
             f"out. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
             "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
             f"numerics.on_{kind}=skip"

@@ -130,9 +130,9 @@ def program_exit_code(status: int) -> int:
 def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
     """Run the program and its tests. The nonce, which is read only after them, proves that they passed."""
 
-    def end(why: str) -> NoReturn:
+    def end(reason: str) -> NoReturn:
         """Write the verdict, and end at once: os._exit, as no test or finally may run any more."""
-        os.write(verdict, why.encode("utf-8", "replace")[:MOST_SAID])
+        os.write(verdict, reason.encode("utf-8", "replace")[:MOST_SAID])
         os._exit(0)
 
     def look(*_: object) -> None:

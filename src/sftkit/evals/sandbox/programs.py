@@ -72,7 +72,7 @@ class ProgramVerdict:
     """What became of a program."""
 
     passed: bool
-    why: str
+    reason: str
     "empty if it passed; else its error, the limit that it met, or that it ended before its tests did"
     seconds: float
     "wall time, with the start of the sandbox (0.1 s)"
