@@ -38,8 +38,8 @@ def alone(name: str) -> dict[str, Any]:
     return train(cpu_runtime(), model, sharding, optim)
 
 
-def check(name: str, found: dict[str, dict[str, Any]]) -> None:
-    case, whole = found[name], alone(f"{name.split()[0]}{' muon' * ('muon' in name)} whole")
+def check(name: str, results: dict[str, dict[str, Any]]) -> None:
+    case, whole = results[name], alone(f"{name.split()[0]}{' muon' * ('muon' in name)} whole")
     muon = "muon" in name  # orthogonalized in bf16
     for ours, theirs in zip(case["rows"], whole["rows"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-3 if muon else 1e-5)

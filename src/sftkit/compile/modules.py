@@ -96,22 +96,22 @@ def _without_head(orig_model: PreTrainedModel, path: str, module: torch.nn.Modul
     return path, module
 
 
-def _check_apart(found: dict[str, CompiledPart]) -> None:
+def _check_apart(parts: dict[str, CompiledPart]) -> None:
     """Refuse a path that lies inside another one."""
-    for path in found:
+    for path in parts:
         parents = (path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1))
-        outer = next((parent for parent in parents if parent in found), None)
+        outer = next((parent for parent in parents if parent in parts), None)
         if outer is not None:
             raise ConfigError(
                 f'compile.modules: "{path}" lies in "{outer}", which is one graph with all that it holds: name only one of them'
             )
 
 
-def _check_called(orig_model: PreTrainedModel, found: dict[str, CompiledPart], *, sharded: bool) -> None:
+def _check_called(orig_model: PreTrainedModel, parts: dict[str, CompiledPart], *, sharded: bool) -> None:
     """Refuse modules that a step does not call, or that cannot be a graph of their own."""
     projection, blocks = output_projection(orig_model), set(decoder_blocks(orig_model))
     others = f"name other modules, such as {_some(_good_paths(orig_model))}"
-    for path, part in found.items():
+    for path, part in parts.items():
         inside = set(part.module.modules())
         if projection in inside:
             raise ConfigError(

@@ -106,7 +106,7 @@ class Finder:
         try:
             marks = self.template.has_marks and self.template.append_only
             marked = marks and all(self._arguments(k) == self._args for k in wanted)
-            document = self._marked(last, wanted) if marked else self._found(last, wanted)
+            document = self._marked(last, wanted) if marked else self._located(last, wanted)
         except TemplateError as error:
             raise template_refuses(self.where, error) from error
         require_instructions(self.messages[: last + 1], document.text, self.where)
@@ -166,14 +166,14 @@ class Finder:
         """Return the answers whose reasoning is to be learned; none with thinking=off."""
         return {k for k in self.answers if reasoning_of(self.messages[k])}
 
-    def reasoned(self, last: int, found: Collection[int]) -> set[int]:
+    def reasoned(self, last: int, known: Collection[int]) -> set[int]:
         """Return the answers whose reasoning stands in the text of a conversation that ends with answer `last`.
 
         The conversation is rendered with other texts in place of the reasonings, since their own words may stand
-        anywhere. For the answers in `found` this was checked before.
+        anywhere. For the answers in `known` this was checked before.
         """
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
-        if marks.keys() <= set(found):
+        if marks.keys() <= set(known):
             return set(marks)
         self._args = self._arguments(last)
         messages = [
@@ -181,9 +181,9 @@ class Finder:
         ]
         text, _ = render(self.tokenizer, self.template, self._with(messages))
         rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
-        return {k for k in marks if k in rendered or k in found}
+        return {k for k in marks if k in rendered or k in known}
 
-    def _found(self, last: int, wanted: list[int]) -> Document:
+    def _located(self, last: int, wanted: list[int]) -> Document:
         """Find answers that stand in the text of the conversation as they do when they are the last message."""
         own = self._own(last)
         matcher = AnswerMatcher(self.template, self.messages, own.text, last)
@@ -222,7 +222,7 @@ class Finder:
         answers = [k for k in self.answers if k <= last]
         text, marks = self._marks(last)
         if len(marks) != len(answers):  # several for an answer, or none
-            return self._found(last, wanted)
+            return self._located(last, wanted)
         spans, before = {}, 0
         for k, (start, end) in zip(answers, marks, strict=True):
             span = self._after_header(text, start), end_of_marked(text, (start, end), self.template.end_tokens)

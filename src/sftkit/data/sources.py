@@ -62,8 +62,8 @@ def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
 
 def opened(source: SourceConfig) -> Origin:
     """Find the source, or raise a ConfigError that says where it was looked for. Reads no rows."""
-    found = origin.find(source)
-    return Origin(partial(_limited, found.rows, source), found.identity)
+    source_origin = origin.find(source)
+    return Origin(partial(_limited, source_origin.rows, source), source_origin.identity)
 
 
 def parse(raw: RawRow) -> Row:
@@ -89,7 +89,7 @@ class _Part:
     num_bytes: list[int] = field(default_factory=list)
     given: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    found: findings.Tally = field(default_factory=dict)
+    tally: findings.Tally = field(default_factory=dict)
 
     def add(self, other: _Part) -> None:
         """Append the documents and counts of another part."""
@@ -99,8 +99,8 @@ class _Part:
         self.num_bytes += other.num_bytes
         self.given += other.given
         self.counts += other.counts
-        for finding in other.found.values():
-            findings.add(self.found, finding)
+        for finding in other.tally.values():
+            findings.add(self.tally, finding)
 
 
 def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, cache_key: str) -> Examples:
@@ -111,23 +111,23 @@ def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, 
     document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
     names = _names(sources)
-    found = [opened(source) for source in sources]
-    folder = Path(data.cache_dir) / cache.key(_description(sources, found, data, tokenize, cache_key))
+    origins = [opened(source) for source in sources]
+    folder = Path(data.cache_dir) / cache.key(_description(sources, origins, data, tokenize, cache_key))
     examples = cache.load(folder)
     if examples is None:
-        examples = cache.save(folder, _tokenized(sources, names, found, data, tokenize))
+        examples = cache.save(folder, _tokenized(sources, names, origins, data, tokenize))
     for name, told in examples.findings.items():
         findings.log_findings(name, told)
     return examples
 
 
 def _tokenized(
-    sources: Sequence[SourceConfig], names: tuple[str, ...], found: list[Origin], data: DataConfig, tokenize: Tokenize
+    sources: Sequence[SourceConfig], names: tuple[str, ...], origins: list[Origin], data: DataConfig, tokenize: Tokenize
 ) -> Examples:
     run = _Pool(tokenize, data) if data.num_proc > 1 else None
     try:
         parts = []
-        for name, source, source_rows in zip(names, sources, found, strict=True):
+        for name, source, source_rows in zip(names, sources, origins, strict=True):
             with working(f"tokenizing {name}"):
                 parts.append(_tokenize_source(source, source_rows, data, tokenize, run))
     finally:
@@ -146,13 +146,13 @@ def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
 
 
 def _description(
-    sources: Sequence[SourceConfig], found: list[Origin], data: DataConfig, tokenize: Tokenize, cache_key: str
+    sources: Sequence[SourceConfig], origins: list[Origin], data: DataConfig, tokenize: Tokenize, cache_key: str
 ) -> dict[str, object]:
     """Return all that the tokenized data depends on, besides the code, for the cache key."""
     bound = getattr(tokenize, "keywords", {})
     plain = {name: value for name, value in bound.items() if isinstance(value, int | float | str | None)}
     return {
-        "sources": [[asdict(source), one.identity] for source, one in zip(sources, found, strict=True)],
+        "sources": [[asdict(source), one.identity] for source, one in zip(sources, origins, strict=True)],
         "cache_key": cache_key,
         "max_length": data.max_length,
         "too_long": data.too_long,
@@ -162,10 +162,10 @@ def _description(
 
 
 def _tokenize_source(
-    source: SourceConfig, found: Origin, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
+    source: SourceConfig, source_origin: Origin, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
 ) -> _Part:
     """Tokenize all rows of a source; refuses one without documents."""
-    chunks = _chunks(found.rows())
+    chunks = _chunks(source_origin.rows())
     done = pool.map(chunks) if pool else (_tokenize_chunk(tokenize, data.on_bad_row, chunk) for chunk in chunks)
     whole = _Part()
     for part in done:
@@ -174,9 +174,9 @@ def _tokenize_source(
         raise readers.no_rows(source)
     if not whole.lengths:
         became = ", ".join(f"{whole.counts[c]} {words}" for c, words in BECAME.items() if whole.counts[c])
-        why = "".join(f". {findings.text(finding)}" for finding in findings.ordered(whole.found))
+        findings_text = "".join(f". {findings.text(finding)}" for finding in findings.ordered(whole.tally))
         raise DataError(
-            f"data source {source.path}: nothing to learn in its {counted(whole.counts['rows'], 'row')} ({became}){why}"
+            f"data source {source.path}: nothing to learn in its {counted(whole.counts['rows'], 'row')} ({became}){findings_text}"
         )
     return whole
 
@@ -192,17 +192,17 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             if on_bad_row == "error":
                 raise
             part.counts["skipped_bad"] += 1
-            findings.add(part.found, findings.skipped(error))
+            findings.add(part.tally, findings.skipped(error))
             continue
         part.counts.update(result.counts)
         if result.note:
             part.counts[result.note] += 1
         if result.note in findings.DROPPED:
-            findings.add(part.found, findings.dropped(result.note, f"{row.where}: {result.details}"))
+            findings.add(part.tally, findings.dropped(result.note, f"{row.where}: {result.details}"))
         if result.examples:
             part.counts.update(ROLE_COUNTS[message["role"]] for message in row.messages or ())
             for reason, where in result.odd.items():
-                findings.add(part.found, findings.accepted_findings(reason, where))
+                findings.add(part.tally, findings.accepted_findings(reason, where))
         for example in result.examples:
             part.counts["documents"] += 1
             part.ids.append(example.ids)
@@ -241,7 +241,7 @@ def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[Source
             for name, part, source in zip(names, parts, sources, strict=True)
         },
         findings={
-            name: findings.ordered(part.found, source.repeat)
+            name: findings.ordered(part.tally, source.repeat)
             for name, part, source in zip(names, parts, sources, strict=True)
         },
         given=given,

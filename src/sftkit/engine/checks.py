@@ -86,10 +86,10 @@ def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Chec
     )
 
 
-def _words(found: GradientDifference) -> str:
+def _words(difference: GradientDifference) -> str:
     """Return a line: the worst parameter, the scale of all, and how many are too small to be measured by themselves."""
-    small = f", {found.below} of {found.parameters} too small beside their block" if found.below else ""
-    return f"{found.relative:.1e} at most ({found.parameter}), scale {found.scale:.5f}{small}"
+    small = f", {difference.below} of {difference.parameters} too small beside their block" if difference.below else ""
+    return f"{difference.relative:.1e} at most ({difference.parameter}), scale {difference.scale:.5f}{small}"
 
 
 def compiled_check(compiled: float | None, eager: float | None, dtype: torch.dtype) -> Check:

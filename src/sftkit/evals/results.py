@@ -130,18 +130,18 @@ def record(example: Choices | Question, given: Likelihoods | Answer, marks: Exam
     return row | {"marks": marks, "source": example.source}
 
 
-def write(folder: Path, found: Sequence[Evaluated]) -> None:
+def write(folder: Path, evaluated: Sequence[Evaluated]) -> None:
     """Write <task>.jsonl of every task, then results.json; each file is replaced as a whole. Without
     results nothing is written."""
-    if not found:
+    if not evaluated:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for one in found:
+    for one in evaluated:
         if not one.records:  # a group of lm_eval's tasks has no examples of its own
             continue
         lines = "".join(f"{_json(row)}\n" for row in one.records)
         replace_text(folder / f"{one.result.task}.jsonl", lines)
-    rows = [asdict(one.result) for one in found]
+    rows = [asdict(one.result) for one in evaluated]
     replace_text(folder / RESULTS, json.dumps(_finite(rows), indent=1, ensure_ascii=False, default=str))
 
 

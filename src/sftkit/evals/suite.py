@@ -159,10 +159,10 @@ class Suite:
         try:
             values = self.validate()
             captioned, written = self.captions()
-            found = self.run_tasks() + captioned
-            if found and step is not None and self.run_dir is not None and self.rt.is_main:
-                self._write(evaluation_dir(self.rt.output_dir(self.run_dir), step), found)
-            return values | results.values_of([one.result for one in found]), [*written, *self.samples()]
+            evaluated = self.run_tasks() + captioned
+            if evaluated and step is not None and self.run_dir is not None and self.rt.is_main:
+                self._write(evaluation_dir(self.rt.output_dir(self.run_dir), step), evaluated)
+            return values | results.values_of([one.result for one in evaluated]), [*written, *self.samples()]
         finally:
             reshard(self.orig_model)
 
@@ -182,8 +182,8 @@ class Suite:
             return [], []
         with working("describing what is held out"):
             config = replace(self.config, max_new_tokens=self.config.max_new_tokens or self.layout.max_length)
-            found, written = captions.evaluate(self.orig_model, self.tokenizer, encoded, config, self.rt)
-        return [results.with_settings(one, self.about) for one in found], written
+            evaluated, written = captions.evaluate(self.orig_model, self.tokenizer, encoded, config, self.rt)
+        return [results.with_settings(one, self.about) for one in evaluated], written
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -220,23 +220,23 @@ class Suite:
         """Return how prompts are read together: by all ranks."""
         return Batching(self.config.batch_size, self.rt)
 
-    def _write(self, folder: Path, found: list[Evaluated]) -> None:
+    def _write(self, folder: Path, evaluated: list[Evaluated]) -> None:
         """Write the examples; a full disk costs the details, not the run."""
         try:
-            results.write(folder, found)
+            results.write(folder, evaluated)
         except OSError as error:
             log.warning("%s: examples of the evaluation are lost (%s)", folder, error.strerror or error)
 
     def run_tasks(self) -> list[Evaluated]:
         """Return the result and the examples of every task, on every rank."""
-        found = []
+        evaluated = []
         for task, encoded in self.asked:
             with working(f"evaluating {task.name}, {len(task.examples):,} examples"):
-                found.append(self._run(task, encoded))
+                evaluated.append(self._run(task, encoded))
         if elsewhere := _of_lm_eval(self.config):
             with working(f"evaluating {', '.join(elsewhere)} with lm-evaluation-harness"):
-                found += harness.evaluate(elsewhere, self.config, self.orig_model, self.tokenizer)
-        return [results.with_settings(one, self.about) for one in found]
+                evaluated += harness.evaluate(elsewhere, self.config, self.orig_model, self.tokenizer)
+        return [results.with_settings(one, self.about) for one in evaluated]
 
     def _run(self, task: Task[Any, Any], encoded: list[Any]) -> Evaluated:
         """Ask the model one task, and judge its answers."""
@@ -328,8 +328,8 @@ def _as_trained(row: Row, tokenize: partial[Tokenized]) -> Row:
 
 def _first_answer(row: Row) -> int:
     """Return the index of the first answer that is not given as context, else of the first one."""
-    found = [i for i, message in enumerate(row.messages or ()) if message["role"] == "assistant"]
-    return next((i for i in found if i >= row.context_messages), found[0])
+    assistant = [i for i, message in enumerate(row.messages or ()) if message["role"] == "assistant"]
+    return next((i for i in assistant if i >= row.context_messages), assistant[0])
 
 
 def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str, str]:

@@ -159,8 +159,8 @@ def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[Turn]:
         yield Turn(dealt[index] if index < len(dealt) else None, new)
 
 
-def gathered(found: dict[int, T], rt: Runtime | None) -> list[T]:
+def gathered(results: dict[int, T], rt: Runtime | None) -> list[T]:
     """Return the results of all ranks, in the order of the rows, on every rank."""
     if rt is not None and rt.world_size > 1:
-        found = dict(gather_object(list(found.items())))
-    return [value for _, value in sorted(found.items())]
+        results = dict(gather_object(list(results.items())))
+    return [value for _, value in sorted(results.items())]

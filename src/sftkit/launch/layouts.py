@@ -52,7 +52,7 @@ class OnPaper:
     machines: Machines
     memory: str
     "train.memory"
-    found: Estimate
+    estimate: Estimate
     share: float
     "of one GPU's speed, per GPU, 0-1"
     hidden: float
@@ -205,17 +205,19 @@ def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Se
     arguments are those of `setups`."""
     best: dict[Topology, OnPaper] = {}
     for setup, memory in setups(shape, machines, rows, row_length, micro):
-        found = on_paper(setup, memory, machines)
+        fitting = on_paper(setup, memory, machines)
         t = setup.topology
-        if found.found.total <= USABLE * machines.memory_bytes and (t not in best or found.share > best[t].share):
-            best[t] = found
+        if fitting.estimate.total <= USABLE * machines.memory_bytes and (
+            t not in best or fitting.share > best[t].share
+        ):
+            best[t] = fitting
     return list(best.values())
 
 
-def choice(found: list[OnPaper]) -> OnPaper | None:
+def choice(fitting: list[OnPaper]) -> OnPaper | None:
     """Return the simplest that is about as fast as the fastest; None: nothing fits."""
-    most = max((each.share for each in found), default=0.0)
-    return next((each for each in found if each.share >= NEARLY * most), None)
+    most = max((each.share for each in fitting), default=0.0)
+    return next((each for each in fitting if each.share >= NEARLY * most), None)
 
 
 def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
@@ -264,18 +266,18 @@ def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str 
     shape = shape_of_fields(fields, size and size.parameters)
     if shape is None:
         return None
-    found = ways(
+    fitting = ways(
         shape, Machines(gpus, gpus, memory_bytes), cfg.train.global_batch_size, row_length, [cfg.train.micro_batch_size]
     )
-    found = [
+    fitting = [
         each
-        for each in found
+        for each in fitting
         if fields["model_type"] in CUT or each.setup.topology.parts * each.setup.topology.stages == 1
     ]
-    own = next((each for each in found if each.config.partition(",")[0] == taken), None)
+    own = next((each for each in fitting if each.config.partition(",")[0] == taken), None)
     if own is not None:
         return f"on paper: {taken} {_takes(own, memory_bytes)}"
-    best = choice(found)
+    best = choice(fitting)
     instead = (
         f"{best.config} {_takes(best, memory_bytes)}"
         if best
@@ -286,4 +288,4 @@ def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str 
 
 def _takes(way: OnPaper, memory_bytes: int) -> str:
     settings = f"train.memory={way.memory}, optim.name={way.setup.optimizer}"
-    return f"takes {way.found.total / GIB:.0f} of {memory_bytes / GIB:.0f} GiB on each GPU with {settings}"
+    return f"takes {way.estimate.total / GIB:.0f} of {memory_bytes / GIB:.0f} GiB on each GPU with {settings}"

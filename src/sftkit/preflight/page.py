@@ -24,18 +24,22 @@ _CSS = """
 """
 
 
-def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
+def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> str:
     """Return a whole HTML document.
 
     Args:
-        found: what preflight.analysis.analyse returned.
+        analysis: what preflight.analysis.analyse returned.
     """
     name = el("div", el("h1", title), class_="title")
-    header = el("header", el("div", name, details.warnings(found), headline(_tiles(found))))
-    costs = {"Memory": memory_text(found), "Disk": disk_text(found), "Time": preflight.time_text(found["time"])}
-    notes = [f"Layouts: {layout_notes(found)}", *(f"{name}: {text}" for name, text in costs.items())]
+    header = el("header", el("div", name, details.warnings(analysis), headline(_tiles(analysis))))
+    costs = {
+        "Memory": memory_text(analysis),
+        "Disk": disk_text(analysis),
+        "Time": preflight.time_text(analysis["time"]),
+    }
+    notes = [f"Layouts: {layout_notes(analysis)}", *(f"{name}: {text}" for name, text in costs.items())]
     parts = [
-        section("data", "Data", details.data_tables(found), [el("p", note, class_="soft small") for note in notes])
+        section("data", "Data", details.data_tables(analysis), [el("p", note, class_="soft small") for note in notes])
     ]
     if samples:
         legend = (el("span", "learned", class_="t"), " · context · ", el("span", "special token", class_="s"))
@@ -43,17 +47,17 @@ def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
     return visible(html_document(title, join(header, el("main", parts)), _CSS))
 
 
-def _tiles(found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _tiles(analysis: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield what a person looks at first: what it is, its value, and what belongs to it."""
-    own, time = preflight.own_layout(found), found["time"]
-    yield "documents", f"{sum(source['documents'] for source in found['sources']):,}", ""
-    yield "tokens", f"{sum(source['tokens'] for source in found['sources']):,}", ""
-    yield "targets", _percent(found["target_pct"]), "of tokens"
-    yield "end of turn", _percent(found["end_of_turn_pct"]), "of answers learn it"
+    own, time = preflight.own_layout(analysis), analysis["time"]
+    yield "documents", f"{sum(source['documents'] for source in analysis['sources']):,}", ""
+    yield "tokens", f"{sum(source['tokens'] for source in analysis['sources']):,}", ""
+    yield "targets", _percent(analysis["target_pct"]), "of tokens"
+    yield "end of turn", _percent(analysis["end_of_turn_pct"]), "of answers learn it"
     yield "padding", _percent(own["padding_pct"]), own["layout"]
     yield "step" if time["steps"] == 1 else "steps", f"{time['steps']:,}", f"{time['epochs']:.2f} epochs"
-    if found["memory"]:
-        yield "memory", preflight.size_text(found["memory"]["estimated_gib"]), "of a step"
+    if analysis["memory"]:
+        yield "memory", preflight.size_text(analysis["memory"]["estimated_gib"]), "of a step"
 
 
 def _percent(value: float | None) -> str:

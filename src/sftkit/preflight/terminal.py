@@ -125,17 +125,21 @@ def terminal() -> Console:
     return VisibleConsole(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) -> None:
+def show(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
     """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) marks stand in for them."""
     plain = console.no_color or not console.is_terminal
-    for line in [*preflight.lines(found), f"{'memory':<10}{memory_text(found)}", f"{'disk':<10}{disk_text(found)}"]:
+    for line in [
+        *preflight.lines(analysis),
+        f"{'memory':<10}{memory_text(analysis)}",
+        f"{'disk':<10}{disk_text(analysis)}",
+    ]:
         console.print(line, markup=False, soft_wrap=True)
-    for line in preflight.finding_lines(found):
+    for line in preflight.finding_lines(analysis):
         console.print(f"{'rows':<10}{line}", markup=False, soft_wrap=True)
-    for warning in found["warnings"]:
+    for warning in analysis["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    console.print(f"\n{_histogram(found['lengths'])}\n", markup=False, soft_wrap=True)
-    console.print(layout_table(found, console.width))
+    console.print(f"\n{_histogram(analysis['lengths'])}\n", markup=False, soft_wrap=True)
+    console.print(layout_table(analysis, console.width))
     if samples:
         legend = (
             "[[targets]] <<|special|>>" if plain else "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
@@ -152,9 +156,9 @@ def stage_text(stage: str, *, by_name: bool) -> str:
     return f"{'stage':<10}{stage}, {origin}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} for another"
 
 
-def memory_text(found: dict[str, Any]) -> str:
+def memory_text(analysis: dict[str, Any]) -> str:
     """Return the estimated peak with its larger parts, against the GPU's size if that is known."""
-    memory = found["memory"]
+    memory = analysis["memory"]
     if memory is None:
         return "unknown: the sizes of the model are"
     least = memory["estimated_gib"] / 200  # what would not show in the sum is left out
@@ -176,9 +180,9 @@ def memory_text(found: dict[str, Any]) -> str:
     return f"about {total} on {where}{size}: {parts}; optimizer {memory['optimizer']}{stages and f'; stages: {stages}'}"
 
 
-def disk_text(found: dict[str, Any]) -> str:
+def disk_text(analysis: dict[str, Any]) -> str:
     """Return what checkpoints take at most, and what is free."""
-    disk = found["disk"]
+    disk = analysis["disk"]
     free = f"{preflight.size_text(disk['free_gib'])} free in {disk['folder']}"
     if disk["checkpoint_gib"] is None:
         return f"{free}; size of a checkpoint unknown"
@@ -195,7 +199,7 @@ def _histogram(lengths: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def layout_table(found: dict[str, Any], width: int) -> Group:
+def layout_table(analysis: dict[str, Any], width: int) -> Group:
     """Return a table of each layout on this data: shapes, padding, steps and positions, and what compiling must gain
     for it to win.
 
@@ -204,7 +208,7 @@ def layout_table(found: dict[str, Any], width: int) -> Group:
             is left out where no run has measured it.
     """
     narrow = width < WIDE
-    measured = not narrow or any(row["tok_per_sec"] is not None for row in found["layouts"])
+    measured = not narrow or any(row["tok_per_sec"] is not None for row in analysis["layouts"])
     heads = ["padding", "steps", "positions", "x dynamic", "break-even", *(["tok/s"] if measured else [])]
     table = Table(box=None if narrow else HEAVY_HEAD, padding=(0, 2, 0, 0) if narrow else (0, 1))
     table.add_column("layout", no_wrap=True)
@@ -212,16 +216,16 @@ def layout_table(found: dict[str, Any], width: int) -> Group:
         table.add_column("shapes (rows x positions)")
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
-    for row in found["layouts"]:
+    for row in analysis["layouts"]:
         shapes = [] if narrow else [row["shapes"]]
         table.add_row(_layout_name(row), *shapes, *_layout_numbers(row)[: len(heads)])
     below = Table(box=None, padding=(0, 2, 0, 0))
     if narrow:
         below.add_column("layout", no_wrap=True)
         below.add_column("shapes (rows x positions)")
-        for row in found["layouts"]:
+        for row in analysis["layouts"]:
             below.add_row(_layout_name(row), row["shapes"])
-    notes = Text(f"* the recipe's own. {layout_notes(found)}", style="dim")
+    notes = Text(f"* the recipe's own. {layout_notes(analysis)}", style="dim")
     title = Text("layouts on this data (one epoch)", style="italic")
     return Group(title, table, "", below, "", notes) if narrow else Group(title, table, notes)
 
@@ -242,9 +246,9 @@ def _layout_numbers(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def layout_notes(found: dict[str, Any]) -> str:
+def layout_notes(analysis: dict[str, Any]) -> str:
     """Return what the columns mean, and what they leave out where there is an encoder."""
-    return f"{LAYOUT_NOTES} {preflight.encoder_padding_text(found)}".rstrip()
+    return f"{LAYOUT_NOTES} {preflight.encoder_padding_text(analysis)}".rstrip()
 
 
 LAYOUT_NOTES = (

@@ -52,30 +52,30 @@ def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
     return [row | {"final": True} for _, row in sorted(found.items())]
 
 
-def _keep_task(found: EvaluationTable, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
+def _keep_task(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
     """Keep a task and its parts.
 
     Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics.
     """
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
-    found.pop((step, task, metric), None)
-    _keep(found, step, row)
+    evaluations.pop((step, task, metric), None)
+    _keep(evaluations, step, row)
     told = set()
     for name, value in mapping(row.get("metrics")).items():
         kind, _, part = name.partition("/")
         told.add((step, part or task, kind))
         if part and kind == metric:
-            _keep(found, step, {"task": part, "metric": kind, "value": value})
+            _keep(evaluations, step, {"task": part, "metric": kind, "value": value})
     return told
 
 
-def _keep(found: EvaluationTable, step: float, row: dict[str, Any]) -> None:
+def _keep(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> None:
     """Add an evaluation, unless there is one of this step, task and metric."""
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
     numbers = {key: number(row.get(key)) for key in ("value", "stderr", "low", "high", "chance", "examples")}
     others = {"settings": mapping(row.get("settings")), "metrics": mapping(row.get("metrics"))}
     made = {"step": int(step), "task": task, "metric": metric} | numbers | others
-    found.setdefault((step, task, metric), made)
+    evaluations.setdefault((step, task, metric), made)
 
 
 def latest(evaluation_rows: Rows) -> Rows:

@@ -103,7 +103,7 @@ class DelayedFlags:
 
     def read(self, *, wait: bool) -> list[StepRecord]:
         """Return the steps whose flags can be read by now, oldest first; `wait`: all steps."""
-        found = []
+        records = []
         while len(self._waiting) > (0 if wait else self._late):
             launched, host, arrived = self._waiting.popleft()
             if arrived is not None:
@@ -111,8 +111,8 @@ class DelayedFlags:
             flags = Flags(host)
             stop, finite, left_out = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
             spikes = spikes_in(flags.verdict)
-            found.append(replace(launched, stop=stop, finite=finite, skipped=left_out, spikes=spikes))
-        return found
+            records.append(replace(launched, stop=stop, finite=finite, skipped=left_out, spikes=spikes))
+        return records
 
 
 _COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
@@ -184,10 +184,14 @@ class Health:
     def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
         """Report a step that was left out, and end training if that is asked for or too many were."""
         self._write_documents(known, kind)
-        found = self._of_all_ranks(known)
-        reason = spike_cause(found, known.spikes) if known.finite else cause(found, float(known.outcome.grad_norm))
+        losses_of_ranks = self._of_all_ranks(known)
+        reason = (
+            spike_cause(losses_of_ranks, known.spikes)
+            if known.finite
+            else cause(losses_of_ranks, float(known.outcome.grad_norm))
+        )
         if then == "error" or self._in_a_row > self._numerics.max_skips:
-            raise self._error(known, kind, reason, found)
+            raise self._error(known, kind, reason, losses_of_ranks)
         self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
 
     def read(self) -> dict[str, float | None]:
@@ -213,7 +217,7 @@ class Health:
 
     def _write_documents(self, known: StepRecord, kind: Literal["nonfinite", "spike"]) -> None:
         """Write this rank's documents of a step that was left out to a file."""
-        found = {
+        content = {
             "step": known.step,
             "epoch": known.step_batches.epoch,
             "loss": float(known.outcome.sums[self._watched]) / max(sum(known.own_divisors), 1),
@@ -223,7 +227,7 @@ class Health:
         }
         file = skipped_documents_file(self._status.run_dir, kind, known.step, self._rt.rank)
         with suppress(OSError):  # a full disk must not hide the error that this is about
-            file.write_text(json.dumps(found, indent=1))
+            file.write_text(json.dumps(content, indent=1))
 
     def _of_all_ranks(self, known: StepRecord) -> list[RankLoss]:
         """Return what each rank knows of its loss in a step that is left out; every rank must call it."""
@@ -236,17 +240,17 @@ class Health:
             of=len(losses),
             documents=names_in(self._batches, known.step_batches, named),
         )
-        found = [own] * self._rt.world_size
+        losses_of_ranks = [own] * self._rt.world_size
         if self._rt.world_size > 1:
-            torch.distributed.all_gather_object(found, own)
-        return found
+            torch.distributed.all_gather_object(losses_of_ranks, own)
+        return losses_of_ranks
 
     def _error(
-        self, known: StepRecord, kind: Literal["nonfinite", "spike"], reason: str, found: list[RankLoss]
+        self, known: StepRecord, kind: Literal["nonfinite", "spike"], reason: str, losses_of_ranks: list[RankLoss]
     ) -> NumericsError:
         """Build the error, with the loss of every rank, and write it to the run's status."""
         norm = float(known.outcome.grad_norm)
-        values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(found))
+        values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
         text = (
             f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
@@ -254,7 +258,7 @@ class Health:
             "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
             f"numerics.on_{kind}=skip"
         )
-        broken = [rank for rank, one in enumerate(found) if one.micro_batches]
+        broken = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
         error = SpikeError(text) if known.finite else NonFiniteError(text)
         self._status.failed(error, symptom=not known.finite and bool(broken) and self._rt.rank not in broken)
         return error
@@ -271,14 +275,14 @@ def broken_micro_batches(outcome: StepOutcome) -> list[int]:
     return [number for number, loss in enumerate(outcome.losses.tolist()) if not math.isfinite(loss)]
 
 
-def cause(found: list[RankLoss], norm: float) -> str:
+def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
     """Return what is not finite in a step: losses, with their documents; or only the sum of a
     rank's losses, or the norm.
 
     Args:
         norm: of all gradients. It adds up squares, so it is NaN only if a gradient is; an infinite norm says no more.
     """
-    broken = [rank for rank, one in enumerate(found) if one.micro_batches]
+    broken = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
     if not broken:
         if math.isfinite(norm):
             return "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond fp32"
@@ -288,16 +292,16 @@ def cause(found: list[RankLoss], norm: float) -> str:
             f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be at "
             "fault, or a document whose gradient explodes"
         )
-    places = [found[rank].describe(rank) for rank in broken]
+    places = [losses_of_ranks[rank].describe(rank) for rank in broken]
     names = f"rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
     return f"the loss of {names} is not finite ({'; '.join(places)})"
 
 
-def spike_cause(found: list[RankLoss], spikes: list[Spike]) -> str:
+def spike_cause(losses_of_ranks: list[RankLoss], spikes: list[Spike]) -> str:
     """Return what is far above the steps before, and which micro-batch of all ranks has the largest loss per
     target, with its documents."""
-    rank = max(range(len(found)), key=lambda one: found[one].largest)
-    where = f"the largest loss per target, {found[rank].largest:.4g}, is that of {found[rank].describe(rank)}"
+    rank = max(range(len(losses_of_ranks)), key=lambda one: losses_of_ranks[one].largest)
+    where = f"the largest loss per target, {losses_of_ranks[rank].largest:.4g}, is that of {losses_of_ranks[rank].describe(rank)}"
     return f"{'; '.join(map(str, spikes))}; {where}"
 
 

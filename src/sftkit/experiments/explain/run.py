@@ -111,11 +111,13 @@ def _bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]
                 if finding.guilty
                 else None
             )
-        rows.append({"question": question.name, "title": question.title, "backend": used} | _found(finding, script))
+        rows.append(
+            {"question": question.name, "title": question.title, "backend": used} | _bisect_result(finding, script)
+        )
     return rows
 
 
-def _found(finding: BisectAnswer, script: Reproduction | None) -> dict[str, Any]:
+def _bisect_result(finding: BisectAnswer, script: Reproduction | None) -> dict[str, Any]:
     first = finding.guilty[0] if finding.guilty else None
     others, asked = [part.name for part in finding.guilty[1:]], {name for name, _ in finding.steps}
     return {

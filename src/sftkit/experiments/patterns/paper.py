@@ -67,7 +67,7 @@ def chosen() -> Table:
             settings = f"{s.optimizer}, {way.memory}"
             rows = f"{s.layout.micro_batch_size} x {s.layout.accumulation}"
             numbers = [
-                f"{way.found.total / GIB:.0f}",
+                f"{way.estimate.total / GIB:.0f}",
                 f"{way.sent / 1e9:,.0f}",
                 f"{way.hidden:.0%}",
                 f"{way.share:.0%}",
@@ -95,7 +95,7 @@ def families() -> Table:
                 own = [way for way in found if belongs(way.setup.topology)]
                 best = max(own, key=lambda way: way.share, default=None)
                 row.append(
-                    f"{best.share:.0%}, {best.found.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
+                    f"{best.share:.0%}, {best.estimate.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
                 )
             cells.append(row)
     return ["model", "GPUs", *PAPER_MODELS], cells

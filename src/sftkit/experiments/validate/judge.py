@@ -106,9 +106,9 @@ def judge(trio: Trio) -> list[Verdict]:
     return verdicts
 
 
-def trio_verdict(trio: Trio, criterion: str, found: str, wanted: str, *, ok: bool | None) -> Verdict:
+def trio_verdict(trio: Trio, criterion: str, actual: str, wanted: str, *, ok: bool | None) -> Verdict:
     """Return a verdict on this trio."""
-    return Verdict(trio.layout, trio.processes, criterion, ok, found, wanted)
+    return Verdict(trio.layout, trio.processes, criterion, ok, actual, wanted)
 
 
 def _finished(trio: Trio) -> tuple[bool, str, str]:
