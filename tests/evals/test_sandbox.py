@@ -246,7 +246,7 @@ def test_it_works_for_users_without_privileges() -> None:
             "from sftkit.evals.sandbox.check import check_sandbox\n"
             "from sftkit.evals.sandbox.programs import ProgramTests, run\n"
             "passed = run(ProgramTests('x = 1', 'assert x == 1', ('x',))).passed\n"
-            "print(check_sandbox(), passed, run(ProgramTests('open(\"/etc/passwd\")', '')).why)"
+            "print(check_sandbox(), passed, run(ProgramTests('open(\"/etc/passwd\")', '')).reason)"
         )
         unprivileged = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
         done = subprocess.run(

@@ -133,7 +133,11 @@ def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
     model, how, *_ = case.split("; ")
     same(found, alone(model))
     whole = sum(p.numel() for p in MODELS[model]().parameters())
-    assert found["pieces"] == whole / 2 if "uneven" not in model else whole / 2 < found["pieces"] < 0.51 * whole
+    assert (
+        found["local_elements"] == whole / 2
+        if "uneven" not in model
+        else whole / 2 < found["local_elements"] < 0.51 * whole
+    )
     if how != "eager":
         check_proved(found)
     else:
@@ -150,7 +154,7 @@ def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str)
     found, model = ranks(4, *FOUR)[case], case.partition(";")[0]
     same(found, alone(model))
     check_proved(found)
-    assert found["pieces"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
+    assert found["local_elements"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
     summed = [line for line in found["stages"][0]["text"].splitlines() if ".all_reduce.default(" in line]
     assert len(summed) == collectives(case, {case: found})["joint captured"]["all-reduce"] > 0
     assert all(".all_reduce.default(wait_tensor" in line for line in summed), "copies sum pieces, not whole gradients"
@@ -171,7 +175,7 @@ FOUR_TENSOR = (
 def test_two_shards_of_two_tensor_parallel_ranks_compute_what_one_eager_process_does(case: str) -> None:
     found, (model, how, *_) = ranks(4, *FOUR_TENSOR)[case], case.split("; ")
     same(found, alone(model))
-    assert found["pieces"] == sum(p.numel() for p in MODELS[model]().parameters()) / 4
+    assert found["local_elements"] == sum(p.numel() for p in MODELS[model]().parameters()) / 4
     if how != "eager":
         check_proved(found)
 

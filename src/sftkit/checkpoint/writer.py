@@ -194,7 +194,7 @@ class Writer:
         if free < num_bytes:
             raise OSError(f"{self.run_dir} has {in_mb(free)} free and it takes {in_mb(num_bytes)}")
         (temporary / OPTIMIZER).mkdir(parents=True)
-        if snapshot.weights.whole is None:
+        if snapshot.weights.full is None:
             write_config(self.orig_model, temporary)
 
     def _write_own(self, snapshot: Snapshot, folder: Path) -> list[Path]:

@@ -99,7 +99,7 @@ def _without_head(orig_model: PreTrainedModel, path: str, module: torch.nn.Modul
 def _check_apart(parts: dict[str, CompiledPart]) -> None:
     """Refuse a path that lies inside another one."""
     for path in parts:
-        parents = (path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1))
+        parents = (path.rsplit(".", level)[0] for level in range(1, path.count(".") + 1))
         outer = next((parent for parent in parents if parent in parts), None)
         if outer is not None:
             raise ConfigError(

@@ -27,9 +27,9 @@ from sftkit.data.spans import (
     not_rendered,
     nothing_marked,
     opened_without_reasoning,
-    pieces,
     prompt_differs,
     reasoning_not_rendered,
+    required_texts,
     template_refuses,
     within,
 )
@@ -129,16 +129,16 @@ class Finder:
         except DataError:  # no such prompt, or a fault that rendering it once more shows
             if marked:
                 raise
-            found = Document(self._whole(last), {})
+            found = Document(self._render_up_to(last), {})
         cursor = 0
         for k in self.answers:
             if k <= last:
-                cursor = self._check_pieces(k, found.text, cursor)
+                cursor = self._check_rendered(k, found.text, cursor)
         if missing := set(marked) - found.spans.keys():
             raise marked_not_found(self.where, min(missing))
         return found
 
-    def _whole(self, last: int) -> str:
+    def _render_up_to(self, last: int) -> str:
         """Render the messages up to an answer, without looking for answers in the text."""
         self._args = self._arguments(last)
         try:
@@ -321,7 +321,7 @@ class Finder:
     def _check(self, k: int, answer: str, text: str) -> None:
         """Refuse an answer unless what its message says is in what will be learned, and its reasoning in the text."""
         self._check_reasoning(k, text)
-        self._check_pieces(k, answer, 0)
+        self._check_rendered(k, answer, 0)
 
     def _check_reasoning(self, k: int, text: str) -> None:
         """Refuse an answer whose reasoning is not in the text."""
@@ -329,13 +329,13 @@ class Finder:
         if reasoning and reasoning not in text:
             raise reasoning_not_rendered(self.where, k)
 
-    def _check_pieces(self, k: int, text: str, cursor: int) -> int:
-        """Return where the last piece of the message ends in the text; refuse the answer if one is not there."""
-        for piece in pieces(self.messages[k]):
-            at = text.find(piece, cursor)
+    def _check_rendered(self, k: int, text: str, cursor: int) -> int:
+        """Return where the last required text of the message ends; refuse the answer if one is not there."""
+        for required in required_texts(self.messages[k]):
+            at = text.find(required, cursor)
             if at < 0:
-                raise not_rendered(self.where, k, piece)
-            cursor = at + len(piece)
+                raise not_rendered(self.where, k, required)
+            cursor = at + len(required)
         return cursor
 
     def _render(self, k: int, *, add_generation_prompt: bool = False) -> str:

@@ -76,15 +76,15 @@ def sample_elements(
             found[name] = SampledElements(name, at, size / max(len(at), 1))
             continue
         rows, width = parameter.shape
-        whole_rows = torch.zeros(rows, dtype=torch.bool, device=device)
-        whole_rows[tokens] = True
+        full_rows = torch.zeros(rows, dtype=torch.bool, device=device)
+        full_rows[tokens] = True
         last = torch.arange(max(rows - LAST_ROWS, 0), rows, device=device)
-        last = last[~whole_rows[last]]
+        last = last[~full_rows[last]]
         found[name] = SampledElements(name, _elements(tokens, width), 1.0)
         found[f"{name}, last rows"] = SampledElements(name, _elements(last, width), 1.0)
-        whole_rows[last] = True
-        others = at[~whole_rows[at // width]]
-        left = size - int(whole_rows.sum()) * width
+        full_rows[last] = True
+        others = at[~full_rows[at // width]]
+        left = size - int(full_rows.sum()) * width
         found[f"{name}, other rows"] = SampledElements(name, others, left / max(len(others), 1))
     return found
 

@@ -17,7 +17,7 @@ from sftkit.models.stages import from_last
 from sftkit.models.structure import logit_softcap, output_projection, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention import mixes_tokens, short_windows
-from sftkit.parallel.tensor import whole_rows
+from sftkit.parallel.tensor import without_sequence_parallel
 
 _SIZES = (8, 5)
 "Lengths of the two documents, in positions."
@@ -69,7 +69,7 @@ def check_documents(
     was_training = orig_model.training
     orig_model.eval()
     try:
-        with torch.no_grad(), run_eagerly(), short_windows(orig_model), whole_rows(orig_model):
+        with torch.no_grad(), run_eagerly(), short_windows(orig_model), without_sequence_parallel(orig_model):
             found = _compare(model, "reference" if backend == "sdpa" else backend, device, max_length)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):

@@ -96,37 +96,37 @@ def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokeni
     Raises:
         DataError: a continuation without tokens.
     """
-    cuts: list[list[tuple[str, str, bool]]] = []
+    splits: list[list[tuple[str, str, bool]]] = []
     for example in examples:
         rendered = not isinstance(example.prompt, str)
         text = prompt_text(example.prompt, tokenizer)
         context = text if rendered else text.rstrip()
         space = text[len(context) :]
-        cuts.append([(context, space + continuation, rendered) for continuation in example.continuations])
-    texts = [(context, rendered or not context) for cut in cuts for context, _, rendered in cut]
-    wholes = [(context + rest, rendered or not context) for cut in cuts for context, rest, rendered in cut]
-    encoded = encode_texts([*texts, *wholes], tokenizer)
+        splits.append([(context, space + continuation, rendered) for continuation in example.continuations])
+    texts = [(context, rendered or not context) for split in splits for context, _, rendered in split]
+    full_texts = [(context + rest, rendered or not context) for split in splits for context, rest, rendered in split]
+    encoded = encode_texts([*texts, *full_texts], tokenizer)
     ids, at = [], 0
-    for example, cut in zip(examples, cuts, strict=True):
+    for example, split in zip(examples, splits, strict=True):
         pairs = []
-        for context, _, _ in cut:
-            pairs.append(_cut(encoded[at], encoded[at + len(texts)], context, tokenizer))
+        for context, _, _ in split:
+            pairs.append(_split(encoded[at], encoded[at + len(texts)], context, tokenizer))
             if not len(pairs[-1][1]):
-                raise DataError(f"{example.id}: the continuation {cut[len(pairs) - 1][1]!r} has no tokens")
+                raise DataError(f"{example.id}: the continuation {split[len(pairs) - 1][1]!r} has no tokens")
             at += 1
         ids.append(pairs)
     return ids
 
 
-def _cut(context_ids: np.ndarray, whole: np.ndarray, context: str, tokenizer: PreTrainedTokenizerBase) -> Pair:
+def _split(context_ids: np.ndarray, full_ids: np.ndarray, context: str, tokenizer: PreTrainedTokenizerBase) -> Pair:
     """Return the ids of a context, and those of the whole text after them."""
     if context:
-        return context_ids, whole[len(context_ids) :]
+        return context_ids, full_ids[len(context_ids) :]
     first = np.asarray([prefix_token(tokenizer)], dtype=np.int32)
-    return (whole[:1], whole[1:]) if len(whole) and whole[0] == first[0] else (first, whole)
+    return (full_ids[:1], full_ids[1:]) if len(full_ids) and full_ids[0] == first[0] else (first, full_ids)
 
 
-def cut_examples(encoded: Sequence[Sequence[Pair]], longest: int) -> int:
+def num_truncated(encoded: Sequence[Sequence[Pair]], longest: int) -> int:
     """Return how many examples have an input that is cut to `longest` tokens."""
     return sum(any(len(context) + len(rest) > longest + 1 for context, rest in pairs) for pairs in encoded)
 

@@ -243,18 +243,20 @@ class Suite:
         given: Sequence[Likelihoods | Answer]
         settings: dict[str, Any] = {"backend": "sftkit", "max_examples": self.config.max_examples}
         if isinstance(task.examples[0], Choices):
-            cut = scoring.cut_examples(encoded, self._longest)
+            num_truncated = scoring.num_truncated(encoded, self._longest)
             given = scoring.score(self.orig_model, self.tokenizer, task.examples, self._batching, encoded)
         else:
             most = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
             settings["max_new_tokens"] = max(most)
-            cut = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, most, strict=True))
+            num_truncated = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, most, strict=True))
             given = self.answers(
                 encoded, most, [question.stop for question in task.examples], [q.group for q in task.examples]
             )
-        if cut:
-            log.warning("%s: %d prompts are longer than the model reads and lost their beginning", task.name, cut)
-        settings["prompts_cut"] = cut
+        if num_truncated:
+            log.warning(
+                "%s: %d prompts are longer than the model reads and lost their beginning", task.name, num_truncated
+            )
+        settings["prompts_cut"] = num_truncated
         return results.evaluated(task, given, self._judged(task, given), settings)
 
     def _judged(self, task: Task[Any, Any], given: Sequence[Likelihoods | Answer]) -> list[ExampleScores]:
@@ -283,8 +285,8 @@ class Suite:
         its answer loses its beginning."""
         room = [self._longest - n for n in most]
         assert all(n > 0 for n in room), "check_room has seen to it"
-        cut = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
-        asked = Prompts(cut, chat.end_of_turn_ids(self.tokenizer), most, stop_texts, groups)
+        truncated = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
+        asked = Prompts(truncated, chat.end_of_turn_ids(self.tokenizer), most, stop_texts, groups)
         return generate(self.orig_model, self.tokenizer, asked, self._batching)
 
     def samples(self) -> list[dict[str, Any]]:

@@ -67,11 +67,11 @@ def converse(stream: Stream, system: str | None) -> None:
                 _answer(stream, conversation, text)
 
 
-def show(pieces: Iterator[str]) -> str:
+def show(chunks: Iterator[str]) -> str:
     """Print an answer while it is made, without white space at its end, and return it."""
     said, shown = "", 0
-    for piece in pieces:
-        said += piece
+    for chunk in chunks:
+        said += chunk
         if end := len(said.rstrip()):
             print_text(said[shown:end], end="")
             shown = end
@@ -82,8 +82,8 @@ def show(pieces: Iterator[str]) -> str:
 def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
     asked = conversation.asked(text)
     try:
-        with closing(stream(asked)) as pieces:  # type: ignore[type-var]
-            reply = show(pieces)
+        with closing(stream(asked)) as chunks:  # type: ignore[type-var]
+            reply = show(chunks)
     except KeyboardInterrupt:
         print_text("\n(broken off: question and answer are left out of the conversation)", error=True)
     except (ConfigError, DataError) as error:

@@ -47,7 +47,7 @@ class DecodedSequence:
         # A stop text of n bytes ends within the last n tokens; first tokens may lose a space, hence some more.
         last = self.tokens[-max((len(text.encode()) for text in self.stop_texts), default=0) - 4 :]
         if self.stop_texts and all(
-            cut_at(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
+            find_stop_text(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
         ):
             self.stop = "stop_text"
         if not self.stop and len(self.tokens) == self.most:
@@ -56,7 +56,7 @@ class DecodedSequence:
     def answer(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
         """Return the answer, cut before the first stop text."""
         text = text_of(self.tokens, tokenizer)
-        return Answer(text[: cut_at(text, self.stop_texts)], self.stop, len(self.tokens), tuple(self.tokens))
+        return Answer(text[: find_stop_text(text, self.stop_texts)], self.stop, len(self.tokens), tuple(self.tokens))
 
 
 def text_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -64,7 +64,7 @@ def text_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def cut_at(text: str, stop_texts: Sequence[str]) -> int | None:
+def find_stop_text(text: str, stop_texts: Sequence[str]) -> int | None:
     """Return the index at which the first of the stop texts begins; None if none occurs."""
     return min((at for stop in stop_texts if stop and (at := text.find(stop)) >= 0), default=None)
 

@@ -20,7 +20,7 @@ from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, Es
 from sftkit.memory.traffic import traffic
 from sftkit.models.size import fields_of, of_fields, size_of
 
-CUT = ("llama", "mistral", "qwen2", "qwen3")
+SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose matrices and layers can be spread over GPUs, as parallel.tensor and parallel.balance.MODEL_TYPES."
 _CHUNK = 4096
 "loss.chunk_tokens, its default."
@@ -70,7 +70,7 @@ class OnPaper:
             return f"{rest}, train.engine=pipeline, train.pipeline_stages={t.stages}"
         if not t.sharded:
             return "ddp.yaml" if t.world_size > 1 else "single_gpu.yaml"
-        if t.parts > 1:
+        if t.ranks_per_row > 1:
             name, size = ("tp", t.tensor) if t.tensor > 1 else ("cp", t.context)
             return f"{name}.yaml, {name}_size {size}{copies * (t.replicas > 1)}"
         if several:
@@ -108,7 +108,9 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     # Computed again in the backward pass is what the memory budget does not keep: at most one forward pass more, a
     # third of the work.
     again = 1.0 + (BUDGETS["speed"] - setup.budget) / BUDGETS["speed"] / 3
-    work = 6.0 * setup.shape.parameters * tokens / machines.flops / t.parts / t.stages  # seconds of a micro-batch
+    work = (
+        6.0 * setup.shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages
+    )  # seconds of a micro-batch
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
     alone, hidden = _exchanging(setup, machines, passes)
     # The share of a step in which a pipeline's stages work: it fills and drains once for all micro-batches.
@@ -156,8 +158,8 @@ def _speed(among: str, t: Topology, machines: Machines) -> float:
     within = {
         "tensor": t.tensor <= own,
         "context": t.context <= own,
-        "shards": t.shards * t.parts <= own,
-        "ends": t.shards * t.parts <= own,
+        "shards": t.shards * t.ranks_per_row <= own,
+        "ends": t.shards * t.ranks_per_row <= own,
         "replicas": t.stage_ranks <= own,
         "stages": t.world_size <= own,
     }[among]
@@ -175,7 +177,7 @@ def setups(
         micro: the most rows of a micro-batch, those that may be chosen.
     """
     for topology in topologies(machines, shape):
-        if rows % topology.row_ranks or (topology.parts > 1 and row_length % (2 * topology.parts)):
+        if rows % topology.row_ranks or (topology.ranks_per_row > 1 and row_length % (2 * topology.ranks_per_row)):
             continue
         share = rows // topology.row_ranks
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
@@ -272,7 +274,7 @@ def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str 
     fitting = [
         each
         for each in fitting
-        if fields["model_type"] in CUT or each.setup.topology.parts * each.setup.topology.stages == 1
+        if fields["model_type"] in SHARDABLE or each.setup.topology.ranks_per_row * each.setup.topology.stages == 1
     ]
     own = next((each for each in fitting if each.config.partition(",")[0] == taken), None)
     if own is not None:

@@ -150,9 +150,9 @@ def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
         return
-    pieces = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
+    shards = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
     ways = [text for text, after in smaller_states(s) if held_bytes(after) <= total_bytes]
-    ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * pieces // total_bytes)} such GPUs or more")
+    ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * shards // total_bytes)} such GPUs or more")
     raise ConfigError(
         f"weights, gradients and states of {s.optimizer} alone take {gib(held)} on each GPU, which has {gib(total_bytes)}: smaller "
         f"rows make no room for {s.shape.parameters / 1e9:.1f} billion parameters. Take {', or '.join(ways)}, or a smaller model"

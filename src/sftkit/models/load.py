@@ -95,7 +95,7 @@ def load_model(
                 orig_model = empty_model(path, precision, options)
             else:
                 with working(f"loading {path}"):
-                    orig_model = whole_model(path, precision, options)
+                    orig_model = full_model(path, precision, options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
     # The vocabulary: a row for each token first, then padding behind them.
@@ -117,7 +117,7 @@ def load_model(
     return orig_model
 
 
-def trained_part(config: PretrainedConfig) -> PretrainedConfig:
+def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the part that is trained.
 
     Of a model that sees images too this is its text model, where transformers has that alone (Gemma 3 from 4B on): the
@@ -130,7 +130,7 @@ def trained_part(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
+def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
     """Load the model with from_pretrained, where a weight that is missing or of another shape is an error and
     is not filled at random.
 
@@ -138,7 +138,7 @@ def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTra
         ConfigError: such a weight.
     """
     config = AutoConfig.from_pretrained(path, **options)
-    part = trained_part(config)
+    part = trained_config(config)
     orig_model, found = kind_of(part).auto_class.from_pretrained(
         path,
         config=part,
@@ -167,7 +167,7 @@ def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTra
 
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
     """Build the model at this path, its buffers computed and its parameters on the meta device."""
-    config = trained_part(AutoConfig.from_pretrained(path, **options))
+    config = trained_config(AutoConfig.from_pretrained(path, **options))
     # Not under torch.device("meta"): buffers such as rotary frequencies are in no file, so they are computed here.
     with no_init_weights(), init_empty_weights(include_buffers=False):
         orig_model = kind_of(config).auto_class.from_config(

@@ -66,7 +66,7 @@ def documents_of(batch: Batch, backend: str, context_group: str | None = None) -
     if backend == "reference":
         return Documents(backend, batch.max_doc_length, mask=document_mask(batch.doc_ids))
     if backend == "flex":
-        doc_ids = flex.whole_blocks(batch.doc_ids)
+        doc_ids = flex.pad_to_blocks(batch.doc_ids)
         return Documents(backend, batch.max_doc_length, doc_ids=doc_ids, blocks=flex.blocks_of(doc_ids))
     if backend == "sdpa":
         return Documents(backend, batch.max_doc_length)

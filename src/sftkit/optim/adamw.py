@@ -205,7 +205,7 @@ class AdamW(torch.optim.Optimizer):
                 exp_avg=state["exp_avg"],
                 exp_avg_sq=state["exp_avg_sq"],
                 scalars=(lr * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"]),
-                first=first_element(param),
+                offset=first_element(param),
                 key=self._key(one),
             )
             rows.append(row)

@@ -27,7 +27,7 @@ from sftkit.models.weights import load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
-from sftkit.parallel.stages import StageModule, Stages, cut_layers, fill_with_memory, shard_stage
+from sftkit.parallel.stages import StageModule, Stages, fill_with_memory, shard_stage, split_layers
 from sftkit.runtime.start import Runtime
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -79,8 +79,8 @@ class Pipelined(torch.nn.Module):
         for stage in self.stages:
             stage.begin(batches, 1.0 / max(divisor, 1))
         self._sums_up = count >= FEW
-        given = [torch.zeros(count)] if self.stages[0].first else []
-        target = torch.zeros(count) if self.stages[-1].last else None
+        given = [torch.zeros(count)] if self.stages[0].is_first else []
+        target = torch.zeros(count) if self.stages[-1].is_last else None
         try:
             schedule.step(*given, target=target)
         except RuntimeError as error:  # torch's own words about shapes, with what was raised behind them
@@ -128,8 +128,8 @@ class Pipelined(torch.nn.Module):
             stage.number,
             len(self.placement.layers),
             device,
-            input_args=torch.empty(1) if stage.first else hidden,
-            output_args=loss if stage.last else hidden,
+            input_args=torch.empty(1) if stage.is_first else hidden,
+            output_args=loss if stage.is_last else hidden,
             group=self.placement.group,
         )
 
@@ -202,7 +202,7 @@ def into_stages(
     orig_model = model.orig_model
     assert isinstance(orig_model, PreTrainedModel)
     empty = any(p.is_meta for p in orig_model.parameters())
-    placement = cut_layers(orig_model, layers, rt.topology, rt.device)
+    placement = split_layers(orig_model, layers, rt.topology, rt.device)
     stages = [StageModule(model, layers, number) for number in placement.own]
     if rt.topology.sharded:
         mesh = _shards(rt)

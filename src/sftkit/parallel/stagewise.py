@@ -56,7 +56,7 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
     """Inside, parameters of this rank's stages are whole, and FSDP gathers none; those of others are NaN without memory, so that
     the model is on its device and nobody reads them unseen."""
     device = next(p.device for p in orig_model.parameters() if not p.is_meta)
-    found = {id(p): _whole(p, device) for p in orig_model.parameters()}
+    full = {id(p): _full_parameter(p, device) for p in orig_model.parameters()}
     given = [
         (module, name, p) for module in orig_model.modules() for name, p in module._parameters.items() if p is not None
     ]
@@ -64,7 +64,7 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]
     try:
         for module, name, p in given:
-            module._parameters[name] = found[id(p)]
+            module._parameters[name] = full[id(p)]
         for module in sharded:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
         yield
@@ -75,7 +75,7 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
             module._forward_pre_hooks, module._forward_hooks = before, after
 
 
-def _whole(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
     if p.is_meta:
         nothing = torch.full((), torch.nan, dtype=p.dtype, device=device).expand(p.shape)
         return torch.nn.Parameter(nothing, requires_grad=False)

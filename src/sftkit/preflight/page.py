@@ -7,7 +7,7 @@ from typing import Any
 
 from sftkit.config.terminal import visible
 from sftkit.preflight import analysis as preflight
-from sftkit.preflight.terminal import Piece, Preview, disk_text, layout_notes, memory_text, preview_title
+from sftkit.preflight.terminal import Preview, TextSpan, disk_text, layout_notes, memory_text, preview_title
 from sftkit.reports import details
 from sftkit.reports.components import headline, section
 from sftkit.reports.markup import Html, el, join
@@ -66,9 +66,9 @@ def _percent(value: float | None) -> str:
 
 def _sample(preview: Preview) -> Html:
     """Return a document with what is learned and what is special marked."""
-    return el("div", el("b", preview_title(preview)), el("pre", list(map(_span, preview.pieces))), class_="doc")
+    return el("div", el("b", preview_title(preview)), el("pre", list(map(_span, preview.spans))), class_="doc")
 
 
-def _span(piece: Piece) -> str | Html:
-    names = [name for name, on in (("t", piece.target), ("s", piece.special)) if on]
-    return el("span", piece.text, class_=" ".join(names)) if names else piece.text
+def _span(span: TextSpan) -> str | Html:
+    names = [name for name, on in (("t", span.target), ("s", span.special)) if on]
+    return el("span", span.text, class_=" ".join(names)) if names else span.text

@@ -32,7 +32,7 @@ WIDE = 110
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextSpan:
     """Neighbouring tokens of a document that are all learned or not, and all special or not."""
 
     text: str
@@ -53,7 +53,7 @@ class Preview:
     tokens: int
     "positions of rows that it takes, as tokens are counted everywhere: the last token shown is only ever a target"
     targets: int
-    pieces: tuple[Piece, ...]
+    spans: tuple[TextSpan, ...]
     given: str = ""
     "what an encoder reads for it: the file of a picture, or a text, both ends of a long one"
 
@@ -68,16 +68,16 @@ def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, count: int)
 def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBase, special: np.ndarray) -> Preview:
     example = examples[document]
     is_special = np.isin(example.ids, special)
-    pieces = []
+    spans = []
     for start, end in runs(2 * example.is_target.astype(int) + is_special):
         text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
-        pieces.append(Piece(text, bool(example.is_target[start]), bool(is_special[start])))
+        spans.append(TextSpan(text, bool(example.is_target[start]), bool(is_special[start])))
     name = examples.source_names[examples.source[document]]
     given = " ".join(examples.given[document].split()) if examples.given else ""
     if len(given) > 2 * _SIDE:
         given = f"{given[:_SIDE]}...{given[-_SIDE:]}"
     counts = int(examples.lengths[document]), int(example.is_target.sum())
-    return Preview(name, document, *counts, tuple(pieces), given)
+    return Preview(name, document, *counts, tuple(spans), given)
 
 
 def runs(values: np.ndarray) -> list[tuple[int, int]]:
@@ -105,13 +105,13 @@ def preview_text(preview: Preview, *, marks: bool) -> Text:
     """
     text = Text(f"\n--- {preview_title(preview)}\n", style="bold")
     inside = False
-    for piece in preview.pieces:
-        if marks and piece.target != inside:
-            text.append("[[" if piece.target else "]]", style="not bold")
-            inside = piece.target
-        style = "green underline" if piece.target else "dim"
-        words = piece.text
-        if piece.special:
+    for span in preview.spans:
+        if marks and span.target != inside:
+            text.append("[[" if span.target else "]]", style="not bold")
+            inside = span.target
+        style = "green underline" if span.target else "dim"
+        words = span.text
+        if span.special:
             style, words = f"{style} reverse", f"<{words}>" if marks else words
         text.append(words, style=f"not bold {style}")
     return text.append("]]" if inside else "", style="not bold")

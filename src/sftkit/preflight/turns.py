@@ -24,7 +24,7 @@ from sftkit.errors import ConfigError, DataError
 
 ROWS_READ = 2_000
 "Rows of a source that are read again at most."
-_WHOLE = 0.95
+_ALL_LEARNED = 0.95
 """Share of targets in a source's tokens from which all of its tokens count as learned, but for marked answers; in chat
 SFT prompts are no targets."""
 ANSWERS = 200
@@ -46,7 +46,7 @@ def estimate_turns(
     Returns:
         conversations: those measured; tokens, documents: what would be added; factor: tokens then over tokens now.
     """
-    targets = data.targets or ("all" if facts["targets"] > _WHOLE * facts["tokens"] else "assistant")
+    targets = data.targets or ("all" if facts["targets"] > _ALL_LEARNED * facts["tokens"] else "assistant")
     left_out = facts["answers"].get(_left_out(targets), 0)
     if data.split_turns or not left_out:
         return None

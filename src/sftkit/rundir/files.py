@@ -32,7 +32,7 @@ def replace_shared(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def append_whole(path: Path, text: str) -> None:
+def append_all_or_nothing(path: Path, text: str) -> None:
     """Append all of a text to a file or, where the disk has no room for it, nothing.
 
     Raises:

@@ -135,12 +135,12 @@ class Runtime:
     def data_world_size(self) -> int:
         """Return the number of groups of ranks that hold different rows; fewer than ranks in a pipeline and under
         tensor and context parallelism."""
-        return self.world_size // (self.topology.stages * self.topology.parts)
+        return self.world_size // (self.topology.stages * self.topology.ranks_per_row)
 
     @property
     def data_rank(self) -> int:
         """Return which of the `data_world_size` groups this rank belongs to, from 0."""
-        return self.rank // self.topology.parts % self.data_world_size
+        return self.rank // self.topology.ranks_per_row % self.data_world_size
 
     @property
     def has_loss(self) -> bool:

@@ -45,7 +45,7 @@ class Meter:
         if self._peak and self._windows is None:
             self._peak = None
             rt.print("no MFU: the model has layers of a kind whose work is not counted")
-        self.shapes = ShapeCounts(batches.layout, rt.topology.parts)
+        self.shapes = ShapeCounts(batches.layout, rt.topology.ranks_per_row)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
         self._before = Progress()

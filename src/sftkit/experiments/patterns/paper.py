@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 "Of Llama 3.1, as published."
 PAPER_MODELS: dict[str, Callable[[Topology], bool]] = {
     "ddp": lambda t: not t.partial,
-    "fsdp2, hsdp": lambda t: t.sharded and t.parts == t.stages == 1,
+    "fsdp2, hsdp": lambda t: t.sharded and t.ranks_per_row == t.stages == 1,
     "tp": lambda t: t.tensor > 1,
     "cp": lambda t: t.context > 1,
     "pp": lambda t: t.stages > 1,
