@@ -55,7 +55,7 @@ def difference(dispatcher: str, chosen: Tensor, dtype: torch.dtype) -> float:
     experts = model.model.layers[1].mlp.experts
     torch.manual_seed(2)
     hidden, weights = torch.randn(len(chosen), WIDTH, dtype=dtype), torch.rand(len(chosen), VISITS)
-    whole = outputs_and_gradients(experts, partial(added, first=0), hidden, chosen, weights)
+    whole = outputs_and_gradients(experts, partial(added, first_expert=0), hidden, chosen, weights)
     own, share = EXPERTS // ranks, slice(rank * TOKENS, (rank + 1) * TOKENS)
     mine = slice(rank * own, (rank + 1) * own)
     shared = SimpleNamespace(

@@ -204,8 +204,8 @@ def choices_task() -> Task[Choices, Likelihoods]:
         for i, word in enumerate(words)
     )
 
-    def judge(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
-        return [{"acc": float(max(g.sums) == g.sums[a.gold[0]])} for a, g in zip(asked, given, strict=True)]
+    def judge(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
+        return [{"acc": float(max(g.sums) == g.sums[a.gold[0]])} for a, g in zip(examples, outputs, strict=True)]
 
     return Task("words", examples, judge, "acc", 1 / 3, {})
 

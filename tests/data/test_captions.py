@@ -16,7 +16,7 @@ from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
 from sftkit.data import caption, images, sources, stages
 from sftkit.data.demo.pictures import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
 from sftkit.data.pack import DocumentLengths, make_layout, pack
-from sftkit.data.rows import convert, require_conversation, require_given, require_text
+from sftkit.data.rows import convert, require_conversation, require_source_and_texts, require_text
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import train_tokenizer, training_texts
@@ -82,7 +82,7 @@ def test_a_caption_begins_with_a_token_that_is_no_target_and_ends_with_eos(token
     words = tokenizer("A cat.", add_special_tokens=False)["input_ids"]
     assert found.ids.tolist() == [caption.start_id(tokenizer), *words, tokenizer.eos_token_id]
     assert found.is_target.tolist() == [False] + [True] * (len(words) + 1)
-    assert found.given == "a.png"
+    assert found.encoder_source == "a.png"
 
 
 @pytest.mark.parametrize(("too_long", "note"), [("truncate", "truncated"), ("drop", "dropped_too_long")])
@@ -99,11 +99,11 @@ def test_a_folder_of_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
     rows = [{"file_name": "a.png", "text": "Noise."}, {"image": "b.png", "captions": ["Other noise.", "Snow."]}]
     examples = load(tmp_path, tokenizer, folder_of(tmp_path / "data", rows))
     a, b = (str(tmp_path / "data" / name) for name in ("a.png", "b.png"))
-    assert list(examples.given) == [a, b, b]
+    assert list(examples.encoder_sources) == [a, b, b]
     again = load(tmp_path, tokenizer, SourceConfig(path=str(tmp_path / "data")))
-    assert list(again.given) == [a, b, b]  # from the cache
+    assert list(again.encoder_sources) == [a, b, b]  # from the cache
     assert isinstance(again.ids, np.memmap)
-    found = images.load(again.given, "pixel_values", SIZE, tmp_path / "cache")
+    found = images.load(again.encoder_sources, "pixel_values", SIZE, tmp_path / "cache")
     pixels = found.arrays["pixel_values"]
     assert isinstance(pixels, np.memmap)
     assert (pixels.shape, pixels.dtype, found.index.tolist()) == ((2, *SIZE), np.uint8, [0, 1, 1])
@@ -218,7 +218,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tokenizer) -> None:
     named = convert({"file_name": "main.py", "text": "print()"}, f"{data}/code.jsonl:1")  # of a corpus of texts
     assert require_text(named) == "print()"
     with pytest.raises(DataError, match=r"code.jsonl:1: .*/main.py: no such picture"):
-        require_given(named)
+        require_source_and_texts(named)
     row = Row("x:1", image="a.png", captions=("Noise.",))
     for refuse in (require_text, require_conversation):
         with pytest.raises(DataError, match=r"x:1: a picture with captions, which are for caption_train.py"):
@@ -229,7 +229,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tokenizer) -> None:
 
 def test_a_question_and_its_answer_are_a_text_to_read_and_one_to_write(tmp_path: Path, tokenizer) -> None:
     examples = load(tmp_path, tokenizer, folder_of(tmp_path / "data", [{"prompt": "Capital?", "completion": "Paris."}]))
-    assert list(examples.given) == ["Capital?"]
+    assert list(examples.encoder_sources) == ["Capital?"]
     assert tokenizer.decode(examples.ids[1:-1]) == "Paris."
 
 
@@ -249,6 +249,12 @@ def test_rows_have_as_many_captions_as_leave_few_places_for_pictures_empty() -> 
 @pytest.mark.skipif(not (SHARED_DATA / "images").is_dir(), reason="no shared data")
 def test_real_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
     examples = load(tmp_path, tokenizer, SourceConfig(path=str(SHARED_DATA / "images")))
-    found = images.load(examples.given, "pixel_values", (3, 64, 64), tmp_path / "cache")
+    found = images.load(examples.encoder_sources, "pixel_values", (3, 64, 64), tmp_path / "cache")
     assert isinstance(found, EncoderInputs)
-    assert len(examples) == len(found.index) > len(found.arrays["pixel_values"]) == len(set(examples.given)) >= 10
+    assert (
+        len(examples)
+        == len(found.index)
+        > len(found.arrays["pixel_values"])
+        == len(set(examples.encoder_sources))
+        >= 10
+    )

@@ -81,7 +81,7 @@ class Finder:
         self.template = template_of(tokenizer, with_tools=bool(self.tools))
         self.messages = with_reasoning(conversation.messages, self.template, thinking)
         self._reasons = [reasoning_of(one) for one in conversation.messages if one["role"] == "assistant"]
-        self._given = conversation.args
+        self._record_args = conversation.args
         self._args: dict[str, object] = {}
         self._known: dict[int, _Own] = {}
 
@@ -153,7 +153,7 @@ class Finder:
         """Return whether an answer is asked with thinking turned off, because it has no reasoning and the template
         would leave thinking on."""
         name = self.template.thinking_argument
-        own = name in self.template.fixed or name in (self._given or {})
+        own = name in self.template.fixed or name in (self._record_args or {})
         return bool(name and not own and self._arguments(k).get(name) is False)
 
     @property
@@ -269,7 +269,7 @@ class Finder:
 
     def _arguments(self, k: int) -> dict[str, object]:
         """Return the template arguments with which answer k is asked."""
-        return template_arguments(self.template, self.messages, k, self._given, self.thinking)
+        return template_arguments(self.template, self.messages, k, self._record_args, self.thinking)
 
     def _start(self, k: int, text: str) -> tuple[str, int]:
         """Return (text, where the answer begins), which is after the longest prompt that a
@@ -279,7 +279,7 @@ class Finder:
         prompt = self._render(k, add_generation_prompt=True)
         name, given = self.template.thinking_argument, self._args
         prompts = [prompt]
-        chosen = name in (self._given or {}) or name in self.template.fixed or self.thinking == "learn_empty"
+        chosen = name in (self._record_args or {}) or name in self.template.fixed or self.thinking == "learn_empty"
         if name and (chosen or not text.startswith(prompt)):
             for on in (True, False):
                 self._args = {**given, name: on}

@@ -72,7 +72,7 @@ def tokenize(
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
     """
-    given = require_conversation(row)
+    checked = require_conversation(row)
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     check_reasoning(messages, row.where)
     skipped = not_learned(row, messages, learning.targets)
@@ -100,7 +100,7 @@ def tokenize(
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
     noted = [one for one in found if one.note]
     if examples:
-        odd = {**conversation.oddities(given, row.where), **unused}
+        odd = {**conversation.oddities(checked, row.where), **unused}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd)
     if noted:
         return Tokenized([], noted[0].note, counts, noted[0].details)
@@ -247,7 +247,7 @@ def render_prompt(
     return ids
 
 
-def as_asked(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
+def as_trained(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
     """Return a record with the messages and template arguments with which answer k of it is trained."""
     template = template_of(tokenizer, with_tools=bool(row.tools))
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))

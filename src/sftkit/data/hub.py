@@ -80,8 +80,8 @@ def _missing(source: SourceConfig, reason: str) -> ConfigError:
         f"On a connected machine run `hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER here and "
         "name it in the place of this path; or copy that machine's HF_HOME cache"
     )
-    asked = f" (subset {source.subset or 'none'}, split {source.split})"
-    return ConfigError(f"data source {source.path}{asked}: {not_found(source.path, 'dataset', reason, download)}")
+    requested = f" (subset {source.subset or 'none'}, split {source.split})"
+    return ConfigError(f"data source {source.path}{requested}: {not_found(source.path, 'dataset', reason, download)}")
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class _Part:
     is_target: list[np.ndarray] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     num_bytes: list[int] = field(default_factory=list)
-    given: list[str] = field(default_factory=list)
+    encoder_sources: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     tally: findings.Tally = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ class _Part:
         self.is_target += other.is_target
         self.lengths += other.lengths
         self.num_bytes += other.num_bytes
-        self.given += other.given
+        self.encoder_sources += other.encoder_sources
         self.counts += other.counts
         for finding in other.tally.values():
             findings.add(self.tally, finding)
@@ -209,7 +209,7 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             part.is_target.append(example.is_target)
             part.lengths.append(len(example.ids))
             part.num_bytes.append(example.num_bytes)
-            part.given += [example.given] if example.given else []
+            part.encoder_sources += [example.encoder_source] if example.encoder_source else []
     if part.ids:
         part.ids, part.is_target = [np.concatenate(part.ids)], [np.concatenate(part.is_target)]
     return part
@@ -224,7 +224,7 @@ def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[SourceConfig]) -> Examples:
     """Concatenate the documents of all sources, with those of `repeat` passes."""
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
-    given = [name for _, part in repeated for name in part.given]
+    encoder_sources = [name for _, part in repeated for name in part.encoder_sources]
     lengths = np.concatenate([np.asarray(part.lengths, dtype=np.int64) for _, part in repeated])
     return Examples(
         ids=np.concatenate([ids for _, part in repeated for ids in part.ids]),
@@ -244,7 +244,7 @@ def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[Source
             name: findings.ordered(part.tally, source.repeat)
             for name, part, source in zip(names, parts, sources, strict=True)
         },
-        given=given,
+        encoder_sources=encoder_sources,
     )
 
 

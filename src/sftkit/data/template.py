@@ -211,25 +211,27 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
     )
 
 
-def _headers(tokenizer: PreTrainedTokenizerBase, source: str, asked: list[Message], argument: str | None) -> list[str]:
+def _headers(
+    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message], argument: str | None
+) -> list[str]:
     """Return what add_generation_prompt adds: without arguments, with thinking requested, and with it turned off."""
     found = []
     for args in ({}, *({argument: value} for value in (True, False) if argument)):
         question, prompt = (
-            render(tokenizer, source, Conversation(asked, args=args), add_generation_prompt=add)[0]
+            render(tokenizer, source, Conversation(messages, args=args), add_generation_prompt=add)[0]
             for add in (False, True)
         )
         found.append(prompt[len(question) :] if prompt.startswith(question) else "")
     return found
 
 
-def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, asked: list[Message]) -> str | None:
+def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]) -> str | None:
     """Return the argument whose value changes the prompt; None if none does. A message's field
     of the same name does not."""
     for name in THINKING_ARGUMENTS:
         if re.search(rf"\b{name}\b", source):
             on, off = (
-                render(tokenizer, source, Conversation(asked, args={name: value}), add_generation_prompt=True)[0]
+                render(tokenizer, source, Conversation(messages, args={name: value}), add_generation_prompt=True)[0]
                 for value in (True, False)
             )
             if on != off:

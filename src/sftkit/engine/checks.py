@@ -66,8 +66,8 @@ def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Chec
     """
     eager = "eager" if check.backend == backend else f"eager ({check.backend} stands in for {backend})"
     known = {side: d for side, d in {"compiled": check.compiled, eager: check.eager}.items() if d is not None}
-    left_out = f"compiled: not checked, {check.skip_reason}; " if check.skip_reason else ""
-    found = left_out + "; ".join(f"{side}: {_words(d)}" for side, d in known.items())
+    not_compiled = f"compiled: not checked, {check.skip_reason}; " if check.skip_reason else ""
+    found = not_compiled + "; ".join(f"{side}: {_words(d)}" for side, d in known.items())
     unknown = allowed.gradients is None
     if allowed.gradients is not None and (alone := check.roundings) is not None:
         allowed = allowed.widened(alone)

@@ -49,7 +49,7 @@ class Evaluated:
 
 def evaluated(
     task: Task[Any, Any],
-    given: Sequence[Likelihoods | Answer],
+    outputs: Sequence[Likelihoods | Answer],
     marks: Sequence[ExampleScores],
     settings: dict[str, Any],
 ) -> Evaluated:
@@ -75,7 +75,7 @@ def evaluated(
         settings={**task.settings, **settings},
         metrics=metrics,
     )
-    return Evaluated(result, [record(*row) for row in zip(task.examples, given, marks, strict=True)])
+    return Evaluated(result, [record(*row) for row in zip(task.examples, outputs, marks, strict=True)])
 
 
 def interval(marks: Sequence[float]) -> tuple[float, float | None, float, float]:
@@ -117,16 +117,16 @@ def values_of(results: Sequence[Result]) -> dict[str, float | None]:
     return values | ({"eval/centred_mean": centred_mean(results)} if results else {})
 
 
-def record(example: Choices | Question, given: Likelihoods | Answer, marks: ExampleScores) -> dict[str, Any]:
+def record(example: Choices | Question, output: Likelihoods | Answer, marks: ExampleScores) -> dict[str, Any]:
     """Return a line of <task>.jsonl: what was asked, what the model gave, how it was judged."""
     row: dict[str, Any] = {"id": example.id, "prompt": example.prompt}
     if isinstance(example, Choices):
-        assert isinstance(given, Likelihoods)
-        row |= {"continuations": example.continuations, "gold": example.gold, "loglikelihoods": given.sums}
-        row |= {"greedy": given.greedy, "tokens": given.tokens}
+        assert isinstance(output, Likelihoods)
+        row |= {"continuations": example.continuations, "gold": example.gold, "loglikelihoods": output.sums}
+        row |= {"greedy": output.greedy, "tokens": output.tokens}
     else:
-        assert isinstance(given, Answer)
-        row |= {"answer": given.text, "stop": given.stop, "tokens": given.tokens, "target": example.target}
+        assert isinstance(output, Answer)
+        row |= {"answer": output.text, "stop": output.stop, "tokens": output.tokens, "target": example.target}
     return row | {"marks": marks, "source": example.source}
 
 

@@ -149,13 +149,13 @@ class ScoredInput:
 
     ids: np.ndarray
     "int32 [T]: context and continuation without its last token"
-    asked: dict[tuple[int, int], np.ndarray]
+    continuations: dict[tuple[int, int], np.ndarray]
     "(example, continuation) -> its tokens, int32, which follow the last len() positions"
 
     @property
     def targets(self) -> int:
         """Return how many positions at the end of the input are asked for."""
-        return max(map(len, self.asked.values()))
+        return max(map(len, self.continuations.values()))
 
 
 def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> tuple[list[ScoredInput], list[int]]:
@@ -173,7 +173,7 @@ def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> tuple[list[Scor
                 row = same[ids.tobytes()] = ScoredInput(ids, {})
                 rows.append(row)
                 owners.append(i)
-            row.asked[i, k] = continuation
+            row.continuations[i, k] = continuation
     return rows, owners
 
 
@@ -242,7 +242,7 @@ def _score_batch(
         inputs[b, : len(ids)] = ids
         end = len(at) + row.targets
         at += range(b * width + len(ids) - row.targets, b * width + len(ids))
-        for tokens in row.asked.values():
+        for tokens in row.continuations.values():
             pairs += zip(range(end - len(tokens), end), tokens.tolist(), strict=True)
     # Only the asked positions get logits.
     device = orig_model.device
@@ -254,7 +254,7 @@ def _score_batch(
     results, start = [], 0
     for row in chosen:
         values = []
-        for key, tokens in row.asked.items():
+        for key, tokens in row.continuations.items():
             part = slice(start, start + len(tokens))
             is_greedy = [best[i] for i, _ in pairs[part]] == tokens.tolist()
             values.append((key, (sum(likelihoods[part]), is_greedy, len(tokens))))

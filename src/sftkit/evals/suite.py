@@ -133,10 +133,11 @@ class Suite:
     def __post_init__(self) -> None:
         if self.config.tasks:
             check_causal(self.orig_model.config, f"eval.tasks={','.join(self.config.tasks)}")
-        check_room([task for task, _ in self.asked], self.config, self._longest)  # what is wrong with them is said now
+        # What is wrong with them is said now.
+        check_room([task for task, _ in self.encoded_tasks], self.config, self._longest)
 
     @cached_property
-    def asked(self) -> list[tuple[Task[Any, Any], list[Any]]]:
+    def encoded_tasks(self) -> list[tuple[Task[Any, Any], list[Any]]]:
         """Return each task with the tokens of its examples: pairs of `scoring.encode_continuation`, or prompts."""
         loaded = self.tasks if self.tasks is not None else load_tasks(self.config, self.tokenizer, self.rt)
         return [(task, self._encoded(task)) for task in loaded]
@@ -230,7 +231,7 @@ class Suite:
     def run_tasks(self) -> list[Evaluated]:
         """Return the result and the examples of every task, on every rank."""
         evaluated = []
-        for task, encoded in self.asked:
+        for task, encoded in self.encoded_tasks:
             with working(f"evaluating {task.name}, {len(task.examples):,} examples"):
                 evaluated.append(self._run(task, encoded))
         if elsewhere := _of_lm_eval(self.config):
@@ -240,16 +241,16 @@ class Suite:
 
     def _run(self, task: Task[Any, Any], encoded: list[Any]) -> Evaluated:
         """Ask the model one task, and judge its answers."""
-        given: Sequence[Likelihoods | Answer]
+        outputs: Sequence[Likelihoods | Answer]
         settings: dict[str, Any] = {"backend": "sftkit", "max_examples": self.config.max_examples}
         if isinstance(task.examples[0], Choices):
             num_truncated = scoring.num_truncated(encoded, self._longest)
-            given = scoring.score(self.orig_model, self.tokenizer, task.examples, self._batching, encoded)
+            outputs = scoring.score(self.orig_model, self.tokenizer, task.examples, self._batching, encoded)
         else:
             most = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
             settings["max_new_tokens"] = max(most)
             num_truncated = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, most, strict=True))
-            given = self.answers(
+            outputs = self.answers(
                 encoded, most, [question.stop for question in task.examples], [q.group for q in task.examples]
             )
         if num_truncated:
@@ -257,15 +258,15 @@ class Suite:
                 "%s: %d prompts are longer than the model reads and lost their beginning", task.name, num_truncated
             )
         settings["prompts_cut"] = num_truncated
-        return results.evaluated(task, given, self._judged(task, given), settings)
+        return results.evaluated(task, outputs, self._judged(task, outputs), settings)
 
-    def _judged(self, task: Task[Any, Any], given: Sequence[Likelihoods | Answer]) -> list[ExampleScores]:
+    def _judged(self, task: Task[Any, Any], outputs: Sequence[Likelihoods | Answer]) -> list[ExampleScores]:
         """Return the main rank's marks on every rank. An error there is raised on all ranks, which
         would else wait forever."""
 
         def judge() -> list[ExampleScores] | Exception:
             try:
-                return task.judge(task.examples, given)
+                return task.judge(task.examples, outputs)
             except Exception as error:
                 return error
 
@@ -300,12 +301,12 @@ class Suite:
         ]
 
 
-def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized], count: int) -> list[Row]:
+def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized], num_samples: int) -> list[Row]:
     """Return the first rows of the validation sources, in turn, that can be learned from as a whole;
     asked as they are trained."""
-    heads = [list(islice(usable_rows(source, tokenize), count)) for source in validation]
-    in_turn = [head[i] for i in range(count) for head in heads if i < len(head)]
-    return in_turn[:count]
+    heads = [list(islice(usable_rows(source, tokenize), num_samples)) for source in validation]
+    in_turn = [head[i] for i in range(num_samples) for head in heads if i < len(head)]
+    return in_turn[:num_samples]
 
 
 def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[Row]:
@@ -325,7 +326,7 @@ def _as_trained(row: Row, tokenize: partial[Tokenized]) -> Row:
     if row.messages is None:
         return row
     learning: chat.Learning = tokenize.keywords.get("learning", chat.ANSWERS)
-    return chat.as_asked(row, _first_answer(row), tokenize.keywords["tokenizer"], learning.thinking)
+    return chat.as_trained(row, _first_answer(row), tokenize.keywords["tokenizer"], learning.thinking)
 
 
 def _first_answer(row: Row) -> int:

@@ -56,7 +56,7 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
                 for rows in batch.micro_batches(layout, rt.data_rank):
                     shape, shard = layout.batch_shape(len(rows), batch.row_length), row_shard(rt.topology, rt.rank)
                     collated = collate(examples, rows, shape, pad_id, shard)
-                    nll += model(collated.to(rt.device), backend).measured[model.objective.watched]
+                    nll += model(collated.to(rt.device), backend).measured[model.objective.monitored]
     finally:
         model.orig_model.train(was_training)
     return float(rt.sum(nll)), int(examples.num_targets.sum()), int(examples.num_bytes.sum())

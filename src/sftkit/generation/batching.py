@@ -153,10 +153,10 @@ def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[Turn]:
     for start in range(0, len(batches), count):
         if rt is not None:
             rt.check_stop()
-        dealt = batches[start : start + count]
-        new = any(batch.prefix and batch.prefix != had for batch, had in zip(dealt, before, strict=False))
-        before = [batch.prefix for batch in dealt]
-        yield Turn(dealt[index] if index < len(dealt) else None, new)
+        round_batches = batches[start : start + count]
+        new = any(batch.prefix and batch.prefix != had for batch, had in zip(round_batches, before, strict=False))
+        before = [batch.prefix for batch in round_batches]
+        yield Turn(round_batches[index] if index < len(round_batches) else None, new)
 
 
 def gathered(results: dict[int, T], rt: Runtime | None) -> list[T]:

@@ -123,9 +123,9 @@ class Decoding:
         """Run the model over the tokens that it has not read yet, and return the next token
         of each row, int64 [B, 1]."""
         start, end = self._seen, self._seen + self._next.shape[1]
-        read, given = self._continuation
+        read, model_kwargs = self._continuation
         logits = read(
-            **given,
+            **model_kwargs,
             input_ids=self._next,
             attention_mask=self._mask[:, :end],
             position_ids=self._positions[:, start:end],
@@ -154,6 +154,6 @@ class Decoding:
             index = torch.tensor(going, device=self._orig_model.device)
             self._cache.reorder_cache(index)  # type: ignore[arg-type]
             self._next, self._mask, self._positions = (x[index] for x in (self._next, self._mask, self._positions))
-            given = {name: x[index] for name, x in self._continuation.given.items()}
-            self._continuation = self._continuation._replace(given=given)
+            model_kwargs = {name: x[index] for name, x in self._continuation.model_kwargs.items()}
+            self._continuation = self._continuation._replace(model_kwargs=model_kwargs)
         self.rows = [self.rows[i] for i in going]

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from sftkit.data.collate import Batch
 from sftkit.errors import ConfigError
 from sftkit.ops import flex
-from sftkit.ops.cross_attention import see_all
+from sftkit.ops.cross_attention import bidirectional_attention
 from sftkit.ops.flash import document_attention
 from sftkit.ops.gather_rows import gather_rows
 from sftkit.ops.scores import Scores
@@ -200,7 +200,7 @@ def attend(  # noqa: PLR0913 - transformers calls it
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scores = Scores(scale, sliding_window, softcap, dropout, position_bias)
     if not getattr(module, "is_causal", True):
-        return see_all(query, key, value, attention_mask, scores), None
+        return bidirectional_attention(query, key, value, attention_mask, scores), None
     if documents is None:
         raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.ops.attention.plain_attention")
     # What the backend does not compute is an error, never left out.

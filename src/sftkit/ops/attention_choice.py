@@ -215,8 +215,8 @@ def _milliseconds(backend: str, shape: AttentionShape, device: torch.device) -> 
     positions = rows * row_length
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(count: int) -> torch.Tensor:
-        sizes = (positions, count, head_dim)
+    def random(num_heads: int) -> torch.Tensor:
+        sizes = (positions, num_heads, head_dim)
         return torch.randn(sizes, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
 
     query, key, value = random(heads), random(kv_heads), random(kv_heads)

@@ -109,13 +109,13 @@ class Pipelined(torch.nn.Module):
         finally:
             self.exchanges = before
 
-    def _schedule_of(self, batch: Batch, count: int) -> Any:
+    def _schedule_of(self, batch: Batch, num_micro_batches: int) -> Any:
         """Return torch's schedule for so many micro-batches of this shape; it has the memory for what arrives."""
-        key = (*batch.shape, count)
+        key = (*batch.shape, num_micro_batches)
         if key not in self._schedules:
             stages = [self._torch_stage(stage, batch) for stage in self.stages]
             what = stages if self._schedule == "interleaved" else stages[0]
-            made = SCHEDULES[self._schedule](what, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+            made = SCHEDULES[self._schedule](what, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
             self._schedules[key] = made
         return self._schedules[key]
 

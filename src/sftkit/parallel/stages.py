@@ -114,18 +114,18 @@ class StageModule(torch.nn.Module):
         """Take the micro-batches of a step; the loss is multiplied by `scale`."""
         self._batches, self._scale, self.totals = batches[::-1], scale, []
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, received: Tensor) -> Tensor:
         """Compute the next micro-batch: hidden states [B, T, H], in the last stage the loss [1].
 
         Args:
-            given: hidden states of the stage before; the first stage is given nothing that it reads.
+            received: hidden states of the stage before; the first stage is given nothing that it reads.
         """
         (model,) = self._of
         batch = self._batches.pop()
         inputs = dict(batch.inputs)
         if not self.is_first:
             del inputs["input_ids"]
-            inputs["inputs_embeds"] = given
+            inputs["inputs_embeds"] = received
         hidden = decoded(self.decoder, inputs, batch, model.backend)
         if not self.is_last:
             return hidden.contiguous()  # what is sent, and what torch 2.11 asks for

@@ -55,7 +55,7 @@ REQUIRED: dict[str | None, Callable[[Row], object]] = {
     "base": rows.require_text,
     "mid": _learnable,
     "sft": _conversation,
-    "caption": rows.require_given,
+    "caption": rows.require_source_and_texts,
     None: _readable,
 }
 "Stage -> what refuses a row that it cannot learn from."

@@ -54,14 +54,14 @@ class Preview:
     "positions of rows that it takes, as tokens are counted everywhere: the last token shown is only ever a target"
     targets: int
     spans: tuple[TextSpan, ...]
-    given: str = ""
+    encoder_source: str = ""
     "what an encoder reads for it: the file of a picture, or a text, both ends of a long one"
 
 
-def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Preview]:
-    """Return `count` documents spread over the data, or all of them if there are fewer."""
+def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, num_samples: int) -> list[Preview]:
+    """Return `num_samples` documents spread over the data, or all of them if there are fewer."""
     special = tokenizer.convert_tokens_to_ids(special_tokens_of(tokenizer))
-    chosen = np.linspace(0, len(examples) - 1, num=min(count, len(examples)), dtype=int)
+    chosen = np.linspace(0, len(examples) - 1, num=min(num_samples, len(examples)), dtype=int)
     return [_preview(examples, int(i), tokenizer, np.asarray(special)) for i in chosen]
 
 
@@ -73,11 +73,11 @@ def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBa
         text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
         spans.append(TextSpan(text, bool(example.is_target[start]), bool(is_special[start])))
     name = examples.source_names[examples.source[document]]
-    given = " ".join(examples.given[document].split()) if examples.given else ""
-    if len(given) > 2 * _SIDE:
-        given = f"{given[:_SIDE]}...{given[-_SIDE:]}"
+    encoder_source = " ".join(examples.encoder_sources[document].split()) if examples.encoder_sources else ""
+    if len(encoder_source) > 2 * _SIDE:
+        encoder_source = f"{encoder_source[:_SIDE]}...{encoder_source[-_SIDE:]}"
     counts = int(examples.lengths[document]), int(example.is_target.sum())
-    return Preview(name, document, *counts, tuple(spans), given)
+    return Preview(name, document, *counts, tuple(spans), encoder_source)
 
 
 def runs(values: np.ndarray) -> list[tuple[int, int]]:
@@ -93,8 +93,8 @@ def runs(values: np.ndarray) -> list[tuple[int, int]]:
 def preview_title(preview: Preview) -> str:
     """Return where a document is from and how long it is."""
     size = f"{counted(preview.tokens, 'token')}, {counted(preview.targets, 'target')}"
-    given = f", of {preview.given}" if preview.given else ""
-    return f"{preview.source}, document {preview.document:,}{given}: {size}"
+    encoder_source = f", of {preview.encoder_source}" if preview.encoder_source else ""
+    return f"{preview.source}, document {preview.document:,}{encoder_source}: {size}"
 
 
 def preview_text(preview: Preview, *, marks: bool) -> Text:

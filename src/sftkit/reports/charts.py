@@ -68,9 +68,9 @@ class Axis:
         )
         return round(self.start + (self.end - self.start) * (at - low) / (high - low), 1)
 
-    def ticks(self, count: int) -> list[float]:
-        """Return round values on the axis, about `count` of them."""
-        return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, count)
+    def ticks(self, num_ticks: int) -> list[float]:
+        """Return round values on the axis, about `num_ticks` of them."""
+        return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, num_ticks)
 
 
 def is_log(series: Sequence[Series]) -> bool:

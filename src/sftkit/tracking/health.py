@@ -109,9 +109,9 @@ class DelayedFlags:
             if arrived is not None:
                 arrived.synchronize()
             flags = Flags(host)
-            stop, finite, left_out = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
+            stop, finite, skipped = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
             spikes = spikes_in(flags.verdict)
-            records.append(replace(launched, stop=stop, finite=finite, skipped=left_out, spikes=spikes))
+            records.append(replace(launched, stop=stop, finite=finite, skipped=skipped, spikes=spikes))
         return records
 
 
@@ -141,11 +141,11 @@ class Health:
         reports: Reports,
     ) -> None:
         """Begin to count."""
-        self._watched = objective.watched
+        self._monitored = objective.monitored
         self._numerics, self._rt, self._batches = numerics, rt, batches
         self._status, self._tracker = reports.status, reports.tracker
         self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
-        self.spikes = Spikes(numerics.on_spike, objective.watched, rt.device)
+        self.spikes = Spikes(numerics.on_spike, objective.monitored, rt.device)
         "for the engine, which asks it to judge each step before the update"
         self._nonfinite = self._in_a_row = self._in_window = self._spiked = 0
 
@@ -163,13 +163,13 @@ class Health:
             NumericsError: on every rank; the weights are as they were before that step.
         """
         steps = self._flags.read(wait=wait)
-        stop, left_out = any(known.stop for known in steps), 0
+        stop, skipped = any(known.stop for known in steps), 0
         if stop:  # this step is the last one, which is logged and saved
             steps += self._flags.read(wait=True)
         for known in steps:
             self._in_a_row = self._in_a_row + 1 if known.skipped else 0
             self._in_window += known.skipped
-            left_out += known.step_batches.divisor * known.skipped
+            skipped += known.step_batches.divisor * known.skipped
             if not known.finite:
                 self._nonfinite += 1
                 self._leave_out(known, "nonfinite", self._numerics.on_nonfinite)
@@ -179,7 +179,7 @@ class Health:
                     self._leave_out(known, "spike", self._numerics.on_spike)
                 else:
                     self._tracker.event("spike", known.step, f"step {known.step}: {'; '.join(map(str, known.spikes))}")
-        return stop, left_out
+        return stop, skipped
 
     def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
         """Report a step that was left out, and end training if that is asked for or too many were."""
@@ -220,10 +220,10 @@ class Health:
         content = {
             "step": known.step,
             "epoch": known.step_batches.epoch,
-            "loss": float(known.outcome.sums[self._watched]) / max(sum(known.own_divisors), 1),
+            "loss": float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1),
             "losses": losses_of(known),
             "grad_norm": float(known.outcome.grad_norm),
-            "documents": _documents_of(self._batches, known.step_batches, broken_micro_batches(known.outcome)),
+            "documents": _documents_of(self._batches, known.step_batches, nonfinite_micro_batches(known.outcome)),
         }
         file = skipped_documents_file(self._status.run_dir, kind, known.step, self._rt.rank)
         with suppress(OSError):  # a full disk must not hide the error that this is about
@@ -232,9 +232,9 @@ class Health:
     def _of_all_ranks(self, known: StepRecord) -> list[RankLoss]:
         """Return what each rank knows of its loss in a step that is left out; every rank must call it."""
         losses = losses_of(known)
-        named = [losses.index(max(losses))] if known.finite else broken_micro_batches(known.outcome)
+        named = [losses.index(max(losses))] if known.finite else nonfinite_micro_batches(known.outcome)
         own = RankLoss(
-            loss=float(known.outcome.sums[self._watched]) / max(sum(known.own_divisors), 1),
+            loss=float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1),
             micro_batches=[number + 1 for number in named],
             largest=max(losses) if known.finite else -math.inf,
             of=len(losses),
@@ -258,9 +258,9 @@ class Health:
             "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
             f"numerics.on_{kind}=skip"
         )
-        broken = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
+        nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
         error = SpikeError(text) if known.finite else NonFiniteError(text)
-        self._status.failed(error, symptom=not known.finite and bool(broken) and self._rt.rank not in broken)
+        self._status.failed(error, symptom=not known.finite and bool(nonfinite) and self._rt.rank not in nonfinite)
         return error
 
 
@@ -270,7 +270,7 @@ def losses_of(known: StepRecord) -> list[float]:
     return [loss / max(divisor, 1) for loss, divisor in pairs]
 
 
-def broken_micro_batches(outcome: StepOutcome) -> list[int]:
+def nonfinite_micro_batches(outcome: StepOutcome) -> list[int]:
     """Return the micro-batches of this rank, from 0, whose loss is not finite. Waits for the device."""
     return [number for number, loss in enumerate(outcome.losses.tolist()) if not math.isfinite(loss)]
 
@@ -282,8 +282,8 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
     Args:
         norm: of all gradients. It adds up squares, so it is NaN only if a gradient is; an infinite norm says no more.
     """
-    broken = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
-    if not broken:
+    nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
+    if not nonfinite:
         if math.isfinite(norm):
             return "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond fp32"
         which = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
@@ -292,8 +292,8 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
             f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be at "
             "fault, or a document whose gradient explodes"
         )
-    places = [losses_of_ranks[rank].describe(rank) for rank in broken]
-    names = f"rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
+    places = [losses_of_ranks[rank].describe(rank) for rank in nonfinite]
+    names = f"rank{'s' * (len(nonfinite) > 1)} {', '.join(map(str, nonfinite))}"
     return f"the loss of {names} is not finite ({'; '.join(places)})"
 
 
@@ -316,11 +316,11 @@ def names_in(batches: Batches, step_batches: StepBatches, numbers: list[int]) ->
     return [batches.examples.name(i) for i, number in micro_batches_of(step_batches) if number in numbers]
 
 
-def _documents_of(batches: Batches, step_batches: StepBatches, broken: list[int]) -> list[dict[str, object]]:
+def _documents_of(batches: Batches, step_batches: StepBatches, nonfinite: list[int]) -> list[dict[str, object]]:
     """Return this rank's documents of a step: index, source, micro-batch from 1, whether its loss is finite, token ids.
 
     Args:
-        broken: micro-batches whose loss is not finite, from 0.
+        nonfinite: micro-batches whose loss is not finite, from 0.
     """
     examples = batches.examples
     return [
@@ -328,7 +328,7 @@ def _documents_of(batches: Batches, step_batches: StepBatches, broken: list[int]
             "index": i,
             "source": examples.source_names[int(examples.source[i])],
             "micro_batch": number + 1,
-            "loss_is_finite": number not in broken,
+            "loss_is_finite": number not in nonfinite,
             "ids": examples[i].ids.tolist(),
         }
         for i, number in micro_batches_of(step_batches)

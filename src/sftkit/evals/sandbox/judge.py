@@ -158,7 +158,7 @@ def _run(job: dict[str, Any], program: Program) -> None:
     """Execute what the tests are given, the program in its process, and the tests; what any of them raises is
     raised."""
     names: dict[str, Any] = {"__name__": "tests"}
-    exec(compile(job["given"], "given", "exec"), names)
+    exec(compile(job["preamble"], "given", "exec"), names)
     program.ask("run", job["program"])
     names |= {name: program.ask("name", name) for name in job["names"]}
     exec(compile(job["tests"], "tests", "exec"), names)

@@ -46,7 +46,7 @@ class ProgramTests:
     tests: str
     names: tuple[str, ...] = ()
     "what the tests take from the program: its functions, classes and constants; all else is Python's own"
-    given: str = ""
+    preamble: str = ""
     "code that the tests need besides and no model wrote: imports, helpers; `names` go before its names"
 
 

@@ -56,7 +56,7 @@ def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Ques
         turns = [_turns(shot) for shot in shots]
         prompt = (*(message for turn in turns for message in turn), _turns(row)[0])
     else:
-        prompt = "".join(f"{_asked(shot)} {shot.text('answer')}\n\n" for shot in shots) + _asked(row)
+        prompt = "".join(f"{_question_text(shot)} {shot.text('answer')}\n\n" for shot in shots) + _question_text(row)
     return Question(
         id=f"gsm8k/{row.index}",
         prompt=prompt,
@@ -68,7 +68,7 @@ def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Ques
     )
 
 
-def _asked(row: CheckedRow) -> str:
+def _question_text(row: CheckedRow) -> str:
     return f"Question: {row.text('question')}\nAnswer:"
 
 
@@ -79,7 +79,7 @@ def _turns(row: CheckedRow) -> list[Message]:
 # ---- how answers are judged ------------------------------------------------------------------------------------------
 
 
-def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
+def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark exact_match: the number after ####; and exact_match_flexible: the last number. As
     lm-evaluation-harness reads them."""
     return [
@@ -87,15 +87,15 @@ def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleSco
             "exact_match": float(_normal(strict(answer.text)) == _normal(question.target)),
             "exact_match_flexible": float(_normal(flexible(answer.text)) == _normal(question.target)),
         }
-        for question, answer in zip(asked, given, strict=True)
+        for question, answer in zip(questions, answers, strict=True)
     ]
 
 
-def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
+def judge_chat(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark exact_match: the number after ####, or the last number if there is no ####, has the right value."""
     return [
         {"exact_match": float(number_of(answer.text) == number_of(question.target))}
-        for question, answer in zip(asked, given, strict=True)
+        for question, answer in zip(questions, answers, strict=True)
     ]
 
 

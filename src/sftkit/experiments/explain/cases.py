@@ -24,8 +24,8 @@ class GraphBreakCase:
     name: str
     kinds: tuple[str, ...]
     "how the reasons begin that Dynamo gives"
-    broken: Function
-    mended: Function
+    breaking: Function
+    fixed: Function
     remedy: str
 
 

@@ -53,7 +53,7 @@ def run(args: Namespace, cfg: Config | None) -> int:
     with subject_of(args, cfg) as subject:
         out.mkdir(parents=True, exist_ok=True)
         result = _facts(subject.name, device_of(subject)) | {"beside": subject.beside, "shapes": shapes_of(subject)}
-        result["breaks"] = broken(subject)
+        result["breaks"] = graph_breaks(subject)
         if args.bisect:
             result["bisect"] = _bisected(subject, cfg.compile.backend if cfg else "inductor", out)
         if args.kernels:
@@ -87,7 +87,7 @@ def shapes_of(subject: Subject) -> list[str]:
     return [call.shape for call in (subject.call, subject.other) if call]
 
 
-def broken(subject: Subject) -> dict[str, Any]:
+def graph_breaks(subject: Subject) -> dict[str, Any]:
     """Return the section on breaks."""
     with working("capturing graphs"):
         found = breaks_of(subject)

@@ -49,13 +49,13 @@ class ModuleCall:
 class Tokens:
     """What of a tokenizer decides a new model."""
 
-    count: int
+    num_tokens: int
     bos_token_id: int | None = None
     eos_token_id: int = 0
     pad_token_id: int | None = None
 
     def __len__(self) -> int:
-        return self.count
+        return self.num_tokens
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,9 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
     for layout in plan["layouts"]:
         runs = {(run["processes"], run["kind"]): run for run in result["runs"] if run["layout"] == layout}
 
-        def measured(count: int, kind: str, runs: dict[tuple[int, str], dict[str, Any]] = runs) -> Measured:
+        def measured(processes: int, kind: str, runs: dict[tuple[int, str], dict[str, Any]] = runs) -> Measured:
             missing = Measured("it was not run", [], {}, [], {}, {}, {}, {}, [])
-            return Measured(**runs[count, kind]["measured"]) if (count, kind) in runs else missing
+            return Measured(**runs[processes, kind]["measured"]) if (processes, kind) in runs else missing
 
         fewest = plan["processes"][0]
         other_seed = measured(fewest, "eager, other seed")
