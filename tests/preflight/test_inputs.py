@@ -24,7 +24,7 @@ from sftkit.data.demo.builtin import FAMILIES
 from sftkit.errors import ConfigError
 from sftkit.launch.chain import read_stages
 from sftkit.preflight import evaluated, inputs
-from sftkit.preflight.inputs import FIRST_ROWS, inputs_of
+from sftkit.preflight.inputs import FIRST_ROWS, input_rules
 from sftkit.runtime import hub
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def problems(*words: str, stage: str | None = "sft", made: tuple[str, ...] | None = ()) -> list[str]:
     """What is wrong with the recipe under these words, without the place."""
     try:
-        read_config("recipe.yaml", words, 1, inputs_of(stage, made))
+        read_config("recipe.yaml", words, 1, input_rules(stage, made))
     except ConfigError as error:
         return [line.partition(": ")[2] for line in str(error).splitlines()]
     return []
@@ -516,7 +516,7 @@ def test_a_best_metric_that_evaluations_write_is_not_refused(named: str) -> None
 def test_scores_of_captions_are_metrics_of_the_stage_that_writes_them() -> None:
     recipe = str(ROOT / "recipes/captioning/caption_smoke.yaml")
     words = (recipe, ["eval.every=5", "checkpoint.every=5", "checkpoint.best=eval/captions/token_f1"], 1)
-    assert read_config(*words, inputs_of("caption")).checkpoint.best == "eval/captions/token_f1"
+    assert read_config(*words, input_rules("caption")).checkpoint.best == "eval/captions/token_f1"
     with pytest.raises(ConfigError, match="is no metric that an evaluation of this run writes"):
         read_config(*words, [partial(evaluated.best, stage="base")])
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
-from sftkit.config.schema import Config, stages_of
+from sftkit.config.schema import Config, num_stages
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
@@ -262,7 +262,7 @@ def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str 
         taken: the accelerate config.
     """
     fields, row_length = fields_of(cfg.model), cfg.data.row_length or cfg.data.max_length
-    if fields is None or row_length is None or memory_bytes is None or stages_of(cfg.train) != 1:
+    if fields is None or row_length is None or memory_bytes is None or num_stages(cfg.train) != 1:
         return None
     size = size_of(cfg.model)
     shape = shape_of_fields(fields, size and size.parameters)

@@ -61,7 +61,7 @@ REQUIRED: dict[str | None, Callable[[Row], object]] = {
 "Stage -> what refuses a row that it cannot learn from."
 
 
-def inputs_of(stage: str | None, made: Collection[str] | None = ()) -> list[Rule]:
+def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Rule]:
     """Return rules for all that a run of a stage starts from.
 
     Args:
@@ -74,14 +74,14 @@ def inputs_of(stage: str | None, made: Collection[str] | None = ()) -> list[Rule
         *first,
         _tokenizer,
         _chat_template,
-        *data_of(stage),
+        *data_rules(stage),
         _resume,
         _eval_data,
         partial(evaluated.best, stage=stage),
     ]
 
 
-def data_of(stage: str | None) -> list[Rule]:
+def data_rules(stage: str | None) -> list[Rule]:
     """Return rules for the sources that a stage reads."""
     learned = [partial(_sources, part=part, require=REQUIRED[stage]) for part in ("data.train", "data.val")]
     return [*learned, partial(_sources, part="model.train_tokenizer.sources", require=None)]

@@ -27,7 +27,7 @@ from accelerate.utils import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sftkit.config.schema import RunConfig, TrainConfig, stages_of
+from sftkit.config.schema import RunConfig, TrainConfig, num_stages
 from sftkit.config.terminal import Level, TerminalHandler, print_text
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, Stopped
@@ -254,7 +254,7 @@ def start(
     # Before Accelerate looks for the other processes: what is missing would be a wait, or a run of its own for each.
     check_variables(os.environ)
     precision = resolve_precision(train.precision)
-    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), stages_of(train))
+    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), num_stages(train))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
         log_with=dashboard,

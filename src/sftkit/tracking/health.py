@@ -223,7 +223,7 @@ class Health:
             "loss": float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1),
             "losses": losses_of(known),
             "grad_norm": float(known.outcome.grad_norm),
-            "documents": _documents_of(self._batches, known.step_batches, nonfinite_micro_batches(known.outcome)),
+            "documents": _document_records(self._batches, known.step_batches, nonfinite_micro_batches(known.outcome)),
         }
         file = skipped_documents_file(self._status.run_dir, kind, known.step, self._rt.rank)
         with suppress(OSError):  # a full disk must not hide the error that this is about
@@ -316,7 +316,7 @@ def names_in(batches: Batches, step_batches: StepBatches, numbers: list[int]) ->
     return [batches.examples.name(i) for i, number in micro_batches_of(step_batches) if number in numbers]
 
 
-def _documents_of(batches: Batches, step_batches: StepBatches, nonfinite: list[int]) -> list[dict[str, object]]:
+def _document_records(batches: Batches, step_batches: StepBatches, nonfinite: list[int]) -> list[dict[str, object]]:
     """Return this rank's documents of a step: index, source, micro-batch from 1, whether its loss is finite, token ids.
 
     Args:

@@ -50,7 +50,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
 
 def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question:
     prompt: Any
-    if number_of(row.text("answer")) is None:
+    if parse_number(row.text("answer")) is None:
         raise DataError(f'{row.where}: column "answer": there is no number in {row["answer"]!r}')
     if format == "chat":
         turns = [_turns(shot) for shot in shots]
@@ -94,7 +94,7 @@ def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Exam
 def judge_chat(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark exact_match: the number after ####, or the last number if there is no ####, has the right value."""
     return [
-        {"exact_match": float(number_of(answer.text) == number_of(question.target))}
+        {"exact_match": float(parse_number(answer.text) == parse_number(question.target))}
         for question, answer in zip(questions, answers, strict=True)
     ]
 
@@ -119,7 +119,7 @@ def _normal(text: str) -> str:
     return text.lower()
 
 
-def number_of(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     """Return the value of the number after the last ####, or else of the last number; None if there is none."""
     _, marker, after = text.rpartition("####")
     marked = NUMBER.search(after) if marker else None

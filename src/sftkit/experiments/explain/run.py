@@ -17,7 +17,7 @@ from sftkit.config.schema import Config
 from sftkit.config.terminal import print_text, visible
 from sftkit.experiments.explain.bisect import QUESTIONS, BisectAnswer, bisect
 from sftkit.experiments.explain.breaks import ADDS, breaks_of
-from sftkit.experiments.explain.flags import folder_of
+from sftkit.experiments.explain.flags import report_dir
 from sftkit.experiments.explain.kernels import kernels_of
 from sftkit.experiments.explain.labs import labs
 from sftkit.experiments.explain.page import render
@@ -43,7 +43,7 @@ def run(args: Namespace, cfg: Config | None) -> int:
     Raises:
         ConfigError: what is wrong with the file or the model.
     """
-    out = folder_of(args)
+    out = report_dir(args)
     quiet_profiler()
     if args.labs:
         quiet_libraries()

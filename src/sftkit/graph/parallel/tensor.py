@@ -97,13 +97,13 @@ def check_plan(orig_model: PreTrainedModel, size: int) -> None:
             f"parallelism_config_tp_size={size}: {model_type} has no tensor-parallel plan with train.engine=graph, "
             f"{', '.join(PLANS)} have: set it to 1"
         )
-    plan = plan_of(orig_model)
+    plan = tensor_plan(orig_model)
     check_divides(orig_model, size, *plan.divided)
     for block in decoder_blocks(orig_model):
         check_known(block, size, plan.known)
 
 
-def plan_of(orig_model: PreTrainedModel) -> TensorPlan:
+def tensor_plan(orig_model: PreTrainedModel) -> TensorPlan:
     """Return the plan of a model that `check_plan` does not refuse."""
     return PLANS[orig_model.config.model_type]
 
@@ -129,7 +129,7 @@ class WeightPlacement:
         self._placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
         "parameters that are cut by tensor parallelism, and then by shards"
         if meshes.tensor_parallel is not None:
-            plan, shards = plan_of(orig_model), meshes.tensor_parallel.size(-1)
+            plan, shards = tensor_plan(orig_model), meshes.tensor_parallel.size(-1)
             for block in decoder_blocks(orig_model):
                 self._placements |= _block_placements(plan, block, meshes.tensor_parallel["tensor"].size(), shards)
 
@@ -148,7 +148,7 @@ def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Args:
         mesh: that has a dimension "tensor".
     """
-    plan, exchange = plan_of(orig_model), Exchange(mesh.get_group("tensor"))
+    plan, exchange = tensor_plan(orig_model), Exchange(mesh.get_group("tensor"))
     orig_model._activations = exchange  # type: ignore[assignment]
     for block in decoder_blocks(orig_model):
         for name, module in _of_plan(block, plan.gathered).items():
