@@ -64,8 +64,8 @@ def made(model_type: str, **fields) -> PreTrainedModel:
     return model.train()
 
 
-def routed(model: PreTrainedModel, given: float | None = None) -> ModelWithLoss:
-    return ModelWithLoss(model, "reference", NextToken(LossConfig()), routing_of(model, given))
+def routed(model: PreTrainedModel, override: float | None = None) -> ModelWithLoss:
+    return ModelWithLoss(model, "reference", NextToken(LossConfig()), routing_of(model, override))
 
 
 @pytest.mark.parametrize("model_type", KINDS)

@@ -95,10 +95,10 @@ def _sample_digest(examples: Examples) -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(part)
-    return found.hexdigest()[:16]
+        digest.update(part)
+    return digest.hexdigest()[:16]
 
 
 def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

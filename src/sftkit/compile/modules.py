@@ -46,18 +46,18 @@ def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded:
             one; it names what there is.
     """
     assert compile.modules is not None
-    found: dict[str, CompiledPart] = {}
+    parts: dict[str, CompiledPart] = {}
     for path in sorted(compile.modules, key=lambda path: path.count(".")):
         for named, at in _at(orig_model, path):
             own = compile.modules[path]
             place, module = _without_head(orig_model, named, at)
-            found[place] = CompiledPart(place, module, with_own(compile, own))
+            parts[place] = CompiledPart(place, module, with_own(compile, own))
             if not own.enabled:
-                del found[place]
-    _check_apart(found)
-    _check_called(orig_model, found, sharded=sharded)
+                del parts[place]
+    _check_apart(parts)
+    _check_called(orig_model, parts, sharded=sharded)
     order = {module: i for i, module in enumerate(orig_model.modules())}
-    return sorted(found.values(), key=lambda part: order[part.module])
+    return sorted(parts.values(), key=lambda part: order[part.module])
 
 
 def with_own(compile: CompileConfig, own: CompileModuleConfig) -> CompileConfig:

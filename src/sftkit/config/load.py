@@ -260,8 +260,8 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
     try:
         return adapter().validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-    for i, e in enumerate(found):
+        errors = error.errors(include_url=False)
+    for i, e in enumerate(errors):
         keys, missing = tuple(e["loc"]), e["type"] in ("missing", "missing_argument")
         if i >= MOST_PROBLEMS:  # counted; what was meant takes its time to find
             problems.append(dotted(keys))
@@ -272,7 +272,7 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
         text, meant = explain(e, keys)
         problems.append(f"{origin}: {dotted(keys)}: {text}")
         dropped.update(meant)
-    for e in sorted(found, key=lambda e: str(e["loc"]), reverse=True):
+    for e in sorted(errors, key=lambda e: str(e["loc"]), reverse=True):
         gone = _remove(tree, tuple(e["loc"]))
         if e["type"] != "unexpected_keyword_argument":
             dropped.add(gone)

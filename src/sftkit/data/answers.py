@@ -157,7 +157,7 @@ class Finder:
         return bool(name and not own and self._arguments(k).get(name) is False)
 
     @property
-    def given_reasons(self) -> set[int]:
+    def answers_with_reasoning(self) -> set[int]:
         """Return the answers that have reasoning in the data."""
         return {k for k, reasoning in zip(self.answers, self._reasons, strict=True) if reasoning}
 

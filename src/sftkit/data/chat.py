@@ -90,15 +90,15 @@ def tokenize(
         texts = _everything(finder, skipped, max_length, counts, split=learning.split_turns)
     else:
         texts = _answers(finder, learnable, max_length, counts, split=learning.split_turns)
-    counts["reasoning_left_out"] = len(finder.given_reasons.difference(*(text.reasoned for text in texts)))
+    counts["reasoning_left_out"] = len(finder.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
     # cut, dropped or refused, as too_long says; what is left is counted
-    found = [_fit(row, text, tokenizer, max_length, too_long) for text in texts]
-    counts[TOO_LONG] += sum(text.answers for text, one in zip(texts, found, strict=True) if not one.examples)
+    fitted = [_fit(row, text, tokenizer, max_length, too_long) for text in texts]
+    counts[TOO_LONG] += sum(text.answers for text, one in zip(texts, fitted, strict=True) if not one.examples)
     counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in NOT_LEARNED)
-    examples = [example for one in found for example in one.examples]
+    examples = [example for one in fitted for example in one.examples]
     counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
-    noted = [one for one in found if one.note]
+    noted = [one for one in fitted if one.note]
     if examples:
         odd = {**conversation.oddities(checked, row.where), **unused}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd)

@@ -32,8 +32,8 @@ def load(source: SourceConfig) -> HubDataset | Path:
         return _load_dataset(source)
     try:
         with offline():
-            found: HubDataset = datasets.load_dataset(source.path, source.subset, split=source.split)
-            return found
+            dataset: HubDataset = datasets.load_dataset(source.path, source.subset, split=source.split)
+            return dataset
     except Exception:
         return _snapshot(source)
 

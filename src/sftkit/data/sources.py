@@ -80,7 +80,7 @@ def _limited(raw_rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> 
 
 
 @dataclass
-class _Part:
+class _TokenizedRows:
     """What became of some rows: arrays of their documents, and counts."""
 
     ids: list[np.ndarray] = field(default_factory=list)
@@ -91,7 +91,7 @@ class _Part:
     counts: Counter[str] = field(default_factory=Counter)
     tally: findings.Tally = field(default_factory=dict)
 
-    def add(self, other: _Part) -> None:
+    def add(self, other: _TokenizedRows) -> None:
         """Append the documents and counts of another part."""
         self.ids += other.ids
         self.is_target += other.is_target
@@ -163,27 +163,27 @@ def _description(
 
 def _tokenize_source(
     source: SourceConfig, source_origin: Origin, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
-) -> _Part:
+) -> _TokenizedRows:
     """Tokenize all rows of a source; refuses one without documents."""
     chunks = _chunks(source_origin.rows())
     done = pool.map(chunks) if pool else (_tokenize_chunk(tokenize, data.on_bad_row, chunk) for chunk in chunks)
-    whole = _Part()
-    for part in done:
-        whole.add(part)
-    if not whole.counts["rows"]:
+    total = _TokenizedRows()
+    for chunk_rows in done:
+        total.add(chunk_rows)
+    if not total.counts["rows"]:
         raise readers.no_rows(source)
-    if not whole.lengths:
-        became = ", ".join(f"{whole.counts[c]} {words}" for c, words in BECAME.items() if whole.counts[c])
-        findings_text = "".join(f". {findings.text(finding)}" for finding in findings.ordered(whole.tally))
+    if not total.lengths:
+        became = ", ".join(f"{total.counts[c]} {words}" for c, words in BECAME.items() if total.counts[c])
+        findings_text = "".join(f". {findings.text(finding)}" for finding in findings.ordered(total.tally))
         raise DataError(
-            f"data source {source.path}: nothing to learn in its {counted(whole.counts['rows'], 'row')} ({became}){findings_text}"
+            f"data source {source.path}: nothing to learn in its {counted(total.counts['rows'], 'row')} ({became}){findings_text}"
         )
-    return whole
+    return total
 
 
-def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _Part:
+def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
     """Tokenize some rows, and count what became of each."""
-    part = _Part(counts=Counter(rows=len(chunk)))
+    part = _TokenizedRows(counts=Counter(rows=len(chunk)))
     for raw in chunk:
         try:
             row = parse(raw)
@@ -221,7 +221,7 @@ def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[SourceConfig]) -> Examples:
+def _joined(parts: list[_TokenizedRows], names: tuple[str, ...], sources: Sequence[SourceConfig]) -> Examples:
     """Concatenate the documents of all sources, with those of `repeat` passes."""
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
     encoder_sources = [name for _, part in repeated for name in part.encoder_sources]
@@ -265,7 +265,7 @@ class _Pool:
     """Worker processes that tokenize chunks; results come back in order, and only a few chunks are ahead of them."""
 
     def __init__(self, tokenize: Tokenize, data: DataConfig) -> None:
-        self.processes, self.ahead = data.num_proc, 4 * data.num_proc
+        self.processes, self.max_waiting = data.num_proc, 4 * data.num_proc
         self.executor = ProcessPoolExecutor(
             data.num_proc,
             # not fork: threads of this process, of torch or a tokenizer, may hold locks
@@ -274,17 +274,17 @@ class _Pool:
             initargs=(tokenize, data.on_bad_row),
         )
 
-    def map(self, chunks: Iterable[list[RawRow]]) -> Iterator[_Part]:
+    def map(self, chunks: Iterable[list[RawRow]]) -> Iterator[_TokenizedRows]:
         """Yield the parts of the chunks in order. Raises WorkerError, with what was being
         tokenized, if a process is gone."""
-        waiting: deque[tuple[Future[_Part], str]] = deque()
+        waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
         before = oom_kills()
         try:
             for chunk in chunks:
                 with starting_processes():
                     tokenized = self.executor.submit(_work, chunk)
                 waiting.append((tokenized, f"{chunk[0][0]} to {chunk[-1][0]}"))
-                if len(waiting) > self.ahead:
+                if len(waiting) > self.max_waiting:
                     yield waiting[0][0].result()
                     waiting.popleft()
             while waiting:
@@ -308,5 +308,5 @@ def _start_worker(tokenize: Tokenize, on_bad_row: OnBadRow) -> None:
     _worker["tokenize"], _worker["on_bad_row"] = tokenize, on_bad_row
 
 
-def _work(chunk: list[RawRow]) -> _Part:
+def _work(chunk: list[RawRow]) -> _TokenizedRows:
     return _tokenize_chunk(_worker["tokenize"], _worker["on_bad_row"], chunk)

@@ -24,7 +24,14 @@ from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import Batch
 from sftkit.data.pack import Layout
 from sftkit.engine.gradient_rows import declared_rows, same_rows, short_rows, tokens_of
-from sftkit.engine.gradient_samples import GradientDifference, block_names, largest, own_part, sample_elements, taken
+from sftkit.engine.gradient_samples import (
+    GradientDifference,
+    block_names,
+    largest,
+    on_this_rank,
+    sample_elements,
+    taken,
+)
 from sftkit.engine.plain import plain_sums
 from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random, worst
 from sftkit.engine.step import MicroBatches, gradients
@@ -206,7 +213,7 @@ class Sides:
             summed = self._over_alike(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
             sums = dict(zip(sums, summed, strict=True))
         self._over_ends(sums)
-        return {name: sums[name][own_part(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
+        return {name: sums[name][on_this_rank(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
 
     def _over_alike(self, values: Tensor) -> Tensor:
         """Return the elementwise sum over the ranks that have elements of the same parameters."""

@@ -60,10 +60,10 @@ def evaluate(
     marks: dict[str, list[float]] = {"exact_match": [], "token_f1": []}
     records, shown = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, examples in sources.items():
-        count = min(config.max_examples or len(examples), len(examples))
-        prompts = prompts_of(orig_model, tokenizer, examples, count, most)
-        found = generate(orig_model, tokenizer, prompts, Batching(config.batch_size, rt))
-        for document, answer in enumerate(found):
+        num_examples = min(config.max_examples or len(examples), len(examples))
+        prompts = prompts_of(orig_model, tokenizer, examples, num_examples, most)
+        answers = generate(orig_model, tokenizer, prompts, Batching(config.batch_size, rt))
+        for document, answer in enumerate(answers):
             reference = examples[document].ids[1:].tolist()
             reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
             mark = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}

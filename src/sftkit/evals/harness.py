@@ -67,7 +67,7 @@ def evaluate(
     connected = hub_answers()  # else its client tries for half a minute before it says so
     with plain_forward(orig_model), nullcontext() if connected else offline():
         try:
-            found = simple_evaluate(
+            output = simple_evaluate(
                 model=HFLM(pretrained=orig_model, tokenizer=tokenizer, batch_size=config.batch_size),
                 tasks=list(names),
                 num_fewshot=config.shots,
@@ -81,8 +81,8 @@ def evaluate(
             raise ConfigError(
                 f"eval.tasks: lm_eval cannot run {', '.join(names)}: {str(error).strip()[:500]}{advice}"
             ) from error
-    assert found is not None
-    return [_evaluated(name, found, config) for name in (*found.get("groups", {}), *found["samples"])]
+    assert output is not None
+    return [_evaluated(name, output, config) for name in (*output.get("groups", {}), *output["samples"])]
 
 
 def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:

@@ -71,15 +71,15 @@ def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokeniz
     """Return int32 ids of each (text, is_rendered). The tokenizer adds its special tokens to texts that no chat
     template has rendered and that do not begin with the bos token."""
     bos = tokenizer.decode([prefix_token(tokenizer)]) if _has_prefix_token(tokenizer) else None
-    found: dict[tuple[str, bool], np.ndarray] = {}
+    ids_by_text: dict[tuple[str, bool], np.ndarray] = {}
     for adds in (True, False):
         wanted = [
             key for key in dict.fromkeys(texts) if adds != (key[1] or (bos is not None and key[0].startswith(str(bos))))
         ]
         if wanted:
             encoded = tokenizer([text for text, _ in wanted], add_special_tokens=adds, verbose=False)["input_ids"]
-            found |= {key: np.asarray(ids, dtype=np.int32) for key, ids in zip(wanted, encoded, strict=True)}
-    return [found[key] for key in texts]
+            ids_by_text |= {key: np.asarray(ids, dtype=np.int32) for key, ids in zip(wanted, encoded, strict=True)}
+    return [ids_by_text[key] for key in texts]
 
 
 def _has_prefix_token(tokenizer: PreTrainedTokenizerBase) -> bool:

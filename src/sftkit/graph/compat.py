@@ -104,8 +104,8 @@ def is_flex(node: Node) -> bool:
 
 def parameter_of(node: Node) -> str | None:
     """Return the name of the parameter that an input of a captured graph is, or is the local shard of; None of any other."""
-    found = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
-    return found.group(1) if found else None
+    match = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
+    return match.group(1) if match else None
 
 
 def gradients_of(graph: GraphModule) -> dict[str, Node]:

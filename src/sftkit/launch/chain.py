@@ -93,8 +93,8 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:
         return f"  {name:<28}" + "".join(f"{show(trained[stage]):>12}" for stage in CHAIN_SCRIPTS)
 
-    def metric(part: str, key: str, form: str) -> Callable[[dict[str, Any]], str]:
-        return lambda stage: "-" if (value := stage[part].get(key)) is None else format(value, form)
+    def metric(section: str, key: str, form: str) -> Callable[[dict[str, Any]], str]:
+        return lambda stage: "-" if (value := stage[section].get(key)) is None else format(value, form)
 
     # A table with a column for each stage, then scores and samples of the last one, and where things are.
     checkpoint = trained["sft"]["checkpoint"]

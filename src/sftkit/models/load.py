@@ -138,29 +138,29 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
         ConfigError: such a weight.
     """
     config = AutoConfig.from_pretrained(path, **options)
-    part = trained_config(config)
-    orig_model, found = kind_of(part).auto_class.from_pretrained(
+    trained = trained_config(config)
+    orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
         path,
-        config=part,
+        config=trained,
         dtype=DTYPES[precision],
-        attn_implementation=plain_implementation(part),
+        attn_implementation=plain_implementation(trained),
         ignore_mismatched_sizes=True,
         output_loading_info=True,
-        key_mapping=None if part is config else TEXT_NAMES,
+        key_mapping=None if trained is config else TEXT_NAMES,
         **options,
     )
-    if part is not config:
+    if trained is not config:
         # Private: how names were mapped in loading. save_pretrained would map them back, to those of the whole model.
         orig_model._weight_conversions = None
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ConfigError(
             f"{path}: no {', '.join(missing[:3])}{more} for {type(orig_model).__name__} in its files; copy or download the "
             "model again"
         )
-    if found["mismatched_keys"]:
-        name, there, here = min(found["mismatched_keys"])
+    if loading_info["mismatched_keys"]:
+        name, there, here = min(loading_info["mismatched_keys"])
         raise ConfigError(f"{path}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json")
     return orig_model
 

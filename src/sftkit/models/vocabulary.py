@@ -146,8 +146,8 @@ def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
     """Return the parameters with a row for each token: embedding [V, H], then the head's weight [V, H]
     unless tied, and bias [V]."""
     embedding, projection = embedding_of(orig_model), output_projection(orig_model)
-    found = [embedding] if projection.weight is embedding else [embedding, projection.weight]
-    return found if projection.bias is None else [*found, projection.bias]
+    weights = [embedding] if projection.weight is embedding else [embedding, projection.weight]
+    return weights if projection.bias is None else [*weights, projection.bias]
 
 
 @torch.no_grad()

@@ -179,7 +179,7 @@ def _load_full(
     with _named_errors(folder / "config.json"):
         found_type = json.loads((folder / "config.json").read_text()).get("model_type")
     try:
-        whole, found = loader.from_pretrained(
+        whole, loading_info = loader.from_pretrained(
             folder,
             dtype=orig_model.dtype,
             ignore_mismatched_sizes=True,
@@ -193,11 +193,11 @@ def _load_full(
         ) from error
     # What transformers would leave at random is an error here.
     saved = whole.state_dict()
-    missing = sorted(found["missing_keys"] | (wanted.keys() - saved.keys()))
+    missing = sorted(loading_info["missing_keys"] | (wanted.keys() - saved.keys()))
     if missing:
         raise ConfigError(f"{folder}: no {_some(missing)} for {plain.__name__} in its files")
-    if found["mismatched_keys"]:
-        name, there, here = min(found["mismatched_keys"])
+    if loading_info["mismatched_keys"]:
+        name, there, here = min(loading_info["mismatched_keys"])
         raise ConfigError(
             f"{folder}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json"
         )

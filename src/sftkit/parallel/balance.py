@@ -31,8 +31,8 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
     stages = len(configured) if configured and per_place > 1 else pipeline_size * per_place
     _check_model(orig_model, num_layers, stages)
     if configured is None:
-        found = count_parameters(orig_model)
-        return balanced(num_layers, found.body / num_layers, found.head, stages)
+        parameters = count_parameters(orig_model)
+        return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
     if sum(configured) != num_layers or len(configured) != stages or len(configured) % pipeline_size:
         several = (
             f"{2 * pipeline_size} (or another multiple of {pipeline_size})" if per_place > 1 else f"{pipeline_size}"

@@ -86,10 +86,14 @@ class Pipelined(torch.nn.Module):
         except RuntimeError as error:  # torch's own words about shapes, with what was raised behind them
             raise error.__cause__ or error from None
         self._exchange()
-        found = self.stages[-1].totals
-        for each in found:
+        totals_of_batches = self.stages[-1].totals
+        for each in totals_of_batches:
             totals.add_(each)
-        return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
+        return (
+            torch.stack([each[LOSS] for each in totals_of_batches])
+            if totals_of_batches
+            else totals.vector.new_zeros(count)
+        )
 
     def seconds(self, batch: Batch, divisor: int) -> list[float]:
         """Return the seconds that each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few

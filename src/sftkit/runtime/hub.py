@@ -163,13 +163,13 @@ def find_model(path: str, revision: str | None = None) -> str:
     Raises:
         ConfigError: it is neither of them.
     """
-    found = resolve(path)
-    if Path(found).is_file():
+    resolved = resolve(path)
+    if Path(resolved).is_file():
         raise ConfigError(
             f"{path}: a file, and a model is a folder or a name on the hub. Of a recipe name its run (run.dir)"
         )
-    if Path(found).is_dir() or (reason := unavailable_reason(found, "model", revision)) is None:
-        return found
+    if Path(resolved).is_dir() or (reason := unavailable_reason(resolved, "model", revision)) is None:
+        return resolved
     raise ConfigError(f"{path}: {not_found(path, 'model', reason, download_help(path))}")
 
 

@@ -32,9 +32,9 @@ class Remote:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *given: object, **named: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call it in its process; like every operation here, by `Program.ask`."""
-        return self._program.ask("call", self, given, named)
+        return self._program.ask("call", self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return self._program.ask("get", self, name)

@@ -107,8 +107,8 @@ def strict(text: str) -> str:
 
 def flexible(text: str) -> str:
     """Return what its filter flexible-extract takes."""
-    found = FLEXIBLE.findall(text)
-    return next(part for part in found[-1] if part).strip() if found else "[invalid]"
+    matches = FLEXIBLE.findall(text)
+    return next(part for part in matches[-1] if part).strip() if matches else "[invalid]"
 
 
 def _normal(text: str) -> str:
@@ -123,5 +123,5 @@ def parse_number(text: str) -> float | None:
     """Return the value of the number after the last ####, or else of the last number; None if there is none."""
     _, marker, after = text.rpartition("####")
     marked = NUMBER.search(after) if marker else None
-    found = [marked[0]] if marked else NUMBER.findall(text)
-    return float(found[-1].replace(",", "").replace("$", "")) if found else None
+    numbers = [marked[0]] if marked else NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "").replace("$", "")) if numbers else None

@@ -104,7 +104,7 @@ def cases(
 ) -> list[ValidationRun]:
     """Return for each layout and number of processes an eager and a compiled run; with the fewest also a second eager
     seed, and the reference engine where it has the recipe's optimizer."""
-    found = []
+    made = []
     for layout in plan.layouts:
         for count in plan.processes:
             fewest = count == plan.processes[0]
@@ -116,10 +116,10 @@ def cases(
                 folder = out / "runs" / slug
                 words = command(launch, plan.script, [plan.recipe, *_settings_of(plan, cfg, layout, kind, folder)])
                 caches = out.resolve() / "caches" / slug
-                found.append(
+                made.append(
                     ValidationRun(layout, count, kind, folder, tuple(words), environment_of(count, caches, launch))
                 )
-    return found
+    return made
 
 
 def has_reference(cfg: Config, hardware: Hardware, replica: Replica | None) -> bool:

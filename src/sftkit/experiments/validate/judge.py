@@ -62,7 +62,7 @@ class Trio:
 def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
     """Return the runs that are compared, layout by layout, the fewest processes first."""
     plan = result["plan"]
-    found = []
+    all_trios = []
     for layout in plan["layouts"]:
         runs = {(run["processes"], run["kind"]): run for run in result["runs"] if run["layout"] == layout}
 
@@ -74,7 +74,7 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
         other_seed = measured(fewest, "eager, other seed")
         # Results of earlier versions have none, and neither has a recipe whose optimizer it does not know.
         reference = measured(fewest, "reference") if (fewest, "reference") in runs else None
-        found.append(
+        all_trios.append(
             [
                 Trio(
                     layout,
@@ -89,7 +89,7 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
                 for count in plan["processes"]
             ]
         )
-    return found
+    return all_trios
 
 
 def judge(trio: Trio) -> list[Verdict]:
