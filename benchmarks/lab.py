@@ -124,7 +124,7 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def rebuilt(page: str, folder: Path) -> str:
     """Return the page, with each table made of the results that are there."""
-    return TABLE.sub(lambda found: f"{found[1]}{tables(folder / found[2])}\n{found[3]}", page)
+    return TABLE.sub(lambda match: f"{match[1]}{tables(folder / match[2])}\n{match[3]}", page)
 
 
 def tables(lab: Path) -> str:

@@ -10,10 +10,10 @@ from sftkit.runtime.script import script
 def main() -> None:
     """Train as the recipe says."""
     from sftkit.config.load import load_config
-    from sftkit.preflight.inputs import inputs_of
+    from sftkit.preflight.inputs import input_rules
 
     # Recipe, then key=value; whatever is wrong or missing is refused here, before torch is imported.
-    cfg = load_config(__doc__, inputs_of("caption"))
+    cfg = load_config(__doc__, input_rules("caption"))
 
     from sftkit.data import stages
     from sftkit.models.tokenizer import base_tokenizer

@@ -36,7 +36,7 @@ def main() -> None:
     answer = partial(stream, orig_model, tokenizer, sampling=args.sampling)
 
     if args.prompt is not None:
-        show(answer(Conversation(args.system).asked(args.prompt)))
+        show(answer(Conversation(args.system).with_question(args.prompt)))
         return
     print_text(introduction(path, orig_model, tokenizer, newest=args.path is None), error=True)
     converse(answer, args.system)

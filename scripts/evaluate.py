@@ -49,10 +49,10 @@ def evaluate(args, rt) -> None:
     model = load(source, tokenizer, rt)
     name = source.path
     suite = Suite(config, model.orig_model, tokenizer, rt, model, validation, layout, tasks=tasks, model_name=name)
-    values, found = suite.validate(), suite.run_tasks()
-    rt.print(f"\n{name}\n{results.table([one.result for one in found], values)}")
+    values, evaluated = suite.validate(), suite.run_tasks()
+    rt.print(f"\n{name}\n{results.table([one.result for one in evaluated], values)}")
     if args.out is not None and rt.is_main:
-        results.write(Path(args.out), found)
+        results.write(Path(args.out), evaluated)
         results.write_validation(Path(args.out), values, suite.about_validation)
         rt.print(f"every example: {args.out}")
         report_of_folder(Path(args.out), rt.print)

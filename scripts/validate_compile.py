@@ -14,7 +14,7 @@ from sftkit.runtime.script import script
 
 def main() -> int:
     """Run the cases of a plan, judge them, and return the exit code."""
-    from sftkit.experiments.validate.flags import folder_of, parse, plan_of
+    from sftkit.experiments.validate.flags import parse, results_dir, validation_plan
 
     args = parse(__doc__)
 
@@ -29,7 +29,7 @@ def main() -> int:
     if args.judge:
         result, out = judge_again(args.judge, ledger), args.judge.parent
     else:
-        plan, out = plan_of(args), folder_of(args)
+        plan, out = validation_plan(args), results_dir(args)
         result = validate(plan, out, ledger)
         if line := show(result, out, read_config(plan.recipe, plan.overrides, world_size=1).log):
             print_text(line)

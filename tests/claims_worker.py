@@ -42,8 +42,8 @@ def shared_gradients(rt: runtime.Runtime, factor: float, keep_gradients: bool) -
     orig_model = tiny_llama()
     model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
     wrapped = distribute(model, None, Sharding(keep_gradients, keep_gradients), rt)
-    for piece in fsdp_modules(orig_model):
-        piece.set_gradient_divide_factor(factor)
+    for module in fsdp_modules(orig_model):
+        module.set_gradient_divide_factor(factor)
     layout = make_layout_of("packed", make_examples(LENGTHS).lengths, world_size=2)
     trained = list(orig_model.parameters())
     return asdict(

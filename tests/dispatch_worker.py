@@ -39,7 +39,7 @@ def choices(ranks: int) -> dict[str, Tensor]:
     }
 
 
-def found(experts: Any, forward: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> list[Tensor]:
+def outputs_and_gradients(experts: Any, forward: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> list[Tensor]:
     """What comes out, and the gradients of hidden states, weights and matrices."""
     leaves = [t.detach().clone().requires_grad_() for t in (hidden, weights, experts.gate_up_proj, experts.down_proj)]
     given = SimpleNamespace(gate_up_proj=leaves[2], down_proj=leaves[3], _apply_gate=experts._apply_gate)
@@ -55,13 +55,15 @@ def difference(dispatcher: str, chosen: Tensor, dtype: torch.dtype) -> float:
     experts = model.model.layers[1].mlp.experts
     torch.manual_seed(2)
     hidden, weights = torch.randn(len(chosen), WIDTH, dtype=dtype), torch.rand(len(chosen), VISITS)
-    whole = found(experts, partial(added, first=0), hidden, chosen, weights)
+    whole = outputs_and_gradients(experts, partial(added, first_expert=0), hidden, chosen, weights)
     own, share = EXPERTS // ranks, slice(rank * TOKENS, (rank + 1) * TOKENS)
     mine = slice(rank * own, (rank + 1) * own)
     shared = SimpleNamespace(
         gate_up_proj=experts.gate_up_proj[mine], down_proj=experts.down_proj[mine], _apply_gate=experts._apply_gate
     )
-    ours = found(shared, partial(DISPATCHERS[dispatcher], group=group), hidden[share], chosen[share], weights[share])
+    ours = outputs_and_gradients(
+        shared, partial(DISPATCHERS[dispatcher], group=group), hidden[share], chosen[share], weights[share]
+    )
     expected = [*(each[share] for each in whole[:3]), *(each[mine] for each in whole[3:])]
     pairs = zip(ours, expected, strict=True)
     return max(float((a - b).float().norm() / b.float().norm().clamp(min=1e-6)) for a, b in pairs)

@@ -29,7 +29,7 @@ from sftkit.config.schema import (
 from sftkit.config.topology import Topology
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import Layout
-from sftkit.data.shard import RankRows, part_of
+from sftkit.data.shard import RankRows, row_shard
 from sftkit.engine.engine import Engine, Training
 from sftkit.engine.step import MicroBatches, gradients
 from sftkit.graph.engine import GraphEngine
@@ -103,11 +103,11 @@ def rows_of(rt: runtime.Runtime) -> tuple[Layout, Batches]:
     """Packed rows, other documents in each step, the same global batches on any number of ranks."""
     examples = make_examples(LENGTHS, target_share=0.3)
     layout = make_layout_of("packed", examples.lengths, world_size=rt.data_world_size)
-    part = part_of(rt.topology, rt.rank)
-    return layout, Batches(StepDataset(examples, layout, RankRows(rt.data_rank, part)), seed=0)
+    shard = row_shard(rt.topology, rt.rank)
+    return layout, Batches(StepDataset(examples, layout, RankRows(rt.data_rank, shard)), seed=0)
 
 
-def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+def full(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -127,7 +127,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     step_model = engine.captured if isinstance(engine, GraphEngine) else engine.model
     totals = Totals.zeros(engine.model.objective.measured, rt.device)
     gradients(step_model, parameters, MicroBatches(first.micro_batches, first.divisor), totals, rt)
-    found = {name: whole(p.grad).tolist() for name, p in orig_model.named_parameters()}
+    found = {name: full(p.grad).tolist() for name, p in orig_model.named_parameters()}
     orig_model.zero_grad(set_to_none=True)
     losses = []
     with engine.guarded():
@@ -140,9 +140,9 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     return {
         "gradients": found,
         "losses": losses,
-        "weights": {name: float(whole(p).double().square().sum()) for name, p in orig_model.named_parameters()},
+        "weights": {name: float(full(p).double().square().sum()) for name, p in orig_model.named_parameters()},
         "names": list(orig_model.state_dict()),
-        "pieces": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in orig_model.parameters()),
+        "local_elements": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in orig_model.parameters()),
         "checks": {check.name: check.ok for check in [*checks, *report.checks]},
         "metrics": report.metrics,
         "attention": engine.setup.attention,
@@ -157,7 +157,7 @@ def main(out: str, *cases: str) -> None:
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
     results = {}
     for case in cases:
-        model, how, *rest = (part.strip() for part in case.split(";"))
+        model, how, *rest = (word.strip() for word in case.split(";"))
         names = rest[0].split(",") if rest and rest[0] else ()
         precision = "bf16" if model.startswith("bf16") else "fp32"
         tp, *dispatchers = rest[1].split() if rest[1:] else ("",)

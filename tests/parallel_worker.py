@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny_llama, whole_parameters
+from helpers import VOCAB_SIZE, full_parameters, make_examples, make_layout_of, over_ranks, tiny_llama
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +28,7 @@ from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConf
 from sftkit.config.topology import Topology
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import Layout
-from sftkit.data.shard import RankRows, part_of
+from sftkit.data.shard import RankRows, row_shard
 from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
@@ -108,8 +108,8 @@ FORWARD_GRAPHS_ONLY = ("llama ddp", "llama muon fsdp2", "llama pipeline")
 
 def in_memory(orig_model: PreTrainedModel) -> int:
     """Numbers of the model's parameters that this rank has memory for."""
-    pieces = [p.to_local() if isinstance(p, DTensor) else p for p in orig_model.parameters() if not p.is_meta]
-    return sum(piece.numel() for piece in pieces if piece.untyped_storage().nbytes() >= piece.nbytes)
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in orig_model.parameters() if not p.is_meta]
+    return sum(tensor.numel() for tensor in local if tensor.untyped_storage().nbytes() >= tensor.nbytes)
 
 
 def some_batches(rt: runtime.Runtime) -> tuple[Layout, Batches]:
@@ -117,7 +117,7 @@ def some_batches(rt: runtime.Runtime) -> tuple[Layout, Batches]:
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
     micro = min(2, 8 // (rt.data_world_size * rt.topology.stages))  # at least as many micro-batches as stages
     layout = make_layout_of("packed", examples.lengths, micro=micro, world_size=rt.data_world_size)
-    batches = Batches(StepDataset(examples, layout, RankRows(rt.data_rank, part_of(rt.topology, rt.rank))), seed=0)
+    batches = Batches(StepDataset(examples, layout, RankRows(rt.data_rank, row_shard(rt.topology, rt.rank))), seed=0)
     return layout, batches
 
 
@@ -163,13 +163,13 @@ def train(
         values = validate(model, {"val": make_examples([5, 9, 13, 30, 31, 2, 7])}, layout, 0, rt)
         hook.remove()
         reshard(orig_model)
-    weights = {name: whole.double().square().sum().item() for name, whole in whole_parameters(orig_model)}
+    weights = {name: whole.double().square().sum().item() for name, whole in full_parameters(orig_model)}
     return {
         "rows": rows,
         "flags": flags,
         "val": values,
         "weights": weights,
-        "pieces": in_memory(orig_model),
+        "local_elements": in_memory(orig_model),
         "evaluated": max(evaluated),
         "same": asdict(same),
         **counts,

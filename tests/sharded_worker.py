@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import make_examples, make_layout_of, over_ranks, whole_parameters
+from helpers import full_parameters, make_examples, make_layout_of, over_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from sftkit.config.schema import EvalConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.shard import RankRows, part_of
+from sftkit.data.shard import RankRows, row_shard
 from sftkit.data.types import Row
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import ConfigError
@@ -71,7 +71,7 @@ def start() -> Runtime:
 
 def gathered(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Every parameter and buffer, whole."""
-    return {name: t.detach().clone() for name, t in [*whole_parameters(orig_model), *orig_model.named_buffers()]}
+    return {name: t.detach().clone() for name, t in [*full_parameters(orig_model), *orig_model.named_buffers()]}
 
 
 class Job:
@@ -99,7 +99,7 @@ class Job:
         examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
         self.layout = make_layout_of("packed", examples.lengths, world_size=self.rt.data_world_size)
         self.batches = Batches(
-            StepDataset(examples, self.layout, RankRows(self.rt.data_rank, part_of(self.rt.topology, self.rt.rank))),
+            StepDataset(examples, self.layout, RankRows(self.rt.data_rank, row_shard(self.rt.topology, self.rt.rank))),
             seed=0,
         )
 
@@ -204,8 +204,8 @@ def choices_task() -> Task[Choices, Likelihoods]:
         for i, word in enumerate(words)
     )
 
-    def judge(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
-        return [{"acc": float(max(g.sums) == g.sums[a.gold[0]])} for a, g in zip(asked, given, strict=True)]
+    def judge(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
+        return [{"acc": float(max(g.sums) == g.sums[a.gold[0]])} for a, g in zip(examples, outputs, strict=True)]
 
     return Task("words", examples, judge, "acc", 1 / 3, {})
 

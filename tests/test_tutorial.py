@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 "What a reader types, but for the installation."
 _FILE = re.compile(r"^cat > (\S+) <<'(\w+)'\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
-FILES = {found[1]: found[3] for block in BLOCKS for found in _FILE.finditer(block)}
+FILES = {match[1]: match[3] for block in BLOCKS for match in _FILE.finditer(block)}
 "The files that the reader writes, by path."
 COMMANDS = [line for block in BLOCKS for line in _FILE.sub("", block).splitlines() if line]
 PROGRAMS = {"python": sys.executable, "sftkit": f"{sys.executable} -m sftkit"}
@@ -75,7 +75,7 @@ def test_the_commands_of_the_page_end_with_a_model_that_answers(tmp_path: Path) 
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     said = ""
     for block in BLOCKS:
-        typed = re.sub(r"\.venv/bin/(sftkit|python)", lambda found: PROGRAMS[found[1]], block)
+        typed = re.sub(r"\.venv/bin/(sftkit|python)", lambda match: PROGRAMS[match[1]], block)
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", typed],
             cwd=tmp_path,

@@ -23,7 +23,7 @@ from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig
 from sftkit.data.collate import IGNORE, collate
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import BatchShape
-from sftkit.data.shard import WHOLE, RankRows, RowShard
+from sftkit.data.shard import FULL_ROW, RankRows, RowShard
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
@@ -201,14 +201,19 @@ DOCUMENTS = [[[200]], [[100], [1], []], [[1, 1, 130, 5], [64, 64]], [[3, 40, 77,
 
 
 def attention(
-    backend: str, rows: Sequence[Sequence[int]], heads: tuple[int, int], dtype: torch.dtype, device: str, part: RowShard
+    backend: str,
+    rows: Sequence[Sequence[int]],
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    device: str,
+    shard: RowShard,
 ) -> list[torch.Tensor]:
     """Outputs and gradients at all positions, padding too; of chunks the gradients of whole rows' keys."""
     lengths = [n for row in rows for n in row]
     numbers = iter(range(len(lengths)))
     recipe = tuple(tuple(next(numbers) for _ in row) for row in rows)
     batch = collate(
-        make_examples(lengths), recipe, BatchShape(200, max_docs=8 * len(rows), max_doc_length=200), part=part
+        make_examples(lengths), recipe, BatchShape(200, max_docs=8 * len(rows), max_doc_length=200), shard=shard
     ).to(torch.device(device))
     generator = torch.Generator(device).manual_seed(0)
     leaves = [
@@ -234,15 +239,17 @@ ON_CUDA = [("cuda", backend, heads) for backend in ("fa4", "varlen", "reference"
 )
 @both_dtypes
 def test_attention_of_rows_with_padding(device: str, backend: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    if backend in ("fa4", "varlen") and (why := flash.unsupported_reason(backend, torch.device(device), dtype)):
-        pytest.skip(why)
-    parts = [WHOLE] if backend in ("flex", "sdpa") else [WHOLE, RowShard("chunks", 0, 2), RowShard("chunks", 1, 2)]
+    if backend in ("fa4", "varlen") and (reason := flash.unsupported_reason(backend, torch.device(device), dtype)):
+        pytest.skip(reason)
+    shards = (
+        [FULL_ROW] if backend in ("flex", "sdpa") else [FULL_ROW, RowShard("chunks", 0, 2), RowShard("chunks", 1, 2)]
+    )
     for rows in DOCUMENTS[-1:] if backend == "flex" else DOCUMENTS:  # each shape is compiled for flex
         if backend == "sdpa" and max(map(len, rows)) > 1:
             continue  # rows of one document
-        for part in parts:
+        for shard in shards:
             same_when_planted(
-                lambda r=rows, p=part: attention(backend, r, heads, dtype, device, p),
+                lambda r=rows, p=shard: attention(backend, r, heads, dtype, device, p),
                 tolerance=0.0 if device == "cpu" else 0.01,
             )
 
@@ -290,7 +297,7 @@ def test_weights_and_states_of_an_optimizer(name: str, dtype: torch.dtype, devic
                 p.grad = torch.randn(p.shape, generator=generator).to(p)
             optimizer.update(1e-2, torch.tensor(0.5, device=device))
         states = [torch.as_tensor(value) for p in model.parameters() for value in optimizer.state[p].values()]
-        plain = [part for s in states for part in ((s.codes, s.scale) if hasattr(s, "codes") else (s,))]
+        plain = [tensor for s in states for tensor in ((s.codes, s.scale) if hasattr(s, "codes") else (s,))]
         return [t.detach().clone() for t in (*model.parameters(), *plain)]
 
     same_when_planted(updated)
@@ -301,16 +308,16 @@ LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 
 @pytest.mark.parametrize("kind", ["packed", "bucketed", "fixed"])
 @pytest.mark.parametrize(
-    "part", [WHOLE, RowShard("chunks", 1, 2), RowShard("columns", 0, 2)], ids=lambda part: part.kind
+    "shard", [FULL_ROW, RowShard("chunks", 1, 2), RowShard("columns", 0, 2)], ids=lambda shard: shard.kind
 )
 @every_device
-def test_batches_and_later_ones_do_not_write_into_earlier_ones(kind: str, part: RowShard, device: str) -> None:
+def test_batches_and_later_ones_do_not_write_into_earlier_ones(kind: str, shard: RowShard, device: str) -> None:
     def collated() -> list[torch.Tensor]:
         examples = make_examples(LENGTHS)
         found = []
         for rank in range(2):
             layout = make_layout_of(kind, examples.lengths, world_size=2)
-            for step in Batches(StepDataset(examples, layout, RankRows(rank, part)), seed=0).steps(0, 4):
+            for step in Batches(StepDataset(examples, layout, RankRows(rank, shard)), seed=0).steps(0, 4):
                 for batch in step.micro_batches:
                     tensors = batch.to(torch.device(device)).tensors()
                     found += [(tensor, tensor.clone()) for tensor in (*batch.tensors(), *tensors)]

@@ -65,12 +65,12 @@ def table(results: dict[str, Any] | None) -> str:
     env, runs = results["environment"], results["runs"]
     parts = [f"{env['device']}, torch {env['packages']['torch']}, {results['new_tokens']} new tokens for each row."]
     for name, title in TITLES.items():
-        found = [cells(run) for run in runs if run["task"] == name and not run["exact"]]
-        parts.append(f"**{title}**\n\n" + lines(COLUMNS, found))
-    found = [exact(run) for run in runs if run["exact"]]
+        rows = [cells(run) for run in runs if run["task"] == name and not run["exact"]]
+        parts.append(f"**{title}**\n\n" + lines(COLUMNS, rows))
+    rows = [exact(run) for run in runs if run["exact"]]
     parts.append(
         f"**The same texts as eager steps: fp32, {results['exact_layers']} layers, {results['exact_tokens']} tokens**\n\n"
-        + lines(("model", "way", "same texts"), found)
+        + lines(("model", "way", "same texts"), rows)
     )
     return "\n" + "\n\n".join(parts) + "\n\n"
 
@@ -79,7 +79,7 @@ def main() -> None:
     """Rebuild the tables of README.md."""
     readme = HERE / "README.md"
     made = table(json.loads(RESULTS.read_text()) if RESULTS.exists() else None)
-    readme.write_text(MARKS.sub(lambda found: f"{found[1]}{made}{found[2]}", readme.read_text()))
+    readme.write_text(MARKS.sub(lambda match: f"{match[1]}{made}{match[2]}", readme.read_text()))
 
 
 if __name__ == "__main__":

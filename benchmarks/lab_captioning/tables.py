@@ -99,7 +99,7 @@ def main() -> None:
     """Rebuild the tables of README.md."""
     readme = HERE / "README.md"
     made = tables(HERE)
-    readme.write_text(MARKS.sub(lambda found: f"{found[1]}\n{made}\n{found[2]}", readme.read_text()))
+    readme.write_text(MARKS.sub(lambda match: f"{match[1]}\n{made}\n{match[2]}", readme.read_text()))
 
 
 if __name__ == "__main__":

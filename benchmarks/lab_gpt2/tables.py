@@ -21,8 +21,10 @@ MARKS = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
 
 def results(folder: Path) -> dict[str, dict]:
     """Return the newest row of each run."""
-    files = sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda found: found["started"])
-    return {row["name"]: row for found in files for row in found["runs"]}
+    files = sorted(
+        (json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda result: result["started"]
+    )
+    return {row["name"]: row for result in files for row in result["runs"]}
 
 
 def cells(layout: str, how: str, rows: dict[str, dict]) -> list[str]:
@@ -65,7 +67,7 @@ def main() -> None:
     """Rebuild the tables of README.md."""
     readme = HERE / "README.md"
     made = tables(results(HERE / "results"))
-    readme.write_text(MARKS.sub(lambda found: f"{found[1]}\n{made}\n{found[2]}", readme.read_text()))
+    readme.write_text(MARKS.sub(lambda match: f"{match[1]}\n{made}\n{match[2]}", readme.read_text()))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def rebuilt(page: str, results: dict[str, Any]) -> str:
     """Return the page, with each table made of the raw numbers."""
-    return BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]](results)}\n\n{found[3]}", page)
+    return BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]](results)}\n\n{match[3]}", page)
 
 
 def main() -> None:

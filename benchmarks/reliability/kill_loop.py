@@ -237,9 +237,9 @@ def unmeasured(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows(path)]
 
 
-def differences(whole: Path, other: Path, steps: int) -> list[str]:
+def differences(uninterrupted: Path, other: Path, steps: int) -> list[str]:
     """Return what of the ends of two runs is not the same."""
-    there, here = (step_dir(run_dir, steps) for run_dir in (whole, other))
+    there, here = (step_dir(run_dir, steps) for run_dir in (uninterrupted, other))
     hashes = [json.loads((folder / MANIFEST).read_text())["files"] for folder in (there, here)]
     found = [
         f"{name}: not the same bytes"
@@ -257,7 +257,7 @@ def differences(whole: Path, other: Path, steps: int) -> list[str]:
     found += [
         f"{name}: not the same lines"
         for name in (METRICS_FILE, EVALS)
-        if unmeasured(whole / name) != unmeasured(other / name)
+        if unmeasured(uninterrupted / name) != unmeasured(other / name)
     ]
     left = sorted(unfinished(other)) + sorted(path.name for path in other.glob("*.tmp"))
     return [*found, *(f"{name}: left" for name in left)]

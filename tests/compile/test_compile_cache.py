@@ -135,13 +135,13 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("why", DAMAGES)
-def test_a_file_that_is_no_use_is_a_warning_and_then_replaced(tmp_path: Path, fake_torch, caplog, why: str) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_no_use_is_a_warning_and_then_replaced(tmp_path: Path, fake_torch, caplog, damage: str) -> None:
     file = tmp_path / "x.compiled"
     compile_cache.save(str(file), KEY, writes=True)
-    file.write_bytes(DAMAGES[why](file.read_bytes()))
+    file.write_bytes(DAMAGES[damage](file.read_bytes()))
     assert compile_cache.load(str(file), KEY) == "cold compile"
-    assert why.strip() in caplog.text
+    assert damage.strip() in caplog.text
     assert fake_torch == []
     compile_cache.save(str(file), KEY, writes=True)
     assert compile_cache.load(str(file), KEY).startswith("compiled code from")

@@ -30,7 +30,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "found"),
+    ("names", "expected"),
     [
         (("tags", "bucket"), []),
         (("tags", "bucket", "codegen"), []),
@@ -41,8 +41,10 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         (("codegen",), ["codegen needs tags before it"]),
     ],
 )
-def test_a_list_of_passes_is_refused_with_what_is_wrong(known: None, names: tuple[str, ...], found: list[str]) -> None:
-    assert list(problems(names)) == found
+def test_a_list_of_passes_is_refused_with_what_is_wrong(
+    known: None, names: tuple[str, ...], expected: list[str]
+) -> None:
+    assert list(problems(names)) == expected
 
 
 def test_every_pass_names_a_stage_and_known_others() -> None:

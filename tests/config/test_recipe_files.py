@@ -25,17 +25,17 @@ EXPECTED = {
     *(f"{model}/sft.yaml" for model in ("llama_3_2_1b", "llama_3_2_3b", "llama_3_1_8b", "smollm3_3b", "olmo_2_1b")),
 }
 ALL = sorted(str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").rglob("*.yaml"))
-FOUND = [name for name in ALL if not name.startswith("shared/")]
+PUBLISHED = [name for name in ALL if not name.startswith("shared/")]
 MOST_PROCESSES = {"lab/gpt2_compile/compiled.yaml": 2, "lab/gpt2_compile/eager.yaml": 2}
 "Of recipes for so few that more cannot share their rows."
 
 
 def test_the_documented_recipes_exist():
-    assert set(FOUND) >= EXPECTED
+    assert set(PUBLISHED) >= EXPECTED
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_recipes_are_valid(name: str, world_size: int):
     read_config(ROOT / "recipes" / name, world_size=min(world_size, MOST_PROCESSES.get(name, world_size)))
 

@@ -39,7 +39,7 @@ def test_the_launchers_variables_name_the_mesh(
     found = read_topology(environ, world_size)
     assert found == topology
     assert found.world_size == world_size
-    assert found.row_ranks * found.parts == world_size
+    assert found.row_ranks * found.ranks_per_row == world_size
     assert found.describe() == described
 
 

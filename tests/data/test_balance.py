@@ -118,10 +118,10 @@ def test_ranks_have_about_the_same_attention_work_in_each_micro_batch_and_step(
 
 def test_the_heaviest_share_of_a_micro_batch_goes_to_the_rank_with_the_least_work_so_far() -> None:
     costs = np.array([1, 40, 9, 50, 5, 40, 9, 10])
-    dealt = assign_rows(costs, accumulation=2, ranks=2)
-    assert sorted(dealt.ravel().tolist()) == list(range(8))
-    assert costs[dealt].tolist() == [[[40, 40], [50, 10]], [[9, 1], [9, 5]]]
-    assert skew(costs, dealt) == pytest.approx(90 / 82)
+    assigned = assign_rows(costs, accumulation=2, ranks=2)
+    assert sorted(assigned.ravel().tolist()) == list(range(8))
+    assert costs[assigned].tolist() == [[[40, 40], [50, 10]], [[9, 1], [9, 5]]]
+    assert skew(costs, assigned) == pytest.approx(90 / 82)
 
 
 def test_padding_costs_what_kernels_compute_for_it() -> None:

@@ -16,7 +16,7 @@ from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
 from sftkit.data import caption, images, sources, stages
 from sftkit.data.demo.pictures import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
 from sftkit.data.pack import DocumentLengths, make_layout, pack
-from sftkit.data.rows import convert, require_conversation, require_given, require_text
+from sftkit.data.rows import convert, require_conversation, require_source_and_texts, require_text
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import train_tokenizer, training_texts
@@ -26,7 +26,7 @@ ORIENTATION = 0x0112
 "The tag of EXIF that says how a camera was held."
 
 
-def folder_of(path: Path, rows: list[dict[str, object]]) -> SourceConfig:
+def caption_folder(path: Path, rows: list[dict[str, object]]) -> SourceConfig:
     """A folder with two pictures, and rows about them."""
     path.mkdir(exist_ok=True)
     for i, name in enumerate(("a.png", "b.png")):
@@ -82,7 +82,7 @@ def test_a_caption_begins_with_a_token_that_is_no_target_and_ends_with_eos(token
     words = tokenizer("A cat.", add_special_tokens=False)["input_ids"]
     assert found.ids.tolist() == [caption.start_id(tokenizer), *words, tokenizer.eos_token_id]
     assert found.is_target.tolist() == [False] + [True] * (len(words) + 1)
-    assert found.given == "a.png"
+    assert found.encoder_source == "a.png"
 
 
 @pytest.mark.parametrize(("too_long", "note"), [("truncate", "truncated"), ("drop", "dropped_too_long")])
@@ -97,13 +97,13 @@ def test_long_captions_are_cut_or_dropped_and_counted(tokenizer, too_long: str, 
 
 def test_a_folder_of_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
     rows = [{"file_name": "a.png", "text": "Noise."}, {"image": "b.png", "captions": ["Other noise.", "Snow."]}]
-    examples = load(tmp_path, tokenizer, folder_of(tmp_path / "data", rows))
+    examples = load(tmp_path, tokenizer, caption_folder(tmp_path / "data", rows))
     a, b = (str(tmp_path / "data" / name) for name in ("a.png", "b.png"))
-    assert list(examples.given) == [a, b, b]
+    assert list(examples.encoder_sources) == [a, b, b]
     again = load(tmp_path, tokenizer, SourceConfig(path=str(tmp_path / "data")))
-    assert list(again.given) == [a, b, b]  # from the cache
+    assert list(again.encoder_sources) == [a, b, b]  # from the cache
     assert isinstance(again.ids, np.memmap)
-    found = images.load(again.given, "pixel_values", SIZE, tmp_path / "cache")
+    found = images.load(again.encoder_sources, "pixel_values", SIZE, tmp_path / "cache")
     pixels = found.arrays["pixel_values"]
     assert isinstance(pixels, np.memmap)
     assert (pixels.shape, pixels.dtype, found.index.tolist()) == ((2, *SIZE), np.uint8, [0, 1, 1])
@@ -113,7 +113,7 @@ def test_a_folder_of_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
 
 
 def test_pictures_are_read_once_and_again_when_a_file_or_the_size_changes(tmp_path: Path, monkeypatch) -> None:
-    folder_of(tmp_path, [])
+    caption_folder(tmp_path, [])
     names, read, seen = [str(tmp_path / "a.png"), str(tmp_path / "b.png")], images.read, []
     monkeypatch.setattr(images, "read", lambda name, size: seen.append(name) or read(name, size))
 
@@ -164,7 +164,7 @@ def test_more_than_eight_bits_are_refused_and_not_made_white(tmp_path: Path) -> 
 
 def test_a_broken_file_is_named_whatever_its_reader_raises(tmp_path: Path, monkeypatch) -> None:
     """Of some broken files Pillow raises SyntaxError or struct.error."""
-    folder_of(tmp_path, [])
+    caption_folder(tmp_path, [])
 
     def broken(_: object) -> None:
         raise SyntaxError("broken PNG file")
@@ -177,7 +177,7 @@ def test_a_broken_file_is_named_whatever_its_reader_raises(tmp_path: Path, monke
 def test_a_large_picture_is_read_without_a_word_and_one_that_may_be_an_attack_is_refused(
     tmp_path: Path, monkeypatch
 ) -> None:
-    folder_of(tmp_path, [])  # 40 x 60
+    caption_folder(tmp_path, [])  # 40 x 60
     monkeypatch.setattr(images.Image, "MAX_IMAGE_PIXELS", 1300)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -188,7 +188,7 @@ def test_a_large_picture_is_read_without_a_word_and_one_that_may_be_an_attack_is
 
 
 def test_all_pictures_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
-    folder_of(tmp_path, [])
+    caption_folder(tmp_path, [])
     for i in range(7):
         (tmp_path / f"bad{i}.png").write_bytes(b"no picture")
     names = [str(tmp_path / name) for name in ("gone.png", "a.png", *(f"bad{i}.png" for i in range(7)))]
@@ -203,22 +203,22 @@ def test_all_pictures_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> No
 def test_what_cannot_be_used_is_named(tmp_path: Path, tokenizer) -> None:
     data = tmp_path / "data"
     with pytest.raises(DataError, match=r"captions.jsonl:1: .*/c.png: no such picture"):
-        load(tmp_path, tokenizer, folder_of(data, [{"image": "c.png", "caption": "Nothing."}]))
+        load(tmp_path, tokenizer, caption_folder(data, [{"image": "c.png", "caption": "Nothing."}]))
     with pytest.raises(DataError, match=r"captions.jsonl:1: captions is neither a text nor a list of texts"):
-        load(tmp_path, tokenizer, folder_of(data, [{"image": "a.png", "captions": [1]}]))
+        load(tmp_path, tokenizer, caption_folder(data, [{"image": "a.png", "captions": [1]}]))
     with pytest.raises(DataError, match=r"neither a picture with captions .* nor a question with its answer"):
-        load(tmp_path, tokenizer, folder_of(data, [{"text": "No picture."}]))
+        load(tmp_path, tokenizer, caption_folder(data, [{"text": "No picture."}]))
     (data / "a.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"a.png: cannot be read as a picture"):
         images.load([str(data / "a.png")], "pixel_values", SIZE, tmp_path)
-    folder_of(data, [])
+    caption_folder(data, [])
     row = convert({"file_name": "a.png", "text": "Noise."}, f"{data}/captions.jsonl:1")
     with pytest.raises(DataError, match=r"captions.jsonl:1: a picture with captions, which are for caption_train.py"):
         require_text(row)
     named = convert({"file_name": "main.py", "text": "print()"}, f"{data}/code.jsonl:1")  # of a corpus of texts
     assert require_text(named) == "print()"
     with pytest.raises(DataError, match=r"code.jsonl:1: .*/main.py: no such picture"):
-        require_given(named)
+        require_source_and_texts(named)
     row = Row("x:1", image="a.png", captions=("Noise.",))
     for refuse in (require_text, require_conversation):
         with pytest.raises(DataError, match=r"x:1: a picture with captions, which are for caption_train.py"):
@@ -228,8 +228,10 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tokenizer) -> None:
 
 
 def test_a_question_and_its_answer_are_a_text_to_read_and_one_to_write(tmp_path: Path, tokenizer) -> None:
-    examples = load(tmp_path, tokenizer, folder_of(tmp_path / "data", [{"prompt": "Capital?", "completion": "Paris."}]))
-    assert list(examples.given) == ["Capital?"]
+    examples = load(
+        tmp_path, tokenizer, caption_folder(tmp_path / "data", [{"prompt": "Capital?", "completion": "Paris."}])
+    )
+    assert list(examples.encoder_sources) == ["Capital?"]
     assert tokenizer.decode(examples.ids[1:-1]) == "Paris."
 
 
@@ -249,6 +251,12 @@ def test_rows_have_as_many_captions_as_leave_few_places_for_pictures_empty() -> 
 @pytest.mark.skipif(not (SHARED_DATA / "images").is_dir(), reason="no shared data")
 def test_real_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
     examples = load(tmp_path, tokenizer, SourceConfig(path=str(SHARED_DATA / "images")))
-    found = images.load(examples.given, "pixel_values", (3, 64, 64), tmp_path / "cache")
+    found = images.load(examples.encoder_sources, "pixel_values", (3, 64, 64), tmp_path / "cache")
     assert isinstance(found, EncoderInputs)
-    assert len(examples) == len(found.index) > len(found.arrays["pixel_values"]) == len(set(examples.given)) >= 10
+    assert (
+        len(examples)
+        == len(found.index)
+        > len(found.arrays["pixel_values"])
+        == len(set(examples.encoder_sources))
+        >= 10
+    )

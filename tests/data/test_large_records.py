@@ -182,12 +182,12 @@ def test_a_text_in_pieces_has_the_tokens_of_one_call(
     whole = encode.encode(tokenizer, text)
     monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 150)
     pieces, some = encode.encode(tokenizer, text), encode.encode(tokenizer, text, enough=40)
-    assert (pieces.whole, len(some.ids) >= 40) == (True, True)
+    assert (pieces.complete, len(some.ids) >= 40) == (True, True)
     for one, other, first in zip(whole[:3], pieces[:3], some[:3], strict=True):
         assert one.tolist() == other.tolist()
         assert one[: len(first)].tolist() == first.tolist()
     if text is MIXED:
-        assert not some.whole
+        assert not some.complete
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "qwen3", "marks_without_end"])
@@ -213,7 +213,13 @@ def test_what_lies_far_beyond_max_length_is_counted_without_being_tokenized(
             for too_long in ("truncate", "drop")
         ]
         return [
-            ([e.ids.tolist() for e in f.examples], [e.is_target.tolist() for e in f.examples], f.counts, f.note, f.why)
+            (
+                [e.ids.tolist() for e in f.examples],
+                [e.is_target.tolist() for e in f.examples],
+                f.counts,
+                f.note,
+                f.details,
+            )
             for f in found
         ]
 

@@ -23,8 +23,8 @@ ASK = {"role": "user", "content": "And?"}
 THREE = [ASK, A, ASK, B, ASK, C]
 
 
-def learned(found: Tokenized, tokenizer) -> list[str]:
-    (example,) = found.examples
+def learned(result: Tokenized, tokenizer) -> list[str]:
+    (example,) = result.examples
     text = tokenizer.decode(example.ids[example.is_target].tolist())
     return [part for part in text.split("<|im_end|>") if part]
 
@@ -39,9 +39,9 @@ def tokenized(raw: dict[str, Any], tokenizer, **settings: Any) -> Tokenized:
 
 
 def test_of_prompt_and_completion_only_the_completion_is_learned(tokenizer) -> None:
-    found = tokenized({"prompt": THREE[:5], "completion": THREE[5:]}, tokenizer)
-    assert learned(found, tokenizer) == ["Answer c."]
-    assert found.counts["not_learned_prompt"] == 2
+    result = tokenized({"prompt": THREE[:5], "completion": THREE[5:]}, tokenizer)
+    assert learned(result, tokenizer) == ["Answer c."]
+    assert result.counts["not_learned_prompt"] == 2
     assert learned(tokenized({"prompt": THREE[:3], "completion": THREE[3:]}, tokenizer), tokenizer) == [
         "Answer b.",
         "Answer c.",
@@ -61,13 +61,13 @@ def test_mid_training_learns_the_prompt_too(tokenizer) -> None:
 @pytest.mark.parametrize("targets", ["assistant", "all"])
 def test_an_answer_that_is_marked_is_not_learned(tokenizer, mark: dict[str, Any], targets: str) -> None:
     messages = [ASK, A, ASK, {**B, **mark}, ASK, C]
-    found = tokenized({"messages": messages}, tokenizer, targets=targets)
-    (example,) = found.examples
+    result = tokenized({"messages": messages}, tokenizer, targets=targets)
+    (example,) = result.examples
     text = tokenizer.decode(example.ids[example.is_target].tolist())
     assert "Answer a." in text
     assert "Answer b." not in text
     assert "Answer c." in text
-    assert found.counts["not_learned_marked"] == 1
+    assert result.counts["not_learned_marked"] == 1
     assert ("And?" in text) == (targets == "all")
 
 
@@ -79,13 +79,13 @@ def test_marks_that_ask_for_learning_change_nothing(tokenizer) -> None:
 
 
 def test_after_the_last_answer_that_is_learned_a_document_ends(tokenizer) -> None:
-    found = tokenized({"messages": [ASK, A, ASK, {**B, "weight": 0}]}, tokenizer)
-    assert "Answer b." not in tokenizer.decode(found.examples[0].ids)
+    result = tokenized({"messages": [ASK, A, ASK, {**B, "weight": 0}]}, tokenizer)
+    assert "Answer b." not in tokenizer.decode(result.examples[0].ids)
 
 
 def test_a_record_of_which_nothing_may_be_learned_is_dropped_and_counted(tokenizer) -> None:
-    found = tokenized({"messages": [ASK, {**A, "train": False}]}, tokenizer)
-    assert (found.examples, found.note) == ([], "dropped_no_target")
+    result = tokenized({"messages": [ASK, {**A, "train": False}]}, tokenizer)
+    assert (result.examples, result.note) == ([], "dropped_no_target")
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_last_turn_learns_what_follows_the_last_user_message(tokenizer) -> None:
     assert learned(tokenized({"messages": THREE}, tokenizer, targets="last_turn"), tokenizer) == ["Answer c."]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     messages = [ASK, A, ASK, call, {"role": "tool", "content": "seen"}, C]
-    found = tokenized({"messages": messages}, tokenizer, targets="last_turn")
-    assert ["look" in part for part in learned(found, tokenizer)] == [True, False]
-    assert found.counts["not_learned_earlier_turn"] == 1
+    result = tokenized({"messages": messages}, tokenizer, targets="last_turn")
+    assert ["look" in part for part in learned(result, tokenizer)] == [True, False]
+    assert result.counts["not_learned_earlier_turn"] == 1
 
 
 # ---- what Arrow adds -------------------------------------------------------------------------------------------------
@@ -134,9 +134,9 @@ SCHEMAS = [
 def test_a_parquet_file_gives_the_rows_that_were_written(tmp_path: Path) -> None:
     written = [{"messages": m, "tools": t} for m, t in zip(CALLS, SCHEMAS, strict=True)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), tmp_path / "calls.parquet")
-    found = list(sources.read(SourceConfig(path=str(tmp_path / "calls.parquet"))))
-    assert [row.messages for row in found] == CALLS
-    assert [row.tools for row in found] == SCHEMAS
+    records = list(sources.read(SourceConfig(path=str(tmp_path / "calls.parquet"))))
+    assert [row.messages for row in records] == CALLS
+    assert [row.tools for row in records] == SCHEMAS
 
 
 def test_a_hub_dataset_gives_the_rows_that_were_written() -> None:
@@ -212,14 +212,14 @@ def test_arguments_that_tokenizing_gives_are_none_of_a_record() -> None:
 def test_marks_and_reasoning_of_sharegpt_turns_are_kept(tokenizer) -> None:
     ask, bad = {"from": "human", "value": "And?"}, {"from": "gpt", "value": "Bad.", "weight": 0}
     good = {"from": "gpt", "value": "Good.", "reasoning_content": "Because."}
-    found = tokenized({"conversations": [ask, bad, ask, good]}, tokenizer)
-    assert learned(found, tokenizer) == ["<think>\nBecause.\n</think>\n\nGood."]
-    assert found.counts["not_learned_marked"] == 1
+    result = tokenized({"conversations": [ask, bad, ask, good]}, tokenizer)
+    assert learned(result, tokenizer) == ["<think>\nBecause.\n</think>\n\nGood."]
+    assert result.counts["not_learned_marked"] == 1
 
 
 def test_the_last_turn_is_the_last_one_with_an_answer(tokenizer) -> None:
-    found = tokenized({"messages": [*THREE, ASK]}, tokenizer, targets="last_turn")
-    assert learned(found, tokenizer) == ["Answer c."]
+    result = tokenized({"messages": [*THREE, ASK]}, tokenizer, targets="last_turn")
+    assert learned(result, tokenizer) == ["Answer c."]
 
 
 @pytest.mark.parametrize("key", [2, "2"])

@@ -12,7 +12,7 @@ from sftkit.data.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up
 from sftkit.data.epoch import plan_epoch
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import BatchShape, DocumentLengths, Layout, make_layout
-from sftkit.data.shard import WHOLE, RankRows, RowShard, check_part
+from sftkit.data.shard import FULL_ROW, RankRows, RowShard, check_row_shard
 from sftkit.errors import ConfigError
 
 LENGTHS = np.random.default_rng(5).integers(1, 49, 200)
@@ -26,13 +26,13 @@ def layout(kind: str = "packed", max_length: int = 48, lengths: np.ndarray = LEN
     return make_layout(data, train, DocumentLengths(lengths, max_length))
 
 
-def parts_of(kind: str, count: int) -> list[RowShard]:
+def shards_of(kind: str, count: int) -> list[RowShard]:
     return [RowShard(kind, index, count) for index in range(count)]  # type: ignore[arg-type]
 
 
-def micro_batches(made: Layout, part: RowShard = WHOLE, share: float = 0.5) -> list[Batch]:
+def micro_batches(made: Layout, shard: RowShard = FULL_ROW, share: float = 0.5) -> list[Batch]:
     batches = Batches(
-        StepDataset(make_examples(LENGTHS.tolist(), target_share=share), made, RankRows(part=part)), seed=0
+        StepDataset(make_examples(LENGTHS.tolist(), target_share=share), made, RankRows(shard=shard)), seed=0
     )
     return [batch for step in batches.steps(0, batches.num_steps(1)) for batch in step.micro_batches]
 
@@ -40,13 +40,13 @@ def micro_batches(made: Layout, part: RowShard = WHOLE, share: float = 0.5) -> l
 def split_rows(kind: str, count: int) -> list[tuple[Batch, list[Batch]]]:
     """(whole, its parts) for every micro-batch of an epoch, the last with empty rows."""
     made = layout(row_length=96)
-    parts = [micro_batches(made, part) for part in parts_of(kind, count)]
-    return list(zip(micro_batches(made), map(list, zip(*parts, strict=True)), strict=True))
+    shards = [micro_batches(made, shard) for shard in shards_of(kind, count)]
+    return list(zip(micro_batches(made), map(list, zip(*shards, strict=True)), strict=True))
 
 
-def joined(local: list[torch.Tensor], parts: list[RowShard], row_length: int) -> torch.Tensor:
+def joined(local: list[torch.Tensor], shards: list[RowShard], row_length: int) -> torch.Tensor:
     """[B, T] from the [B, T / n] of all parts; every column must come exactly once."""
-    columns = np.concatenate([part.columns(row_length) for part in parts])
+    columns = np.concatenate([shard.columns(row_length) for shard in shards])
     assert sorted(columns.tolist()) == list(range(row_length))
     return torch.cat(local, 1)[:, np.argsort(columns)]
 
@@ -58,12 +58,12 @@ def named(batch: Batch) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("kind", "count"), SPLITS)
 def test_the_parts_of_all_processes_make_the_whole_batch(kind: str, count: int) -> None:
-    parts = parts_of(kind, count)
+    shards = shards_of(kind, count)
     for whole, local in split_rows(kind, count):
         row_length = whole.inputs["input_ids"].shape[1]
         names = ("input_ids", "targets", "position_ids") if kind == "chunks" else ("input_ids", "targets")
         for name in names:
-            assert torch.equal(joined([named(b)[name] for b in local], parts, row_length), named(whole)[name]), name
+            assert torch.equal(joined([named(b)[name] for b in local], shards, row_length), named(whole)[name]), name
         for batch in local:
             shared = ("doc_ids", "cu_seqlens") if kind == "chunks" else ("doc_ids", "cu_seqlens", "position_ids")
             assert all(torch.equal(named(batch)[name], named(whole)[name]) for name in shared)
@@ -75,8 +75,8 @@ def test_columns_are_consecutive_and_chunks_an_early_and_a_late_one() -> None:
     assert RowShard("columns", 1, 3).columns(12).tolist() == [4, 5, 6, 7]
     assert RowShard("chunks", 1, 3).columns(12).tolist() == [2, 3, 8, 9]
     assert RowShard("chunks", 2, 3).columns(12).tolist() == [4, 5, 6, 7]
-    for part in parts_of("chunks", 3):
-        causal = part.columns(120) + 1
+    for shard in shards_of("chunks", 3):
+        causal = shard.columns(120) + 1
         assert causal.sum() == 120 * 121 // 2 // 3  # the same work for all where a document fills the row
 
 
@@ -92,7 +92,9 @@ def test_targets_of_all_parts_add_up_and_each_is_projected_where_it_lies(kind: s
 
 def test_a_part_without_targets_still_projects_something() -> None:
     examples = make_examples([700])
-    batch = collate(examples, ((0,),), BatchShape(2048, max_docs=3, max_doc_length=704), part=RowShard("columns", 1, 2))
+    batch = collate(
+        examples, ((0,),), BatchShape(2048, max_docs=3, max_doc_length=704), shard=RowShard("columns", 1, 2)
+    )
     assert (batch.num_targets, len(batch.target_index)) == (0, TARGET_MULTIPLE)
     assert batch.target_index.max() < 1024
 
@@ -123,9 +125,9 @@ def test_chunks_attend_as_their_positions_do_in_whole_rows(count: int) -> None:
     for whole, local in split_rows("chunks", count):
         expected = visible_by_documents(whole)
         rows, row_length = whole.inputs["input_ids"].shape
-        for part, batch in zip(parts_of("chunks", count), local, strict=True):
+        for shard, batch in zip(shards_of("chunks", count), local, strict=True):
             assert batch.columns is not None
-            assert batch.columns.tolist() == part.columns(row_length).tolist()
+            assert batch.columns.tolist() == shard.columns(row_length).tolist()
             for chunk, columns in enumerate(batch.columns.view(2, -1)):
                 positions = (torch.arange(rows)[:, None] * row_length + columns).flatten()
                 assert torch.equal(visible_by_cu_seqlens(batch, chunk), expected[positions])
@@ -154,7 +156,7 @@ def test_a_document_across_chunks_by_hand() -> None:
         make_examples([5, 3, 2]),
         ((0, 1), (2,)),
         BatchShape(8, max_docs=6, max_doc_length=6),
-        part=RowShard("chunks", 1, 2),
+        shard=RowShard("chunks", 1, 2),
     )
     assert batch.columns is not None
     assert batch.cu_seqlens_q is not None
@@ -169,22 +171,22 @@ def test_a_document_across_chunks_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "tensors"), [(WHOLE, 6), (RowShard("columns", 0, 2), 6), (RowShard("chunks", 0, 2), 9)]
+    ("shard", "tensors"), [(FULL_ROW, 6), (RowShard("columns", 0, 2), 6), (RowShard("chunks", 0, 2), 9)]
 )
-def test_every_tensor_of_a_part_moves(part: RowShard, tensors: int) -> None:
-    batch = warm_up_batch(2, BatchShape(64, max_docs=4, max_doc_length=64), 10, part=part)
+def test_every_tensor_of_a_part_moves(shard: RowShard, tensors: int) -> None:
+    batch = warm_up_batch(2, BatchShape(64, max_docs=4, max_doc_length=64), 10, shard=shard)
     moved = batch.to(torch.device("meta"))
     assert len(named(moved)) == len(moved.tensors()) == tensors
     assert all(tensor.is_meta for tensor in [*named(moved).values(), *moved.tensors()])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("part", [RowShard("columns", 1, 2), RowShard("chunks", 1, 2)])
-def test_warm_up_parts_have_the_shapes_of_the_runs_own(kind: str, part: RowShard) -> None:
+@pytest.mark.parametrize("shard", [RowShard("columns", 1, 2), RowShard("chunks", 1, 2)])
+def test_warm_up_parts_have_the_shapes_of_the_runs_own(kind: str, shard: RowShard) -> None:
     made = layout(kind, pad_multiple=8 if kind == "dynamic" else None)
-    seen = {tuple(batch.inputs["input_ids"].shape): batch for batch in micro_batches(made, part, share=1.0)}
+    seen = {tuple(batch.inputs["input_ids"].shape): batch for batch in micro_batches(made, shard, share=1.0)}
     for rows, row_length in made.shapes:
-        made_up = warm_up_batch(rows, made.batch_shape(rows, row_length), 10, part=part)
+        made_up = warm_up_batch(rows, made.batch_shape(rows, row_length), 10, shard=shard)
         assert made_up.num_targets == made_up.inputs["input_ids"].numel()
         own = seen.get((rows, row_length // 2))
         assert own is not None or made.dynamic
@@ -200,7 +202,7 @@ def test_warm_up_parts_have_the_shapes_of_the_runs_own(kind: str, part: RowShard
 
 
 @pytest.mark.parametrize(
-    ("made", "part", "message"),
+    ("made", "shard", "message"),
     [
         (layout(row_length=100), RowShard("chunks", 0, 4), r"data\.row_length: rows of 100 .* take 96 or 104"),
         (layout(max_length=50), RowShard("columns", 0, 4), r"data\.row_length: rows of 50 .* take 52$"),
@@ -215,15 +217,15 @@ def test_warm_up_parts_have_the_shapes_of_the_runs_own(kind: str, part: RowShard
     ],
 )
 def test_rows_that_do_not_split_evenly_are_an_error_with_the_nearest_that_do(
-    made: Layout, part: RowShard, message: str
+    made: Layout, shard: RowShard, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Batches(StepDataset(make_examples(LENGTHS.tolist()), made, RankRows(part=part)), seed=0)
+        Batches(StepDataset(make_examples(LENGTHS.tolist()), made, RankRows(shard=shard)), seed=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("part", [WHOLE, RowShard("columns", 0, 8), RowShard("chunks", 0, 4)])
-def test_what_passes_the_check_splits_in_every_row_of_an_epoch(kind: str, part: RowShard) -> None:
+@pytest.mark.parametrize("shard", [FULL_ROW, RowShard("columns", 0, 8), RowShard("chunks", 0, 4)])
+def test_what_passes_the_check_splits_in_every_row_of_an_epoch(kind: str, shard: RowShard) -> None:
     made = layout(kind, bucket_lengths=(16, 48) if kind == "bucketed" else None)
-    check_part(made, part)
-    assert all(batch.row_length % part.multiple == 0 for batch in plan_epoch(LENGTHS, made, 0, 0))
+    check_row_shard(made, shard)
+    assert all(batch.row_length % shard.multiple == 0 for batch in plan_epoch(LENGTHS, made, 0, 0))

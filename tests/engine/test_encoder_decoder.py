@@ -320,7 +320,7 @@ def test_what_the_encoder_takes_is_part_of_the_memory_plan() -> None:
 
 def test_texts_for_an_encoder_are_cut_filled_and_kept_once(tokenizer: PreTrainedTokenizerFast) -> None:
     given = ["What is the capital of France?", "She sells", "What is the capital of France?"]
-    examples = replace(captions(made(TRANSLATOR), [4, 4, 4]), given=given, encoder_inputs=None)
+    examples = replace(captions(made(TRANSLATOR), [4, 4, 4]), encoder_sources=given, encoder_inputs=None)
     found = TextToText().with_inputs(made(TRANSLATOR), tokenizer, examples, 6, DataConfig(train=())).encoder_inputs
     assert found is not None
     ids, mask = found.arrays["encoder_input_ids"], found.arrays["encoder_attention_mask"]
@@ -328,7 +328,9 @@ def test_texts_for_an_encoder_are_cut_filled_and_kept_once(tokenizer: PreTrained
     for i, text in enumerate(given[:2]):
         assert ids[i][mask[i]].tolist() == tokenizer(text)["input_ids"][:6]
     with pytest.raises(DataError, match=r"its rows have no text to encode"):
-        TextToText().with_inputs(made(TRANSLATOR), tokenizer, replace(examples, given=()), 6, DataConfig(train=()))
+        TextToText().with_inputs(
+            made(TRANSLATOR), tokenizer, replace(examples, encoder_sources=()), 6, DataConfig(train=())
+        )
 
 
 def test_dropout_of_an_encoder_is_seen() -> None:
@@ -339,7 +341,7 @@ def test_dropout_of_an_encoder_is_seen() -> None:
 
 
 def test_a_causal_model_is_told_what_could_read_its_pictures() -> None:
-    examples = replace(captions(made(CAPTIONER), [4]), given=["a.png"])
+    examples = replace(captions(made(CAPTIONER), [4]), encoder_sources=["a.png"])
     with pytest.raises(DataError, match=r"llama has no encoder for a.png: take a model with one"):
         CausalLM().with_inputs(tiny_llama(), None, examples, 32, DataConfig(train=()))  # type: ignore[arg-type]
 
@@ -435,7 +437,9 @@ def test_pictures_may_move_to_another_folder_and_texts_may_not_change(tokenizer:
     def identity(fields: dict[str, Any], folder: str) -> dict[str, Any]:
         orig_model = made(fields)
         given = [f"{folder}/{i}.png" for i in range(len(LENGTHS))]
-        found = run_identity(orig_model, tokenizer, replace(captions(orig_model, LENGTHS), given=given), layout)
+        found = run_identity(
+            orig_model, tokenizer, replace(captions(orig_model, LENGTHS), encoder_sources=given), layout
+        )
         return dict(json.loads(json.dumps(found)))
 
     check_identity(identity(CAPTIONER, "old"), identity(CAPTIONER, "/new/place"), "step-000002")
@@ -445,7 +449,7 @@ def test_pictures_may_move_to_another_folder_and_texts_may_not_change(tokenizer:
 
 def test_another_picture_under_the_same_name_is_other_data(tokenizer: PreTrainedTokenizerFast) -> None:
     orig_model = made(CAPTIONER)
-    examples = replace(captions(orig_model, LENGTHS), given=[f"{i}.png" for i in range(len(LENGTHS))])
+    examples = replace(captions(orig_model, LENGTHS), encoder_sources=[f"{i}.png" for i in range(len(LENGTHS))])
     assert examples.encoder_inputs is not None
     pixels = examples.encoder_inputs.arrays["pixel_values"].copy()
     pixels[3] = 255 - pixels[3]

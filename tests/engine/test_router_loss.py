@@ -26,12 +26,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained(recipe(), cpu_runtime(), tmp_path_factory.mktemp("alone"))
 
 
-def assert_same(found: dict[str, Any], other: dict[str, Any], rel: float = 1e-5) -> None:
-    for ours, theirs in zip(found["rows"], other["rows"], strict=True):
+def assert_same(actual: dict[str, Any], other: dict[str, Any], rel: float = 1e-5) -> None:
+    for ours, theirs in zip(actual["rows"], other["rows"], strict=True):
         assert ours == pytest.approx(theirs, rel=rel)
-    assert found["weights"] == pytest.approx(other["weights"], rel=1e-4)
-    assert found["load"] == other["load"]
-    assert found["experts"] == other["experts"]
+    assert actual["weights"] == pytest.approx(other["weights"], rel=1e-4)
+    assert actual["load"] == other["load"]
+    assert actual["experts"] == other["experts"]
 
 
 def test_it_is_logged_minimised_and_compiled_without_a_graph_more(alone: dict[str, Any]) -> None:

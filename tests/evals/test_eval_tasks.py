@@ -296,7 +296,7 @@ def test_problems_of_gsm8k_are_turns_and_any_form_of_the_right_number_counts(tmp
     [("3-4", 4), ("(-4)", -4), ("x = -4", -4), ("-$4.50", -4.5), ("10,000", 10000), ("no", None), ("####", None)],
 )
 def test_numbers_are_read_with_sign_dollars_and_commas(text: str, number: float | None) -> None:
-    assert gsm8k.number_of(text) == number
+    assert gsm8k.parse_number(text) == number
 
 
 # ---- judging ---------------------------------------------------------------------------------------------------------

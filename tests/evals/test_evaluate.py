@@ -28,9 +28,10 @@ from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Tas
 WORDS = ("sea shells", "Berlin", "a user", "one, two", "the shore")
 
 
-def choose(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
+def choose(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
     return [
-        {"acc": float(max(g.sums) == g.sums[a.gold[0]]), "inst": [1.0, 0.0]} for a, g in zip(asked, given, strict=True)
+        {"acc": float(max(g.sums) == g.sums[a.gold[0]]), "inst": [1.0, 0.0]}
+        for a, g in zip(examples, outputs, strict=True)
     ]
 
 
@@ -41,7 +42,7 @@ def choices_task() -> Task[Choices, Likelihoods]:
     return Task("words", examples, choose, "acc", 0.5, {"shots": 0})
 
 
-def question_task(judge=lambda asked, given: [{"exact_match": float("e" in g.text)} for g in given]):
+def question_task(judge=lambda questions, answers: [{"exact_match": float("e" in g.text)} for g in answers]):
     examples = tuple(Question(word, f"{word}, and then", 4, target=["e"]) for word in WORDS)
     return Task("then", examples, judge, "exact_match", 0.0, {})
 
@@ -214,7 +215,7 @@ def test_rows_that_the_hub_does_not_give_are_asked_for_in_eval_data(tokenizer, m
 
 
 def test_an_error_of_a_judge_is_raised(model, tokenizer) -> None:
-    def judge(asked, given):
+    def judge(examples, outputs):
         raise ValueError("no such rule")
 
     suite = Suite(EvalConfig(), model, tokenizer, cpu_runtime(), tasks=(question_task(judge),))

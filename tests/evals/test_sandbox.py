@@ -23,7 +23,7 @@ from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
 def test_a_program_passes_when_its_tests_do() -> None:
     verdict = run("import math\ndef area(r):\n    return math.pi * r * r", "assert round(area(2), 2) == 12.57", "area")
     assert verdict.passed
-    assert verdict.why == ""
+    assert verdict.reason == ""
     assert 0 < verdict.seconds < 30
 
 
@@ -43,12 +43,12 @@ def test_a_program_passes_when_its_tests_do() -> None:
     ids=["dataclass", "thread", "files in its folder", "asyncio", "process", "huge output", "main guard", "unicode"],
 )
 def test_what_honest_programs_do_works(program: str) -> None:
-    assert run(program, "assert f() == 1", "f").why == ""
+    assert run(program, "assert f() == 1", "f").reason == ""
 
 
 @works
 @pytest.mark.parametrize(
-    ("program", "why"),
+    ("program", "reason"),
     [
         ("def f():\n    return 2", "AssertionError"),
         ("def f(:", "SyntaxError"),
@@ -64,10 +64,10 @@ def test_what_honest_programs_do_works(program: str) -> None:
         ("def f():\n    return f()", "RecursionError"),
     ],
 )
-def test_a_program_that_does_not_reach_the_end_of_its_tests_fails_and_says_why(program: str, why: str) -> None:
+def test_a_program_that_does_not_reach_the_end_of_its_tests_fails_and_says_why(program: str, reason: str) -> None:
     verdict = run(program, "assert f() == 1", "f")
     assert not verdict.passed
-    assert why in verdict.why
+    assert reason in verdict.reason
 
 
 # ---- the program in its process, the tests in theirs -----------------------------------------------------------------
@@ -85,7 +85,7 @@ assert math.isnan(f(float("nan"))) and str(f(-0.0)) == "-0.0"
 
 @works
 def test_plain_data_arrives_as_it_was_sent() -> None:
-    assert run("def f(x):\n    return x", DATA, "f").why == ""
+    assert run("def f(x):\n    return x", DATA, "f").reason == ""
 
 
 USES = [
@@ -120,7 +120,7 @@ def test_what_tests_do_with_a_program_in_another_process_is_what_they_do_with_on
     here: dict[str, object] = {"__name__": "solution"}
     exec("\n".join(sources), here)
     exec("\n".join(tests), here)
-    assert run("\n".join(sources), "\n".join(tests), *names).why == ""
+    assert run("\n".join(sources), "\n".join(tests), *names).reason == ""
 
 
 @works
@@ -131,7 +131,7 @@ def test_the_standard_library_is_all_there_is_to_import() -> None:
 
 @works
 def test_what_cannot_be_sent_is_said() -> None:
-    assert "the tests give the program a function" in run("def f(x):\n    return x", "f(lambda: 1)", "f").why
+    assert "the tests give the program a function" in run("def f(x):\n    return x", "f(lambda: 1)", "f").reason
 
 
 @works
@@ -140,9 +140,9 @@ def test_what_the_tests_are_given_is_not_the_programs() -> None:
     job = ProgramTests(
         given + "def f(x):\n    return 1\ndef helper(x):\n    return 1", "assert f(2) == helper(2.5)", ("f",), given
     )
-    assert "AssertionError" in programs.run(job).why
+    assert "AssertionError" in programs.run(job).reason
     assert programs.run(ProgramTests(given + "def f(x):\n    return x", job.tests, ("f",), given)).passed
-    assert "NameError" in programs.run(ProgramTests("x = 1", job.tests, ("f",), given)).why
+    assert "NameError" in programs.run(ProgramTests("x = 1", job.tests, ("f",), given)).reason
 
 
 # ---- what surrounds it -----------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_verdicts_come_in_the_order_of_the_jobs_and_folders_are_gone(
 @works
 def test_sets_of_strings_have_the_same_order_every_time() -> None:
     shown = "raise ValueError(str(list({'a', 'b', 'c', 'd', 'e', 'f'})))"
-    assert len({run(shown).why for _ in range(3)}) == 1
+    assert len({run(shown).reason for _ in range(3)}) == 1
 
 
 @works
@@ -246,7 +246,7 @@ def test_it_works_for_users_without_privileges() -> None:
             "from sftkit.evals.sandbox.check import check_sandbox\n"
             "from sftkit.evals.sandbox.programs import ProgramTests, run\n"
             "passed = run(ProgramTests('x = 1', 'assert x == 1', ('x',))).passed\n"
-            "print(check_sandbox(), passed, run(ProgramTests('open(\"/etc/passwd\")', '')).why)"
+            "print(check_sandbox(), passed, run(ProgramTests('open(\"/etc/passwd\")', '')).reason)"
         )
         unprivileged = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
         done = subprocess.run(

@@ -109,7 +109,7 @@ assert not believed, believed
 
 def test_no_value_of_a_program_lies_about_what_it_is_equal_to() -> None:
     verdicts = run_many([ProgramTests(program, TRIED, ("f",)) for program in LIARS.values()])
-    assert {name: verdict.why for name, verdict in zip(LIARS, verdicts, strict=True) if not verdict.passed} == {}
+    assert {name: verdict.reason for name, verdict in zip(LIARS, verdicts, strict=True) if not verdict.passed} == {}
 
 
 NOT_DATA = [
@@ -129,8 +129,8 @@ class Ended(Exception):
 
 @pytest.mark.parametrize("answer", NOT_DATA, ids=range(len(NOT_DATA)))
 def test_an_answer_that_is_not_data_is_the_end(answer: bytes) -> None:
-    def end(why: str) -> NoReturn:
-        raise Ended(why)
+    def end(reason: str) -> NoReturn:
+        raise Ended(reason)
 
     (of, to), (asked, ask) = os.pipe(), os.pipe()
     threading.Thread(target=Channel(to, asked).send, args=(answer,)).start()
@@ -141,28 +141,30 @@ def test_an_answer_that_is_not_data_is_the_end(answer: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("said", "reason"),
     [("b'\\0' * 7 + b'\\1' + b'{'", "its answer is not data"), ("b'\\1' * 8", "its answer is too long")],
 )
-def test_no_test_takes_such_an_end_for_an_error(said: str, why: str) -> None:
+def test_no_test_takes_such_an_end_for_an_error(said: str, reason: str) -> None:
     program = (
         "import os, sys\ndef f():\n    frame = sys._getframe()\n"
         "    while 'channel' not in frame.f_locals:\n        frame = frame.f_back\n"
         f"    os.write(frame.f_locals['channel'].to, {said})\n"
     )
-    assert run(program, "try:\n    f()\nexcept BaseException:\n    pass", "f").why.startswith(why)
+    assert run(program, "try:\n    f()\nexcept BaseException:\n    pass", "f").reason.startswith(reason)
 
 
 def test_the_process_of_a_program_holds_no_test_and_no_descriptor_but_its_pipes() -> None:
     held = "import os, stat\nkinds = []\nfor number in range(64):\n    try:\n        kinds.append(stat.S_IFMT(os.fstat(number).st_mode))\n    except OSError:\n        pass"
-    assert run(held, "import stat\nassert kinds == [stat.S_IFCHR] * 3 + [stat.S_IFIFO] * 2, kinds", "kinds").why == ""
+    assert (
+        run(held, "import stat\nassert kinds == [stat.S_IFCHR] * 3 + [stat.S_IFIFO] * 2, kinds", "kinds").reason == ""
+    )
     search = (
         "import gc, sys\ndef f(x):\n    frames, frame = [], sys._getframe()\n    while frame:\n        frames.append(frame)\n"
         "        frame = frame.f_back\n    every = [*gc.get_objects(), *(frame.f_locals for frame in frames)]\n"
         "    return [str(it)[:90] for it in every if any(word + str(9) in str(it) for word in ('CANARY',))]"
     )
     verdict = run(search, "expected = 'CANARY9'\nassert f(1) == [], 'found'", "f")
-    assert verdict.why == ""
+    assert verdict.reason == ""
 
 
 def test_its_parent_cannot_be_read_or_traced() -> None:
@@ -179,9 +181,9 @@ def test_its_parent_cannot_be_read_or_traced() -> None:
         "assert [read(pid) for pid in (parent, 1)] == [no] * 2\n"
         "assert f('syscall', 434, parent, 0) == f('syscall', 438, 3, 0, 0) == (-1, errno.ENOSYS)\n"
     )
-    assert run(program, tests, "f", "read", "parent").why == ""
+    assert run(program, tests, "f", "read", "parent").reason == ""
     for path in (f"/proc/{{{'os.getppid()'}}}/mem", "/proc/1/fd/1", "/proc/self/mem"):
-        assert "FileNotFoundError" in run(f"import os\nopen(f'{path}', 'rb')").why
+        assert "FileNotFoundError" in run(f"import os\nopen(f'{path}', 'rb')").reason
 
 
 # ---- files, network, privileges, bombs -------------------------------------------------------------------------------
@@ -190,14 +192,14 @@ def test_its_parent_cannot_be_read_or_traced() -> None:
 def test_files_of_the_machine_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "canary").write_text("secret")
     for path in (tmp_path / "canary", __file__, "/etc/passwd", "/../etc/passwd", "/proc/1/environ", "/../proc/mounts"):
-        assert "FileNotFoundError" in run(f"open({str(path)!r}).read()").why, path
+        assert "FileNotFoundError" in run(f"open({str(path)!r}).read()").reason, path
     home = run(f"import os\nraise ValueError([len(files) for _, _, files in os.walk({str(Path.home())!r})][:1])")
-    assert home.why in ("ValueError: []", "ValueError: [0]")
+    assert home.reason in ("ValueError: []", "ValueError: [0]")
 
 
 def test_nothing_can_be_written_outside_its_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "canary", Path("/canary"), Path("/usr/lib/canary"), Path(sys.base_prefix) / "lib/canary"):
-        assert "Error" in run(f"open({str(path)!r}, 'w').write('x')").why, path
+        assert "Error" in run(f"open({str(path)!r}, 'w').write('x')").reason, path
         assert not path.exists()
     verdict = run(f"import ctypes, os\nf = ctypes.CDLL(None).system(b'touch {tmp_path}/canary')", "assert f == 0", "f")
     assert not verdict.passed
@@ -208,14 +210,14 @@ def test_the_network_is_out_of_reach() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.5)
         port = server.getsockname()[1]
-        assert "PermissionError" in run(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)").why
+        assert "PermissionError" in run(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)").reason
         with pytest.raises(TimeoutError):
             server.accept()
 
 
 def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "canary")
-    assert "canary" not in run("import os\nraise ValueError(str(dict(os.environ)))").why
+    assert "canary" not in run("import os\nraise ValueError(str(dict(os.environ)))").reason
     names = "{'HOME', 'TMPDIR', 'LANG', 'PYTHONHASHSEED', 'LC_CTYPE'}"
     assert run("import os\nnames = set(os.environ)", f"assert names <= {names}", "names").passed
 
@@ -226,12 +228,12 @@ def test_privileges_are_gone() -> None:
     ).passed
     mount = "import ctypes\nf = ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, b'')"
     assert run(mount, "assert f == -1", "f").passed
-    assert "PermissionError" in run("import os\nos.mkdir('a')\nos.chroot('a')").why
-    assert "PermissionError" in run("import os\nos.setuid(0)").why
+    assert "PermissionError" in run("import os\nos.mkdir('a')\nos.chroot('a')").reason
+    assert "PermissionError" in run("import os\nos.setuid(0)").reason
 
 
 @pytest.mark.parametrize(
-    ("program", "why"),
+    ("program", "reason"),
     [
         ("import os\nwhile True:\n    os.fork()", "BlockingIOError"),
         (
@@ -247,15 +249,15 @@ def test_privileges_are_gone() -> None:
     ],
     ids=["forks", "threads", "memory", "memory bit by bit", "loop", "loop that ignores it", "file", "files"],
 )
-def test_bombs_are_bounded(program: str, why: str) -> None:
+def test_bombs_are_bounded(program: str, reason: str) -> None:
     verdict = run(program, limits=SHORT)
     assert not verdict.passed
-    assert why in verdict.why
+    assert reason in verdict.reason
 
 
 def test_a_program_that_sleeps_is_ended() -> None:
     began = time.monotonic()
-    assert run("import time\ntime.sleep(60)", limits=AWAKE).why == "no end in 1.5 s"
+    assert run("import time\ntime.sleep(60)", limits=AWAKE).reason == "no end in 1.5 s"
     assert time.monotonic() - began < 30
 
 
@@ -305,7 +307,7 @@ CALL = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nspace = ctypes.
 
 
 def test_no_nested_user_namespace_gives_capabilities_or_raw_sockets() -> None:
-    assert run(RAW_SOCKET, "assert f == [-1, 'PermissionError'], f", "f").why == ""
+    assert run(RAW_SOCKET, "assert f == [-1, 'PermissionError'], f", "f").reason == ""
 
 
 WITHOUT_FILTER = [("walls", "    system_calls.install_filter()\n", "")]
@@ -319,7 +321,7 @@ def test_without_one_of_its_two_walls_no_user_namespace_is_nested(
     missing: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     change_launcher(monkeypatch, tmp_path, *missing)
-    assert run(RAW_SOCKET, "assert f[0] == -1, f", "f").why == ""
+    assert run(RAW_SOCKET, "assert f[0] == -1, f", "f").reason == ""
 
 
 @pytest.mark.parametrize("missing", [WITHOUT_FILTER, WITHOUT_NETWORK], ids=["filter", "namespace"])
@@ -329,14 +331,14 @@ def test_without_one_of_its_two_walls_the_network_is_out_of_reach(
     change_launcher(monkeypatch, tmp_path, *missing)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert "Error" in run(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)").why
+        assert "Error" in run(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)").reason
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
 
 
 @pytest.mark.parametrize(
-    ("missing", "why"),
+    ("missing", "reason"),
     [
         (WITHOUT_FILTER + WITHOUT_BOX, "a user namespace (unshare) can be had"),
         (WITHOUT_FILTER, "clone3 can be had"),
@@ -347,10 +349,10 @@ def test_without_one_of_its_two_walls_the_network_is_out_of_reach(
     ids=["user namespaces", "filter", "keyctl", "io_uring", "processes"],
 )
 def test_a_sandbox_with_a_hole_is_not_used(
-    missing: list[tuple[str, str, str]], why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    missing: list[tuple[str, str, str]], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     change_launcher(monkeypatch, tmp_path, *missing)
-    assert f"does not hold: SystemError: {why}" in (try_it() or "")
+    assert f"does not hold: SystemError: {reason}" in (try_it() or "")
 
 
 def test_system_calls_are_refused_by_number() -> None:
@@ -364,19 +366,19 @@ def test_system_calls_are_refused_by_number() -> None:
         "(1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30)]\n"
         "assert set(made) == {(-1, errno.EPERM)}\n"
     )
-    assert run(CALL, tests, "f", "space").why == ""
+    assert run(CALL, tests, "f", "space").reason == ""
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="other machines have one table of system calls")
 def test_the_other_two_tables_of_system_calls_are_closed() -> None:
-    assert run(CALL, "import errno\nassert f(0x40000000 + 39) == (-1, errno.ENOSYS)", "f").why == ""
+    assert run(CALL, "import errno\nassert f(0x40000000 + 39) == (-1, errno.ENOSYS)", "f").reason == ""
     getpid_32 = b"\xb8\x14\x00\x00\x00\xcd\x80\xc3"  # mov eax, 20; int 0x80; ret
     program = (
         "import ctypes, mmap\ncode = mmap.mmap(-1, 4096, prot=7)\n"
         f"code.write({getpid_32!r})\n"
         "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()\n"
     )
-    assert run(program).why == "ended before its tests did (exit code 159)"
+    assert run(program).reason == "ended before its tests did (exit code 159)"
 
 
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
@@ -414,7 +416,7 @@ def test_processes_that_are_small_each_and_large_together_are_ended_and_no_contr
 ) -> None:
     made, make = list[Path](), memory.make
     monkeypatch.setattr(memory, "make", lambda *args, **_: made.append(make(*args)) or made[-1])
-    assert run(MANY, "assert f == 0", "f", limits=ProgramLimits(total_memory_mib=600)).why == ""
+    assert run(MANY, "assert f == 0", "f", limits=ProgramLimits(total_memory_mib=600)).reason == ""
     assert not run(MANY, "assert f == 0", "f", limits=ProgramLimits(total_memory_mib=160)).passed
     run("import time\ntime.sleep(60)", limits=AWAKE)
     assert len(made) == 3

@@ -36,7 +36,7 @@ def with_ends(examples: Examples) -> Examples:
     """Each document ends with eos and has the name of what is encoded for it."""
     ids = np.maximum(examples.ids, 2)
     ids[examples.offsets[1:] - 1] = 0
-    return replace(examples, ids=ids, given=[f"picture {i}" for i in range(len(examples))])
+    return replace(examples, ids=ids, encoder_sources=[f"picture {i}" for i in range(len(examples))])
 
 
 @pytest.mark.parametrize(

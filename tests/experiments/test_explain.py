@@ -28,7 +28,7 @@ from sftkit.experiments.explain.kernels import module_step
 from sftkit.experiments.explain.labs import captured_graphs, chosen_losses, dispatch_trace, what_breaks
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
-from sftkit.experiments.explain.run import _found, run
+from sftkit.experiments.explain.run import _bisect_result, run
 from sftkit.experiments.explain.subject import ModuleCall, Subject, of_file, of_recipe
 from sftkit.experiments.explain.torch_logs import read_message, recompile_of
 from sftkit.experiments.explain.words import lines_of, wrapped
@@ -131,7 +131,7 @@ def test_what_is_said_to_break_graphs_does_and_its_remedy_does_not() -> None:
         assert (row["broken"] > 0, row["mended"]) == (True, 0), row
         assert any(reason.startswith(case.kinds) for reason in row["reasons"]), row
         x = torch.linspace(-1, 2, 32).reshape(4, 8)
-        torch.testing.assert_close(case.broken(x), case.mended(x))
+        torch.testing.assert_close(case.breaking(x), case.fixed(x))
 
 
 def test_the_dispatcher_of_a_linear_layer_calls_addmm() -> None:
@@ -151,13 +151,13 @@ def test_recompiles_of_later_calls_are_counted() -> None:
 # ---- bisection -------------------------------------------------------------------------------------------------------
 
 
-def found(name: str) -> BisectAnswer:
+def bisected(name: str) -> BisectAnswer:
     return bisect(planted(name), ASKED[name], "eager")
 
 
 @pytest.mark.parametrize("name", list(ASKED))
 def test_the_smallest_module_at_fault_is_found_and_confirmed(name: str) -> None:
-    finding = found(name)
+    finding = bisected(name)
     assert [part.path for part in finding.guilty] == ["blocks.1"]
     assert finding.confirmed is True
     asked = dict(finding.steps)
@@ -172,7 +172,7 @@ def test_a_module_that_was_not_asked_is_named_as_one_that_looks_alike() -> None:
     finding = BisectAnswer(
         "breaks", (parts["blocks.1"], parts["blocks.0"]), "said", (("blocks.1 (Gated)", "said"),), True
     )
-    found = _found(finding, None)
+    found = _bisect_result(finding, None)
     assert (found["others"], found["alike"]) == ([], ["blocks.0 (Gated)"])
     row = {"question": "breaks", "title": "breaks the graph", "backend": "eager", **found}
     said = "\n".join(lines_of({"name": "x", "device": "CPU", "torch": "2", "bisect": [row]}))
@@ -280,7 +280,7 @@ def alone(name: str, question: str = "breaks") -> tuple:
 @pytest.mark.slow
 def test_the_script_shows_the_fault_to_plain_python(tmp_path: Path) -> None:
     """In a folder of its own, from which nothing of the run is seen."""
-    made = reproduce(planted("breaks"), found("breaks"), "breaks the graph", "eager", tmp_path / "breaks.py")
+    made = reproduce(planted("breaks"), bisected("breaks"), "breaks the graph", "eager", tmp_path / "breaks.py")
     assert made.shows, made.message
     assert made.message == "Data-dependent branching"
     assert str(FAULTS.parent) not in made.path.read_text().partition("import torch")[2]
@@ -289,7 +289,7 @@ def test_the_script_shows_the_fault_to_plain_python(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(ASKED))
 def test_every_script_shows_its_fault_and_not_when_it_is_mended(name: str, tmp_path: Path) -> None:
-    made = reproduce(planted(name), found(name), "is at fault", "eager", tmp_path / f"{name}.py")
+    made = reproduce(planted(name), bisected(name), "is at fault", "eager", tmp_path / f"{name}.py")
     assert made.shows, made.message
     script = made.path.read_text()
     made.path.write_text(script.replace(f'self.fault == "{name}"', "False"))

@@ -42,9 +42,11 @@ def result(
     return found
 
 
-def verdict(found: dict[str, Any], ledger: Path) -> dict[str, Any]:
+def verdict(result: dict[str, Any], ledger: Path) -> dict[str, Any]:
     """The row of the ledger."""
-    return next(v for v in judged(found, open_ledger(ledger, records=False))["verdicts"] if v["criterion"] == CRITERION)
+    return next(
+        v for v in judged(result, open_ledger(ledger, records=False))["verdicts"] if v["criterion"] == CRITERION
+    )
 
 
 @pytest.fixture

@@ -94,22 +94,22 @@ def alone(model: str) -> dict[str, Any]:
     return train(cpu_runtime(), model, config("blocks"))
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-    assert found["names"] == expected["names"]
-    assert found["weights"] == pytest.approx(expected["weights"], rel=1e-4)
-    assert found["gradients"].keys() == expected["gradients"].keys()
+def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert actual["names"] == expected["names"]
+    assert actual["weights"] == pytest.approx(expected["weights"], rel=1e-4)
+    assert actual["gradients"].keys() == expected["gradients"].keys()
     for name, theirs in expected["gradients"].items():
-        ours, plain = torch.tensor(found["gradients"][name]), torch.tensor(theirs)
+        ours, plain = torch.tensor(actual["gradients"][name]), torch.tensor(theirs)
         assert (ours - plain).norm() <= 1e-5 * plain.norm(), name
 
 
-def check_proved(found: dict[str, Any]) -> None:
-    stood_in = {"Documents in a row do not see each other"} if found["attention"] == "flex" else set()
-    assert {name for name, ok in found["checks"].items() if ok} >= CHECKS - stood_in
-    assert False not in found["checks"].values()
-    assert found["metrics"]["compile/graphs"] == 1
-    assert found["metrics"]["compile/recompiles"] == found["metrics"]["compile/fallbacks"] == 0
+def check_proved(result: dict[str, Any]) -> None:
+    stood_in = {"Documents in a row do not see each other"} if result["attention"] == "flex" else set()
+    assert {name for name, ok in result["checks"].items() if ok} >= CHECKS - stood_in
+    assert False not in result["checks"].values()
+    assert result["metrics"]["compile/graphs"] == 1
+    assert result["metrics"]["compile/recompiles"] == result["metrics"]["compile/fallbacks"] == 0
 
 
 @pytest.mark.slow
@@ -133,7 +133,11 @@ def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
     model, how, *_ = case.split("; ")
     same(found, alone(model))
     whole = sum(p.numel() for p in MODELS[model]().parameters())
-    assert found["pieces"] == whole / 2 if "uneven" not in model else whole / 2 < found["pieces"] < 0.51 * whole
+    assert (
+        found["local_elements"] == whole / 2
+        if "uneven" not in model
+        else whole / 2 < found["local_elements"] < 0.51 * whole
+    )
     if how != "eager":
         check_proved(found)
     else:
@@ -150,7 +154,7 @@ def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str)
     found, model = ranks(4, *FOUR)[case], case.partition(";")[0]
     same(found, alone(model))
     check_proved(found)
-    assert found["pieces"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
+    assert found["local_elements"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
     summed = [line for line in found["stages"][0]["text"].splitlines() if ".all_reduce.default(" in line]
     assert len(summed) == collectives(case, {case: found})["joint captured"]["all-reduce"] > 0
     assert all(".all_reduce.default(wait_tensor" in line for line in summed), "copies sum pieces, not whole gradients"
@@ -171,14 +175,14 @@ FOUR_TENSOR = (
 def test_two_shards_of_two_tensor_parallel_ranks_compute_what_one_eager_process_does(case: str) -> None:
     found, (model, how, *_) = ranks(4, *FOUR_TENSOR)[case], case.split("; ")
     same(found, alone(model))
-    assert found["pieces"] == sum(p.numel() for p in MODELS[model]().parameters()) / 4
+    assert found["local_elements"] == sum(p.numel() for p in MODELS[model]().parameters()) / 4
     if how != "eager":
         check_proved(found)
 
 
-def collectives(case: str, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
+def collectives(case: str, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Of each graph of a case, after each pass."""
-    return {f"{stage['graph']} {stage['after']}": stage["counts"]["collectives"] for stage in found[case]["stages"]}
+    return {f"{stage['graph']} {stage['after']}": stage["counts"]["collectives"] for stage in results[case]["stages"]}
 
 
 def test_passes_change_how_often_ranks_exchange_as_they_say() -> None:

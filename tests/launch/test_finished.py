@@ -72,7 +72,7 @@ def test_a_finished_run_is_not_started_again(recipe: Path, monkeypatch: pytest.M
     assert capsys.readouterr().out == f"finished at step 3 of 3, nothing left to train: {newest}\n"
 
 
-WHY_NOT = {
+UNFINISHED = {
     "anew": lambda run: None,
     "stopped": lambda run: change(run / "summary.json", stopped=True),
     "not at its end": lambda run: change(run / "summary.json", step=2),
@@ -97,11 +97,11 @@ WHY_NOT = {
 WORDS = {"anew": ("train.resume=null",), "another seed": ("run.seed=5",)}
 
 
-@pytest.mark.parametrize("why", WHY_NOT)
-def test_every_other_run_is_started(recipe: Path, why: str) -> None:
+@pytest.mark.parametrize("case", UNFINISHED)
+def test_every_other_run_is_started(recipe: Path, case: str) -> None:
     assert finished(resumed(recipe)) is not None
-    WHY_NOT[why](recipe.parent / "run")
-    assert finished(resumed(recipe, *WORDS.get(why, ()))) is None
+    UNFINISHED[case](recipe.parent / "run")
+    assert finished(resumed(recipe, *WORDS.get(case, ()))) is None
 
 
 def test_weights_that_have_changed_since_are_told_by_every_start_until_they_are_allowed(recipe: Path) -> None:

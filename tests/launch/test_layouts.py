@@ -7,7 +7,7 @@ from typing import Any
 
 from sftkit.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.experiments.patterns.paper import MODELS, PAPER_MODELS, chosen, shape
-from sftkit.launch.layouts import CUT, Machines, advice, choice, on_paper, setups, topologies, ways
+from sftkit.launch.layouts import SHARDABLE, Machines, advice, choice, on_paper, setups, topologies, ways
 from sftkit.memory.estimate import GIB, estimate
 from sftkit.parallel import balance, tensor
 
@@ -45,7 +45,7 @@ def test_every_row_of_the_worked_table_is_whole() -> None:
 
 def test_memory_is_the_estimate_of_the_run_and_topologies_are_whole() -> None:
     for setup, memory in list(setups(shape("8B"), Machines(16), 64, 8192, [2]))[::7]:
-        assert on_paper(setup, memory, Machines(16)).found == estimate(setup)
+        assert on_paper(setup, memory, Machines(16)).estimate == estimate(setup)
     for topology in topologies(Machines(48), shape("8B")):
         assert topology.world_size == 48
     families = {
@@ -63,7 +63,7 @@ def test_exchanges_that_nothing_hides_cost_more_over_slower_links() -> None:
 
 
 def test_a_model_that_cannot_be_cut_is_the_same_everywhere() -> None:
-    assert CUT == tensor.MODEL_TYPES == balance.MODEL_TYPES
+    assert SHARDABLE == tensor.MODEL_TYPES == balance.MODEL_TYPES
 
 
 def recipe(row_length: int | None, **train: Any) -> Config:

@@ -28,7 +28,7 @@ from sftkit.config.schema import (
 from sftkit.launch.launch import USABLE
 from sftkit.memory import plan as memory
 from sftkit.models import size as model_size
-from sftkit.models.size import ModelSize, bytes_of, replica_of, size_of
+from sftkit.models.size import ModelSize, replica_of, size_of, training_bytes
 from sftkit.optim.build import build_optimizer
 
 SIZES: dict[str, Any] = {
@@ -159,12 +159,12 @@ def test_bytes_per_parameter_are_those_of_the_optimizers() -> None:
     assert {"auto", *OPTIMIZERS} == set(get_args(get_type_hints(OptimConfig)["name"]))
     blocks = ModelSize(1000, 0)
     for name, width in [("auto", 8), ("adamw", 16), ("adamw_sr", 8), ("adamw8bit", 6), ("muon", 12)]:
-        assert bytes_of(blocks, name, "bf16") == 1000 * width
+        assert training_bytes(blocks, name, "bf16") == 1000 * width
     for name, width in [("auto", 16), ("adamw", 16), ("muon", 12)]:
-        assert bytes_of(blocks, name, "fp32") == 1000 * width
+        assert training_bytes(blocks, name, "fp32") == 1000 * width
     for precision in ("bf16", "fp32"):  # embedding and head have AdamW's states
-        assert bytes_of(ModelSize(1000, 300), "muon", precision) == 700 * 12 + 300 * 16
-        assert bytes_of(ModelSize(1000, 300), "adamw", precision) == 1000 * 16
+        assert training_bytes(ModelSize(1000, 300), "muon", precision) == 700 * 12 + 300 * 16
+        assert training_bytes(ModelSize(1000, 300), "adamw", precision) == 1000 * 16
     assert USABLE == memory.USABLE
 
 
@@ -181,7 +181,7 @@ def test_muon_is_estimated_at_what_it_really_keeps(tmp_path: Path, source: str, 
     size = size_of(ModelConfig(scratch=scratch) if source == "scratch" else ModelConfig(path=str(tmp_path)))
     assert size is not None
     assert size.ends == SIZES["vocab_size"] * SIZES["hidden_size"] * (1 if tied else 2)
-    assert bytes_of(size, "muon", "fp32") == pytest.approx(8 * parameters(built) + kept, rel=0.005)
+    assert training_bytes(size, "muon", "fp32") == pytest.approx(8 * parameters(built) + kept, rel=0.005)
 
 
 def test_a_replica_needs_its_states_and_a_quarter_more() -> None:

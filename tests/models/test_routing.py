@@ -64,8 +64,8 @@ def made(model_type: str, **fields) -> PreTrainedModel:
     return model.train()
 
 
-def watched(model: PreTrainedModel, given: float | None = None) -> ModelWithLoss:
-    return ModelWithLoss(model, "reference", NextToken(LossConfig()), routing_of(model, given))
+def routed(model: PreTrainedModel, override: float | None = None) -> ModelWithLoss:
+    return ModelWithLoss(model, "reference", NextToken(LossConfig()), routing_of(model, override))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_of_transformers_for_a_row(model_type: str)
     plain.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    sums = watched(model, 0.7)(batch)
+    sums = routed(model, 0.7)(batch)
     (sums.loss / batch.num_targets).backward()
     assert sums.measured["aux_loss"].item() / batch.num_targets == pytest.approx(plain.aux_loss.item(), abs=1e-6)
     assert sums.loss.item() / batch.num_targets == pytest.approx(plain.loss.item(), abs=1e-6)
@@ -91,15 +91,15 @@ def test_loss_and_gradients_are_those_of_transformers_for_a_row(model_type: str)
 def test_each_row_counts_as_much_as_its_targets_and_padding_not_at_all() -> None:
     model = made("qwen3_moe", **KINDS["qwen3_moe"])
     examples = make_examples([20, 7, 30])
-    together = watched(model)(make_batch(examples, ((0, 1), (2,), ()), 32))
-    alone = [watched(model)(make_batch(examples, (row,), length)) for row, length in (((0, 1), 27), ((2,), 30))]
+    together = routed(model)(make_batch(examples, ((0, 1), (2,), ()), 32))
+    alone = [routed(model)(make_batch(examples, (row,), length)) for row, length in (((0, 1), 27), ((2,), 30))]
     total = sum(sums.measured["aux_loss"].item() for sums in alone)
     assert together.measured["aux_loss"].item() == pytest.approx(total, rel=1e-6)
 
 
 def test_the_load_of_each_expert_is_counted_without_padding_and_only_in_training() -> None:
     model = made("deepseek_v3", **DEEPSEEK)
-    ours = watched(model)
+    ours = routed(model)
     batch = make_batch(make_examples([20, 7]), ((0,), (1,)), 32)
     assert "aux_loss" not in ours(batch).measured
     model.eval()
@@ -114,7 +114,7 @@ def test_the_load_of_each_expert_is_counted_without_padding_and_only_in_training
 
 def test_evaluation_has_no_auxiliary_loss() -> None:
     model = made("qwen3_moe", **KINDS["qwen3_moe"]).eval()
-    sums = watched(model, 0.7)(make_batch(make_examples([20]), ((0,),), 32))
+    sums = routed(model, 0.7)(make_batch(make_examples([20]), ((0,),), 32))
     assert sums.loss.item() == sums.measured["nll"].item()
     assert sums.measured["aux_loss"].item() == 0.0
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.load import DTYPES, empty_model, from_scratch, load_options, whole_model
+from sftkit.models.load import DTYPES, empty_model, from_scratch, full_model, load_options
 from sftkit.models.weights import load_model_weights, load_weights, make_room
 
 
@@ -214,7 +214,7 @@ def test_a_model_with_a_soft_cap_of_its_scores_is_made_with_eager_attention_and_
         path = str(tmp_path / model_type)
         new.save_pretrained(path)
         options = load_options(path, ModelConfig(path=path))
-        models = new, whole_model(path, "fp32", options), empty_model(path, "fp32", options)
+        models = new, full_model(path, "fp32", options), empty_model(path, "fp32", options)
         assert [model.config._attn_implementation for model in models] == [attention] * 3
 
 

@@ -69,7 +69,7 @@ class PerDocument:
     """Each document weighs the same, however many targets it has: the mean over documents of their summed nll."""
 
     measured = ("nll", "documents")
-    watched = "nll"
+    monitored = "nll"
 
     def __init__(self) -> None:
         self._next_token = NextToken(LossConfig())

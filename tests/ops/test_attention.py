@@ -15,7 +15,7 @@ from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.collate import Batch, collate, warm_up_batch
 from sftkit.data.pack import BatchShape
-from sftkit.data.shard import WHOLE, RowShard
+from sftkit.data.shard import FULL_ROW, RowShard
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash
@@ -337,10 +337,10 @@ def test_on_a_gpu_chunks_of_rows_attend_as_whole_rows_do(backend: str, heads: tu
     examples = make_examples([length for row in rows for length in row])
     numbers = ((0, 1, 2), (3, 4, 5, 6))
     batches = [
-        collate(examples, numbers, BatchShape(1024, max_docs=10, max_doc_length=1024), part=part).to(
+        collate(examples, numbers, BatchShape(1024, max_docs=10, max_doc_length=1024), shard=shard).to(
             torch.device("cuda")
         )
-        for part in (WHOLE, *(RowShard("chunks", index, 2) for index in range(2)))
+        for shard in (FULL_ROW, *(RowShard("chunks", index, 2) for index in range(2)))
     ]
     tensors = inputs(2, *heads, 128, "cuda", row_length=1024)
     query, key, value = (x.bfloat16().requires_grad_() for x in tensors[:3])

@@ -304,10 +304,10 @@ def test_rounding_keeps_what_bf16_can_hold_and_inf_and_nan() -> None:
 
 def rows_of_the_kernel(stochastic: bool, device: str) -> list[Any]:
     """Parameters of odd sizes, gradients that lie oddly, numbers of elements beyond 2^31."""
-    from sftkit.ops.adamw_kernel import PIECE, ParameterShard
+    from sftkit.ops.adamw_kernel import CHUNK, ParameterShard
 
     rows, generator = [], torch.Generator().manual_seed(0)
-    for i, size in enumerate((1, 33, 0, 128 * 64, PIECE, 2 * PIECE + 7, 100_003, 16)):
+    for i, size in enumerate((1, 33, 0, 128 * 64, CHUNK, 2 * CHUNK + 7, 100_003, 16)):
         weight, avg, avg_sq = (torch.rand(size, generator=generator) * 0.1 for _ in range(3))
         grad = torch.randn(size + 1, generator=generator)[i % 2 :][:size].to(torch.bfloat16 if i % 3 else torch.float32)
         rounded = weight.bfloat16().to(device) if i % 2 and not stochastic else None
@@ -337,7 +337,7 @@ def test_the_kernel_of_all_parameters_computes_what_torch_does_for_each_with_the
     for row, other, factors in zip(ours, theirs, corrected, strict=True):
         s = Scalars(*(torch.tensor(x, dtype=torch.float32) for x in other.scalars))
         stored = WeightAndMoments(other.weight, other.exp_avg, other.exp_avg_sq)
-        by, bits = Coefficients(clip, s, factors), RandomBits.of(other.first, other.key)
+        by, bits = Coefficients(clip, s, factors), RandomBits.of(other.offset, other.key)
         if stochastic:
             update_stochastic(stored, other.grad, by, bits)
         else:

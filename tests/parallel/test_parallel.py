@@ -38,8 +38,8 @@ def alone(name: str) -> dict[str, Any]:
     return train(cpu_runtime(), model, sharding, optim)
 
 
-def check(name: str, found: dict[str, dict[str, Any]]) -> None:
-    case, whole = found[name], alone(f"{name.split()[0]}{' muon' * ('muon' in name)} whole")
+def check(name: str, results: dict[str, dict[str, Any]]) -> None:
+    case, whole = results[name], alone(f"{name.split()[0]}{' muon' * ('muon' in name)} whole")
     muon = "muon" in name  # orthogonalized in bf16
     for ours, theirs in zip(case["rows"], whole["rows"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-3 if muon else 1e-5)
@@ -50,7 +50,7 @@ def check(name: str, found: dict[str, dict[str, Any]]) -> None:
     for side in ("compiled", "eager"):
         assert 0.0 < case["same"][side]["relative"] < 1e-5, "gradients of the plain model, whatever is cut"
     if "pipeline" in name:  # an evaluation gathers what ranks of a stage share, and nothing of other stages
-        assert case["evaluated"] == case["pieces"] * SEVERAL[name][1].shards < whole["pieces"]
+        assert case["evaluated"] == case["local_elements"] * SEVERAL[name][1].shards < whole["local_elements"]
     assert case["flags"] == [[1.0, 0.0]] * STEPS  # one rank wishes to stop, and all know
 
 
@@ -94,8 +94,12 @@ def test_eight_ranks_compute_what_one_does_compiled_and_without_recompiles(name:
 
 
 def test_a_sharded_rank_holds_its_pieces_only() -> None:
-    two, llama, qwen3 = results(2, *QUICK), alone("llama whole")["pieces"], alone("qwen3 whole")["pieces"]
-    assert two["llama ddp"]["pieces"] == llama
-    assert two["llama fsdp2"]["pieces"] == llama / 2
-    assert two["qwen3 tensor"]["pieces"] < 0.51 * qwen3  # norms of the blocks are whole
-    assert two["llama pipeline"]["pieces"] < 0.51 * llama  # as many layers, and the embedding for the head
+    two, llama, qwen3 = (
+        results(2, *QUICK),
+        alone("llama whole")["local_elements"],
+        alone("qwen3 whole")["local_elements"],
+    )
+    assert two["llama ddp"]["local_elements"] == llama
+    assert two["llama fsdp2"]["local_elements"] == llama / 2
+    assert two["qwen3 tensor"]["local_elements"] < 0.51 * qwen3  # norms of the blocks are whole
+    assert two["llama pipeline"]["local_elements"] < 0.51 * llama  # as many layers, and the embedding for the head

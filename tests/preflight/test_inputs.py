@@ -24,7 +24,7 @@ from sftkit.data.demo.builtin import FAMILIES
 from sftkit.errors import ConfigError
 from sftkit.launch.chain import read_stages
 from sftkit.preflight import evaluated, inputs
-from sftkit.preflight.inputs import FIRST_ROWS, inputs_of
+from sftkit.preflight.inputs import FIRST_ROWS, input_rules
 from sftkit.runtime import hub
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def problems(*words: str, stage: str | None = "sft", made: tuple[str, ...] | None = ()) -> list[str]:
     """What is wrong with the recipe under these words, without the place."""
     try:
-        read_config("recipe.yaml", words, 1, inputs_of(stage, made))
+        read_config("recipe.yaml", words, 1, input_rules(stage, made))
     except ConfigError as error:
         return [line.partition(": ")[2] for line in str(error).splitlines()]
     return []
@@ -136,7 +136,7 @@ def test_columns_are_read_of_every_kind_of_file(here: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "row", "why"),
+    ("stage", "row", "message"),
     [
         ("base", CHAT, "a conversation, but this script learns from plain text"),
         ("sft", TEXT, "a text without turns, but this script learns from conversations"),
@@ -157,9 +157,11 @@ def test_columns_are_read_of_every_kind_of_file(here: Path, name: str) -> None:
         ("mid", [1], "list instead of an object"),
     ],
 )
-def test_a_first_row_that_the_stage_cannot_learn_from_is_refused(here: Path, stage: str, row: object, why: str) -> None:
+def test_a_first_row_that_the_stage_cannot_learn_from_is_refused(
+    here: Path, stage: str, row: object, message: str
+) -> None:
     write(here / "rows.jsonl", row)
-    assert why in refused("data.train.0.path=rows.jsonl", stage=stage)
+    assert message in refused("data.train.0.path=rows.jsonl", stage=stage)
     write(here / "rows.jsonl", TEXT if stage == "base" else CHAT)
     assert problems("data.train.0.path=rows.jsonl", stage=stage) == []
 
@@ -404,12 +406,12 @@ def test_a_gated_model_is_refused_before_it_is_loaded_to_whom_the_hub_does_not_g
     here: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     login = f"log in with `{program('hf')} auth login`, or set HF_TOKEN"
-    why = "the hub gives this {} to those alone who have accepted its licence: accept it at {}, then {}"
+    message = "the hub gives this {} to those alone who have accepted its licence: accept it at {}, then {}"
     assert refused(*of_model("some/gated")) == (
-        f"model.path: some/gated: {why.format('model', f'{stand_in}/some/gated', login)}"
+        f"model.path: some/gated: {message.format('model', f'{stand_in}/some/gated', login)}"
     )
     assert refused("data.train.0.path=some/gated") == (
-        f"data.train.0.path: some/gated: {why.format('dataset', f'{stand_in}/datasets/some/gated', login)}"
+        f"data.train.0.path: some/gated: {message.format('dataset', f'{stand_in}/datasets/some/gated', login)}"
     )
     assert refused("model.tokenizer=some/gated", "model.train_tokenizer=null").startswith(
         "model.tokenizer: some/gated: "
@@ -514,7 +516,7 @@ def test_a_best_metric_that_evaluations_write_is_not_refused(named: str) -> None
 def test_scores_of_captions_are_metrics_of_the_stage_that_writes_them() -> None:
     recipe = str(ROOT / "recipes/captioning/caption_smoke.yaml")
     words = (recipe, ["eval.every=5", "checkpoint.every=5", "checkpoint.best=eval/captions/token_f1"], 1)
-    assert read_config(*words, inputs_of("caption")).checkpoint.best == "eval/captions/token_f1"
+    assert read_config(*words, input_rules("caption")).checkpoint.best == "eval/captions/token_f1"
     with pytest.raises(ConfigError, match="is no metric that an evaluation of this run writes"):
         read_config(*words, [partial(evaluated.best, stage="base")])
 

@@ -180,9 +180,9 @@ def test_copies_and_validation_rows_in_training_are_found_but_repeat_is_no_copy(
 
 
 def test_the_same_caption_of_another_picture_is_no_copy() -> None:
-    training = replace(make_examples([4, 4, 4]), given=["a.png", "b.png", "a.png"])
+    training = replace(make_examples([4, 4, 4]), encoder_sources=["a.png", "b.png", "a.png"])
     training.ids[:] = np.tile(training.ids[:5], 3)
-    held_out = replace(training, given=["c.png", "a.png", "d.png"])
+    held_out = replace(training, encoder_sources=["c.png", "a.png", "d.png"])
     found = duplicate_facts(training, {"held_out": held_out}, [SourceConfig(path="a")])
     assert found["duplicate_pct"] == pytest.approx(100 / 3)
     assert found["validation_in_train"] == {"held_out": 1}
@@ -531,7 +531,7 @@ def test_the_table_of_layouts_wraps_no_number_and_shows_shapes_at_any_width(widt
 
 
 def test_a_preview_says_what_the_encoder_reads(tokenizer: PreTrainedTokenizerBase) -> None:
-    examples = replace(make_examples([4, 4]), given=["cats/a.png", "b" * 50 + "c" * 50])
+    examples = replace(make_examples([4, 4]), encoder_sources=["cats/a.png", "b" * 50 + "c" * 50])
     short, long = map(inspection.preview_title, inspection.previews(examples, tokenizer, 2))
     assert short.startswith("test, document 0, of cats/a.png: 4 tokens")
     assert f"of {'b' * 40}...{'c' * 40}: " in long
@@ -546,8 +546,8 @@ def test_previews_are_spread_over_the_data_and_hold_each_token_once(
     assert len(inspection.previews(prepared.examples, tokenizer, 50)) == 20
     assert inspection.previews(prepared.examples, tokenizer, 0) == []
     example = prepared.examples[9]
-    assert "".join(piece.text for piece in samples[1].pieces) == tokenizer.decode(example.ids.tolist())
-    learned = "".join(piece.text for piece in samples[1].pieces if piece.target)
+    assert "".join(piece.text for piece in samples[1].spans) == tokenizer.decode(example.ids.tolist())
+    learned = "".join(piece.text for piece in samples[1].spans if piece.target)
     assert learned == tokenizer.decode(example.ids[example.is_target].tolist()) == "It is 10.<|im_end|>"
 
 

@@ -113,7 +113,7 @@ def shell(name: str) -> PreTrainedModel:
     return empty_model(str(PUBLISHED / name), "bf16", {"local_files_only": True, "trust_remote_code": False})
 
 
-def planned(cfg: Config, gib: float | None, topology: Topology) -> MemoryPlan:
+def memory_plan(cfg: Config, gib: float | None, topology: Topology) -> MemoryPlan:
     assert cfg.data.max_length is not None
     lengths = np.full(1000, cfg.data.max_length)
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, cfg.data.max_length), topology.row_ranks)
@@ -152,7 +152,7 @@ def smallest(cfg: Config, gib: float) -> tuple[int, MemoryPlan]:
     for number in (1, 2, 4, 8):
         topology = Topology() if number == 1 else topology_of(FSDP2, number)
         try:
-            plan = planned(cfg, gib, topology)
+            plan = memory_plan(cfg, gib, topology)
         except ConfigError:
             continue
         if plan.estimate is not None and fits(plan.estimate, plan.total_bytes):
@@ -323,14 +323,14 @@ def test_a_template_that_is_missing_or_leaves_answers_out_is_refused(recipe: Pat
 @pytest.mark.parametrize("recipe", SFT, ids=name_of)
 def test_a_topology_that_cannot_hold_or_cut_the_model_is_refused(recipe: Path, tmp_path: Path) -> None:
     cfg = read(recipe)
-    least = planned(read(recipe, "optim.name=adamw_sr"), None, Topology()).setup
+    least = memory_plan(read(recipe, "optim.name=adamw_sr"), None, Topology()).setup
     assert least is not None
     with pytest.raises(ConfigError, match=r"alone take .*fsdp2\.yaml on 2 such GPUs or more"):
-        planned(cfg, 0.9 * held_bytes(least) / GIB, Topology())
+        memory_plan(cfg, 0.9 * held_bytes(least) / GIB, Topology())
     model_type = shell(published(cfg)).config.model_type
     config = yaml.safe_load((ROOT / "accelerate_configs" / "tp.yaml").read_text())
     config["parallelism_config"]["parallelism_config_tp_size"] = size = 32 if model_type in MODEL_TYPES else 2
     (tmp_path / "tp.yaml").write_text(yaml.safe_dump(config))
-    why = "does not divide the model's num_" if model_type in MODEL_TYPES else "has no tensor-parallel plan here"
-    with pytest.raises(ConfigError, match=why):
-        planned(cfg, 139.0, topology_of(tmp_path / "tp.yaml", size))
+    message = "does not divide the model's num_" if model_type in MODEL_TYPES else "has no tensor-parallel plan here"
+    with pytest.raises(ConfigError, match=message):
+        memory_plan(cfg, 139.0, topology_of(tmp_path / "tp.yaml", size))

@@ -79,11 +79,11 @@ def test_a_failure_that_nobody_can_mend_on_the_command_line_ends_with_1(folder: 
 
 
 @pytest.mark.parametrize(
-    ("number", "since", "found"),
+    ("number", "since", "expected"),
     [(signal.SIGTERM, 0.0, signal.SIGTERM), (signal.SIGTERM, 1e12, None), (None, 0.0, None)],
 )
-def test_a_launcher_learns_from_the_run_which_signal_has_stopped_it(tmp_path: Path, number, since, found) -> None:
+def test_a_launcher_learns_from_the_run_which_signal_has_stopped_it(tmp_path: Path, number, since, expected) -> None:
     """Not of an earlier run's, nor of the time limit, after which a run ends with 0."""
     RunStatus(tmp_path, 0, 1, step=3).write_end(number, stopped=True)
-    assert stopped_by(tmp_path, since) == found
+    assert stopped_by(tmp_path, since) == expected
     assert stopped_by(tmp_path / "none", since) is None

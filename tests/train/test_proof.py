@@ -46,7 +46,7 @@ def test_documents_in_a_row_are_isolated_and_the_loss_is_the_mean_over_all_their
 
 
 @pytest.mark.parametrize(
-    ("found", "name"),
+    ("check", "name"),
     [
         (replace(GOOD, leak=0.1), "Documents in a row do not see each other"),
         (replace(GOOD, changed=0.0), "Documents in a row do not see each other"),
@@ -54,8 +54,8 @@ def test_documents_in_a_row_are_isolated_and_the_loss_is_the_mean_over_all_their
         (replace(GOOD, logits_difference=4.5e-2), "Same logits as the plain model"),
     ],
 )
-def test_each_document_check_fails_on_its_own_fault(found: DocumentCheck, name: str) -> None:
-    assert [row.name for row in document_checks(found, torch.float32, "varlen") if not row.ok] == [name]
+def test_each_document_check_fails_on_its_own_fault(check: DocumentCheck, name: str) -> None:
+    assert [row.name for row in document_checks(check, torch.float32, "varlen") if not row.ok] == [name]
 
 
 def test_a_compiled_step_that_computes_something_else_fails_and_one_that_was_not_run_is_not_known() -> None:

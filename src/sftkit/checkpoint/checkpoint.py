@@ -225,11 +225,11 @@ class Checkpoints:
             "run.dir on another disk, or set checkpoint.every=null for the last one only"
         )
 
-    def resume(self, found: ResumeCheckpoint | str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
+    def resume(self, checkpoint: ResumeCheckpoint | str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
         """Restore weights, optimizer states and this rank's random state. Every rank calls it.
 
         Args:
-            found: the checkpoint, or a setting (train.resume) by which it is found.
+            checkpoint: the checkpoint, or a setting (train.resume) by which it is found.
             changes: keys of the recipe that may differ although a resumed run keeps them (train.resume_changes).
 
         Returns:
@@ -240,13 +240,13 @@ class Checkpoints:
                 optimizer or recipe.
             CheckpointError: what is there cannot be read.
         """
-        if not isinstance(found, ResumeCheckpoint):
-            found = find(self.run_dir, found, self.rt)
-        folder, state = found.folder, found.state
+        if not isinstance(checkpoint, ResumeCheckpoint):
+            checkpoint = find(self.run_dir, checkpoint, self.rt)
+        folder, state = checkpoint.folder, checkpoint.state
         if folder is None:
             return state
-        self.resumed_from, self.skipped_checkpoints = folder, found.skipped_checkpoints
-        lines = self.rt.from_main(lambda: self._fit(found, folder, changes))
+        self.resumed_from, self.skipped_checkpoints = folder, checkpoint.skipped_checkpoints
+        lines = self.rt.from_main(lambda: self._fit(checkpoint, folder, changes))
         if isinstance(lines, Exception):
             raise lines
         load_weights(self.orig_model, folder)
@@ -260,19 +260,19 @@ class Checkpoints:
             self.rt.print(line)
         return state
 
-    def _fit(self, found: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
+    def _fit(self, checkpoint: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
         """Return lines to print about what was changed, or the error: the other ranks wait for a
         value, so nothing is raised."""
-        prefix, here = f"train.resume={found.setting}: {folder}", self.optimizer.kind
+        prefix, here = f"train.resume={checkpoint.setting}: {folder}", self.optimizer.kind
         try:
-            if found.state["optimizer"] != here:
+            if checkpoint.state["optimizer"] != here:
                 raise ConfigError(
-                    f"{prefix} was written with the optimizer {found.state['optimizer']}, and this run has {here}: resume "
+                    f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: resume "
                     "with its optim.name and train.precision, or start from its weights with model.path"
                 )
             if not (folder / OPTIMIZER).is_dir():
                 raise ConfigError(f"{prefix} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
-            check_identity(found.state.get("identity"), self.identity, prefix)
+            check_identity(checkpoint.state.get("identity"), self.identity, prefix)
             return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, prefix)
         except Exception as error:
             return error

@@ -66,25 +66,25 @@ def run_identity(
             "documents": len(examples),
             "tokens": len(examples.ids),
             "ids": _sample_digest(examples),
-            **_given(examples),
+            **_encoder_sources(examples),
         },
         "rows": {name: getattr(layout, name) for name in _ROWS},
     }
 
 
-def _given(examples: Examples) -> dict[str, str]:
+def _encoder_sources(examples: Examples) -> dict[str, str]:
     """Return digests of an encoder's inputs; empty if the model has none, as in checkpoints of versions without
     encoders. One is of the texts, or of the pictures' file names without their folders, which may move; one of the
     middle of each input, as a file may have been replaced under its name."""
     pictures = examples.encoder_inputs is not None and PIXELS in examples.encoder_inputs.arrays
-    names = [os.path.basename(name) for name in examples.given] if pictures else examples.given
-    found = {"given": _digest("\0".join(names).encode())} if names else {}
+    names = [os.path.basename(name) for name in examples.encoder_sources] if pictures else examples.encoder_sources
+    digests = {"given": _digest("\0".join(names).encode())} if names else {}
     if examples.encoder_inputs is not None:
         rows = [array.reshape(len(array), -1) for _, array in sorted(examples.encoder_inputs.arrays.items())]
         starts = [max(0, (row.shape[1] - _MIDDLE) // 2) for row in rows]
         middles = [row[:, start : start + _MIDDLE] for row, start in zip(rows, starts, strict=True)]
-        found["encoded"] = _digest(*(np.ascontiguousarray(middle).tobytes() for middle in middles))
-    return found
+        digests["encoded"] = _digest(*(np.ascontiguousarray(middle).tobytes() for middle in middles))
+    return digests
 
 
 def _sample_digest(examples: Examples) -> str:
@@ -95,10 +95,10 @@ def _sample_digest(examples: Examples) -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(part)
-    return found.hexdigest()[:16]
+        digest.update(part)
+    return digest.hexdigest()[:16]
 
 
 def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ SINGLE_FILE = "model.safetensors"
 class WeightSnapshot:
     """What this rank writes, copied from the live model."""
 
-    whole: dict[str, torch.Tensor] | None
+    full: dict[str, torch.Tensor] | None
     "every tensor, for save_pretrained; only on the main rank"
     files: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     "file name -> its tensors, of a sharded model"
@@ -35,7 +35,7 @@ class WeightSnapshot:
 
     def num_bytes(self) -> int:
         """Return the bytes of the tensors that this rank writes."""
-        return sum(t.nbytes for tensors in (self.whole or {}, *self.files.values()) for t in tensors.values())
+        return sum(t.nbytes for tensors in (self.full or {}, *self.files.values()) for t in tensors.values())
 
 
 def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) -> WeightSnapshot:
@@ -46,12 +46,12 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     mixture in one tensor), which only the whole can be turned into: the main rank keeps it then. Padding of the
     vocabulary is left out. Stages of a pipeline each write files of their own.
     """
-    tensors, cut = saved_tensors(orig_model), without_padding(orig_model)
+    tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
     stages = stages_of(orig_model)
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not is_sharded or stored_in_another_form(orig_model):
-        return WeightSnapshot(_gathered(tensors, cut, keep=rank == 0) if is_sharded or rank == 0 else None)
-    sizes = {name: _without_padding(tensor, cut) for name, tensor in tensors.items()}
+        return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
+    sizes = {name: _without_padding(tensor, saved_rows) for name, tensor in tensors.items()}
     num_bytes = {name: numel * tensors[name].element_size() for name, numel in sizes.items()}
     writers = {name: stages.writer(name) for name in tensors} if stages else {}
     plan = plan_files(num_bytes, MAX_FILE_BYTES, writers)
@@ -59,7 +59,7 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     for position, (file, names) in enumerate(plan.items()):
         writer = writers.get(names[0], position % world_size)
         held = {name: tensors[name] for name in names if not tensors[name].is_meta}
-        kept = _gathered(held, cut, keep=writer == rank)
+        kept = _gathered(held, saved_rows, keep=writer == rank)
         if kept is not None:
             files[file] = kept
     index = {
@@ -72,23 +72,25 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     return WeightSnapshot(None, files, index if rank == 0 and len(plan) > 1 else None)
 
 
-def _without_padding(tensor: torch.Tensor, cut: dict[int, int]) -> int:
+def _without_padding(tensor: torch.Tensor, saved_rows: dict[int, int]) -> int:
     """Return how many elements of a tensor are saved."""
-    return tensor.numel() if id(tensor) not in cut else tensor[0].numel() * cut[id(tensor)]
+    return tensor.numel() if id(tensor) not in saved_rows else tensor[0].numel() * saved_rows[id(tensor)]
 
 
-def _gathered(tensors: dict[str, torch.Tensor], cut: dict[int, int], *, keep: bool) -> dict[str, torch.Tensor] | None:
+def _gathered(
+    tensors: dict[str, torch.Tensor], saved_rows: dict[int, int], *, keep: bool
+) -> dict[str, torch.Tensor] | None:
     """Copy tensors to host memory, gathered from their shards; None without `keep`. All ranks
     gather, those that keep copy.
 
     Args:
-        cut: id of a tensor -> how many of its rows are saved, where that is not all.
+        saved_rows: id of a tensor -> how many of its rows are saved, where that is not all.
     """
     kept = {}
     for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            kept[name] = to_host(whole[: cut.get(id(tensor))])
+            kept[name] = to_host(full[: saved_rows.get(id(tensor))])
     return kept if keep else None
 
 
@@ -147,8 +149,8 @@ def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
 def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder: Path) -> None:
     """Write this rank's files; the main rank also the index, and with a whole model its configuration."""
     written = [folder / name for name in snapshot.files]
-    if snapshot.whole is not None:
-        orig_model.save_pretrained(folder, state_dict=snapshot.whole, max_shard_size=MAX_FILE_BYTES)
+    if snapshot.full is not None:
+        orig_model.save_pretrained(folder, state_dict=snapshot.full, max_shard_size=MAX_FILE_BYTES)
         written = [*folder.glob("*.safetensors")]
     for name, tensors in snapshot.files.items():
         save_file(tensors, folder / name, metadata={"format": "pt"})

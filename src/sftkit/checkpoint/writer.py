@@ -163,8 +163,8 @@ class Writer:
         if self.rt.is_main:  # all that no other rank wrote: transformers names its files itself
             others = {path for paths in claimed[1:] for path in paths}
             mine = [path for path in temporary.rglob("*") if path.is_file() and path not in others]
-        found = self._together(lambda: entries(temporary, mine))
-        files = {name: entry for part in found for name, entry in part.items()}
+        all_entries = self._together(lambda: entries(temporary, mine))
+        files = {name: entry for part in all_entries for name, entry in part.items()}
         self._on_main(lambda: self._publish(snapshot.step, temporary, files))
         return sum(entry["bytes"] for entry in files.values())
 
@@ -174,14 +174,14 @@ class Writer:
             mine: tuple[T | None, str | None] = (do(), None)
         except Exception as error:
             mine = (None, reason(error))
-        found: list[Any] = [mine]
+        gathered: list[Any] = [mine]
         if self._group is not None:
-            found = [None] * self.rt.world_size
-            dist.all_gather_object(found, mine, group=self._group)
-        for rank, (_, problem) in enumerate(found):
+            gathered = [None] * self.rt.world_size
+            dist.all_gather_object(gathered, mine, group=self._group)
+        for rank, (_, problem) in enumerate(gathered):
             if problem is not None:
-                raise OSError(problem if len(found) == 1 else f"rank {rank}: {problem}")
-        return [value for value, _ in found]
+                raise OSError(problem if len(gathered) == 1 else f"rank {rank}: {problem}")
+        return [value for value, _ in gathered]
 
     def _on_main(self, do: Callable[[], None]) -> None:
         self._together(lambda: do() if self.rt.is_main else None)
@@ -194,7 +194,7 @@ class Writer:
         if free < num_bytes:
             raise OSError(f"{self.run_dir} has {in_mb(free)} free and it takes {in_mb(num_bytes)}")
         (temporary / OPTIMIZER).mkdir(parents=True)
-        if snapshot.weights.whole is None:
+        if snapshot.weights.full is None:
             write_config(self.orig_model, temporary)
 
     def _write_own(self, snapshot: Snapshot, folder: Path) -> list[Path]:

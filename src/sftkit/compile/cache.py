@@ -235,7 +235,7 @@ def _bytes(path: str) -> bytes:
         return file.read()
 
 
-def _write(path: str, whole: bytes) -> None:
+def _write(path: str, content: bytes) -> None:
     """Write all of it or nothing: a reader never sees half a file."""
     if "://" in path:
         import fsspec  # type: ignore[import-untyped]
@@ -243,9 +243,9 @@ def _write(path: str, whole: bytes) -> None:
         filesystem, inside = fsspec.core.url_to_fs(path)
         filesystem.makedirs(inside.rpartition("/")[0], exist_ok=True)
         temporary = f"{inside}.{os.getpid()}.tmp"
-        filesystem.pipe_file(temporary, whole)
+        filesystem.pipe_file(temporary, content)
         filesystem.mv(temporary, inside)
         return
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    replace_shared(target, whole)
+    replace_shared(target, content)

@@ -254,7 +254,7 @@ def kernels(code: str) -> list[dict[str, Any]]:
         generated); launches; aten, the operators that it came from; nodes, their names in the captured graph. A C++
         kernel says where it came from by its name alone, so it has no nodes.
     """
-    found: dict[str, dict[str, Any]] = {}
+    kernels_by_name: dict[str, dict[str, Any]] = {}
     origins: tuple[list[str], list[str]] | None = None
     for line in map(str.strip, code.rpartition("async_compile.wait(globals())")[2].splitlines()):
         if comment := ORIGINS.match(line):
@@ -264,13 +264,13 @@ def kernels(code: str) -> list[dict[str, Any]]:
             if call := launch.match(line):
                 nodes, aten = origins or ([], [])
                 unseen: dict[str, Any] = {"name": call[1], "kind": kind, "launches": 0, "aten": [], "nodes": []}
-                kernel = found.setdefault(call[1], unseen)
+                kernel = kernels_by_name.setdefault(call[1], unseen)
                 kernel["launches"] += 1
                 kernel["aten"] = list(dict.fromkeys(kernel["aten"] + (aten or _in_name(call[1], kind))))
                 kernel["nodes"] = list(dict.fromkeys(kernel["nodes"] + nodes))
                 origins = None
                 break
-    return list(found.values())
+    return list(kernels_by_name.values())
 
 
 def _words(listed: str) -> list[str]:

@@ -46,18 +46,18 @@ def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded:
             one; it names what there is.
     """
     assert compile.modules is not None
-    found: dict[str, CompiledPart] = {}
+    parts: dict[str, CompiledPart] = {}
     for path in sorted(compile.modules, key=lambda path: path.count(".")):
         for named, at in _at(orig_model, path):
             own = compile.modules[path]
             place, module = _without_head(orig_model, named, at)
-            found[place] = CompiledPart(place, module, with_own(compile, own))
+            parts[place] = CompiledPart(place, module, with_own(compile, own))
             if not own.enabled:
-                del found[place]
-    _check_apart(found)
-    _check_called(orig_model, found, sharded=sharded)
+                del parts[place]
+    _check_apart(parts)
+    _check_called(orig_model, parts, sharded=sharded)
     order = {module: i for i, module in enumerate(orig_model.modules())}
-    return sorted(found.values(), key=lambda part: order[part.module])
+    return sorted(parts.values(), key=lambda part: order[part.module])
 
 
 def with_own(compile: CompileConfig, own: CompileModuleConfig) -> CompileConfig:
@@ -96,22 +96,22 @@ def _without_head(orig_model: PreTrainedModel, path: str, module: torch.nn.Modul
     return path, module
 
 
-def _check_apart(found: dict[str, CompiledPart]) -> None:
+def _check_apart(parts: dict[str, CompiledPart]) -> None:
     """Refuse a path that lies inside another one."""
-    for path in found:
-        parents = (path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1))
-        outer = next((parent for parent in parents if parent in found), None)
+    for path in parts:
+        parents = (path.rsplit(".", level)[0] for level in range(1, path.count(".") + 1))
+        outer = next((parent for parent in parents if parent in parts), None)
         if outer is not None:
             raise ConfigError(
                 f'compile.modules: "{path}" lies in "{outer}", which is one graph with all that it holds: name only one of them'
             )
 
 
-def _check_called(orig_model: PreTrainedModel, found: dict[str, CompiledPart], *, sharded: bool) -> None:
+def _check_called(orig_model: PreTrainedModel, parts: dict[str, CompiledPart], *, sharded: bool) -> None:
     """Refuse modules that a step does not call, or that cannot be a graph of their own."""
     projection, blocks = output_projection(orig_model), set(decoder_blocks(orig_model))
     others = f"name other modules, such as {_some(_good_paths(orig_model))}"
-    for path, part in found.items():
+    for path, part in parts.items():
         inside = set(part.module.modules())
         if projection in inside:
             raise ConfigError(

@@ -119,7 +119,7 @@ class CompileWatch:
 
     def recompile_reasons(self) -> list[str]:
         """Return why each compile after the warm-up happened: the guard that failed, or the new frame's name."""
-        return [_why(record) for record in self._late()]
+        return [_compile_reason(record) for record in self._late()]
 
     def graph_break_reasons(self) -> list[str]:
         """Return `file:line: reason` of every graph break and of every function that was left to eager, each once."""
@@ -168,7 +168,7 @@ def _left_eager(record: dynamo_utils.CompilationMetrics) -> bool:
     return record.fail_type is not None and record.is_forward is not False
 
 
-def _why(record: dynamo_utils.CompilationMetrics) -> str:
+def _compile_reason(record: dynamo_utils.CompilationMetrics) -> str:
     """Return why a graph was compiled."""
     if record.recompile_reason:
         return re.sub(r"^\d+/\d+: ", "", record.recompile_reason.strip())

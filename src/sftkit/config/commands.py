@@ -73,14 +73,14 @@ def program(name: str, folder: Path | None = None) -> str:
 def typed(text: str) -> str:
     """Return a text in which commands written as in a clone (.venv/bin/python scripts/chat.py) work here: with the
     programs of this environment, and as `sftkit chat` where there are no scripts or where `sftkit` was typed."""
-    return _SHIPPED_FILE.sub(lambda found: shipped(found[0]), _COMMAND.sub(_here, text))
+    return _SHIPPED_FILE.sub(lambda match: shipped(match[0]), _COMMAND.sub(_here, text))
 
 
-def _here(found: re.Match[str]) -> str:
-    script = found[2]
+def _here(match: re.Match[str]) -> str:
+    script = match[2]
     if script in SCRIPTS.values() and (TYPED in os.environ or not is_ours(f"scripts/{script}")):
         return f"{program('sftkit')} {_word(script)}"
-    return program(found[1]) + found[0].removeprefix(f".venv/bin/{found[1]}")
+    return program(match[1]) + match[0].removeprefix(f".venv/bin/{match[1]}")
 
 
 def _word(script: str) -> str:

@@ -19,7 +19,7 @@ from sftkit.config.keys import USAGE, adapter, help_text, row_of, sections, show
 from sftkit.config.paths import expanded
 from sftkit.config.rule import Rule, Unusable
 from sftkit.config.rules import cross_check, run_dir_can_be_made
-from sftkit.config.schema import Config, TrainConfig, stages_of
+from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, print_text
 from sftkit.config.topology import read_topology
@@ -186,7 +186,7 @@ def _report(problems: list[str]) -> ConfigError:
 def _row_ranks(train: TrainConfig) -> int:
     """Return how many processes of this launch, or groups of them, have rows of their own."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return read_topology(os.environ, processes, stages_of(train)).row_ranks
+    return read_topology(os.environ, processes, num_stages(train)).row_ranks
 
 
 def _expand(tree: Node, problems: list[str]) -> None:
@@ -260,8 +260,8 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
     try:
         return adapter().validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-    for i, e in enumerate(found):
+        errors = error.errors(include_url=False)
+    for i, e in enumerate(errors):
         keys, missing = tuple(e["loc"]), e["type"] in ("missing", "missing_argument")
         if i >= MOST_PROBLEMS:  # counted; what was meant takes its time to find
             problems.append(dotted(keys))
@@ -272,7 +272,7 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
         text, meant = explain(e, keys)
         problems.append(f"{origin}: {dotted(keys)}: {text}")
         dropped.update(meant)
-    for e in sorted(found, key=lambda e: str(e["loc"]), reverse=True):
+    for e in sorted(errors, key=lambda e: str(e["loc"]), reverse=True):
         gone = _remove(tree, tuple(e["loc"]))
         if e["type"] != "unexpected_keyword_argument":
             dropped.add(gone)

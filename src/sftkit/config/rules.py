@@ -126,8 +126,10 @@ def _sources(get: Get) -> Iterator[Problem]:
 def _buckets(get: Get) -> Iterator[Problem]:
     key, layout, lengths = "data.bucket_lengths", get("data.layout"), get("data.bucket_lengths")
     if get("data.num_buckets") is not None and (layout != "bucketed" or lengths is not None):
-        why = f"only goes with layout bucketed, not {layout}" if layout != "bucketed" else f"and {key} are both given"
-        yield "data.num_buckets", why
+        problem = (
+            f"only goes with layout bucketed, not {layout}" if layout != "bucketed" else f"and {key} are both given"
+        )
+        yield "data.num_buckets", problem
     if lengths is None:
         return
     if layout != "bucketed":

@@ -29,7 +29,7 @@ _STEERING = re.compile(
 def visible(text: str) -> str:
     r"""Return text that cannot steer a terminal or hide on a page: control characters, direction marks, line separators
     and characters without width stand as Python writes them (\x1b, \u202e). Newlines and tabs stay."""
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def print_text(text: str, end: str = "\n", level: Level | None = None, *, error: bool = False) -> None:

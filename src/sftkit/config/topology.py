@@ -54,7 +54,7 @@ class Topology:
         return self.replicas * self.shards
 
     @property
-    def parts(self) -> int:
+    def ranks_per_row(self) -> int:
         """Return how many processes share each row."""
         return self.context * self.tensor
 
@@ -118,7 +118,7 @@ def read_topology(environ: Mapping[str, str], world_size: int, stages: int | Non
             "--num_processes"
         )
     found = replace(_of_a_stage(environ, world_size // stages), stages=stages)
-    if stages > 1 and found.parts > 1:
+    if stages > 1 and found.ranks_per_row > 1:
         raise ConfigError(
             "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them to 1"
         )

@@ -100,11 +100,11 @@ class AnswerMatcher:
         header = common_prefix(headers or [self.template.between])
         if not any(token and token in header for token in self.template.special_tokens):
             return {}
-        found = [match.start() for match in re.finditer(re.escape(header), self.text)]
+        starts = [match.start() for match in re.finditer(re.escape(header), self.text)]
         answers = [k for k in range(self.last + 1) if self.messages[k]["role"] == "assistant"]
-        return dict(zip(answers, found, strict=True)) if len(found) == len(answers) else {}
+        return dict(zip(answers, starts, strict=True)) if len(starts) == len(answers) else {}
 
     def _next_special(self, start: int) -> int:
         """Return where the next special token begins; the end of the text if there is none."""
-        found = special_pattern(self.template.special_tokens).search(self.text, start)
-        return found.start() if found else len(self.text)
+        match = special_pattern(self.template.special_tokens).search(self.text, start)
+        return match.start() if match else len(self.text)

@@ -27,9 +27,9 @@ from sftkit.data.spans import (
     not_rendered,
     nothing_marked,
     opened_without_reasoning,
-    pieces,
     prompt_differs,
     reasoning_not_rendered,
+    required_texts,
     template_refuses,
     within,
 )
@@ -81,7 +81,7 @@ class Finder:
         self.template = template_of(tokenizer, with_tools=bool(self.tools))
         self.messages = with_reasoning(conversation.messages, self.template, thinking)
         self._reasons = [reasoning_of(one) for one in conversation.messages if one["role"] == "assistant"]
-        self._given = conversation.args
+        self._record_args = conversation.args
         self._args: dict[str, object] = {}
         self._known: dict[int, _Own] = {}
 
@@ -106,7 +106,7 @@ class Finder:
         try:
             marks = self.template.has_marks and self.template.append_only
             marked = marks and all(self._arguments(k) == self._args for k in wanted)
-            document = self._marked(last, wanted) if marked else self._found(last, wanted)
+            document = self._marked(last, wanted) if marked else self._located(last, wanted)
         except TemplateError as error:
             raise template_refuses(self.where, error) from error
         require_instructions(self.messages[: last + 1], document.text, self.where)
@@ -129,16 +129,16 @@ class Finder:
         except DataError:  # no such prompt, or a fault that rendering it once more shows
             if marked:
                 raise
-            found = Document(self._whole(last), {})
+            found = Document(self._render_up_to(last), {})
         cursor = 0
         for k in self.answers:
             if k <= last:
-                cursor = self._check_pieces(k, found.text, cursor)
+                cursor = self._check_rendered(k, found.text, cursor)
         if missing := set(marked) - found.spans.keys():
             raise marked_not_found(self.where, min(missing))
         return found
 
-    def _whole(self, last: int) -> str:
+    def _render_up_to(self, last: int) -> str:
         """Render the messages up to an answer, without looking for answers in the text."""
         self._args = self._arguments(last)
         try:
@@ -153,11 +153,11 @@ class Finder:
         """Return whether an answer is asked with thinking turned off, because it has no reasoning and the template
         would leave thinking on."""
         name = self.template.thinking_argument
-        own = name in self.template.fixed or name in (self._given or {})
+        own = name in self.template.fixed or name in (self._record_args or {})
         return bool(name and not own and self._arguments(k).get(name) is False)
 
     @property
-    def given_reasons(self) -> set[int]:
+    def answers_with_reasoning(self) -> set[int]:
         """Return the answers that have reasoning in the data."""
         return {k for k, reasoning in zip(self.answers, self._reasons, strict=True) if reasoning}
 
@@ -166,14 +166,14 @@ class Finder:
         """Return the answers whose reasoning is to be learned; none with thinking=off."""
         return {k for k in self.answers if reasoning_of(self.messages[k])}
 
-    def reasoned(self, last: int, found: Collection[int]) -> set[int]:
+    def reasoned(self, last: int, known: Collection[int]) -> set[int]:
         """Return the answers whose reasoning stands in the text of a conversation that ends with answer `last`.
 
         The conversation is rendered with other texts in place of the reasonings, since their own words may stand
-        anywhere. For the answers in `found` this was checked before.
+        anywhere. For the answers in `known` this was checked before.
         """
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
-        if marks.keys() <= set(found):
+        if marks.keys() <= set(known):
             return set(marks)
         self._args = self._arguments(last)
         messages = [
@@ -181,9 +181,9 @@ class Finder:
         ]
         text, _ = render(self.tokenizer, self.template, self._with(messages))
         rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
-        return {k for k in marks if k in rendered or k in found}
+        return {k for k in marks if k in rendered or k in known}
 
-    def _found(self, last: int, wanted: list[int]) -> Document:
+    def _located(self, last: int, wanted: list[int]) -> Document:
         """Find answers that stand in the text of the conversation as they do when they are the last message."""
         own = self._own(last)
         matcher = AnswerMatcher(self.template, self.messages, own.text, last)
@@ -222,7 +222,7 @@ class Finder:
         answers = [k for k in self.answers if k <= last]
         text, marks = self._marks(last)
         if len(marks) != len(answers):  # several for an answer, or none
-            return self._found(last, wanted)
+            return self._located(last, wanted)
         spans, before = {}, 0
         for k, (start, end) in zip(answers, marks, strict=True):
             span = self._after_header(text, start), end_of_marked(text, (start, end), self.template.end_tokens)
@@ -269,7 +269,7 @@ class Finder:
 
     def _arguments(self, k: int) -> dict[str, object]:
         """Return the template arguments with which answer k is asked."""
-        return template_arguments(self.template, self.messages, k, self._given, self.thinking)
+        return template_arguments(self.template, self.messages, k, self._record_args, self.thinking)
 
     def _start(self, k: int, text: str) -> tuple[str, int]:
         """Return (text, where the answer begins), which is after the longest prompt that a
@@ -279,7 +279,7 @@ class Finder:
         prompt = self._render(k, add_generation_prompt=True)
         name, given = self.template.thinking_argument, self._args
         prompts = [prompt]
-        chosen = name in (self._given or {}) or name in self.template.fixed or self.thinking == "learn_empty"
+        chosen = name in (self._record_args or {}) or name in self.template.fixed or self.thinking == "learn_empty"
         if name and (chosen or not text.startswith(prompt)):
             for on in (True, False):
                 self._args = {**given, name: on}
@@ -321,7 +321,7 @@ class Finder:
     def _check(self, k: int, answer: str, text: str) -> None:
         """Refuse an answer unless what its message says is in what will be learned, and its reasoning in the text."""
         self._check_reasoning(k, text)
-        self._check_pieces(k, answer, 0)
+        self._check_rendered(k, answer, 0)
 
     def _check_reasoning(self, k: int, text: str) -> None:
         """Refuse an answer whose reasoning is not in the text."""
@@ -329,13 +329,13 @@ class Finder:
         if reasoning and reasoning not in text:
             raise reasoning_not_rendered(self.where, k)
 
-    def _check_pieces(self, k: int, text: str, cursor: int) -> int:
-        """Return where the last piece of the message ends in the text; refuse the answer if one is not there."""
-        for piece in pieces(self.messages[k]):
-            at = text.find(piece, cursor)
+    def _check_rendered(self, k: int, text: str, cursor: int) -> int:
+        """Return where the last required text of the message ends; refuse the answer if one is not there."""
+        for required in required_texts(self.messages[k]):
+            at = text.find(required, cursor)
             if at < 0:
-                raise not_rendered(self.where, k, piece)
-            cursor = at + len(piece)
+                raise not_rendered(self.where, k, required)
+            cursor = at + len(required)
         return cursor
 
     def _render(self, k: int, *, add_generation_prompt: bool = False) -> str:

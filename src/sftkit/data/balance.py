@@ -74,14 +74,14 @@ def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.n
     room = len(descending) // shares
     if room == 1:
         return descending.reshape(shares, 1)
-    dealt: list[list[int]] = [[] for _ in range(shares)]
+    assigned: list[list[int]] = [[] for _ in range(shares)]
     lightest = [(0, share) for share in range(shares)]
     for row, cost in zip(descending.tolist(), costs[descending].tolist(), strict=True):
         total, share = heapq.heappop(lightest)
-        dealt[share].append(row)
-        if len(dealt[share]) < room:
+        assigned[share].append(row)
+        if len(assigned[share]) < room:
             heapq.heappush(lightest, (total + cost, share))
-    return np.array(dealt)
+    return np.array(assigned)
 
 
 def causal_pairs(lengths: np.ndarray, window: int | None = None, *, chunked: bool = False) -> np.ndarray:

@@ -71,7 +71,9 @@ def load(folder: Path) -> Examples | None:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
         findings = {name: tuple(Finding(**one) for one in found) for name, found in meta["findings"].items()}
         names = tuple(meta["source_names"])
-        examples = Examples(**arrays, source_names=names, counts=meta["counts"], findings=findings, given=meta["given"])
+        examples = Examples(
+            **arrays, source_names=names, counts=meta["counts"], findings=findings, encoder_sources=meta["given"]
+        )
         _check(examples)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         log.warning("%s: damaged cache (%s), tokenizing again", folder, error)
@@ -106,7 +108,7 @@ def _write(folder: Path, examples: Examples) -> None:
         np.save(folder / f"{name}.npy", np.asarray(getattr(examples, name), dtype=dtype), allow_pickle=False)
     findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
     meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
-    meta["given"] = list(examples.given)
+    meta["given"] = list(examples.encoder_sources)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import chat
-from sftkit.data.rows import require_given
+from sftkit.data.rows import require_source_and_texts
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -31,29 +31,29 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, t
     Raises:
         DataError: the row has nothing for an encoder, or a text is too long and `too_long` is error.
     """
-    made, notes, why = list[TokenizedExample](), set[str](), ""
-    for given, text in _pairs(row):
+    made, notes, details = list[TokenizedExample](), set[str](), ""
+    for source, text in _pairs(row):
         ids = _ids(text, tokenizer)
         if len(ids) > max_length + 1:
-            why = f"{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
+            details = f"{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
             if too_long == "error":
                 hint = "Raise data.max_length, or set data.too_long to truncate or drop"
-                raise DataError(f"{row.where}: {why}. {hint}", reason="too long")
+                raise DataError(f"{row.where}: {details}. {hint}", reason="too long")
             notes.add("truncated" if too_long == "truncate" else "dropped_too_long")
             if too_long == "drop":
                 continue
         example = chat.document(ids[: max_length + 1], np.ones(len(ids[: max_length + 1]), dtype=bool), tokenizer)
         if example is not None:
-            made.append(TokenizedExample(example.ids, example.is_target, example.num_bytes, given))
+            made.append(TokenizedExample(example.ids, example.is_target, example.num_bytes, source))
     if made:
         return Tokenized(made, "truncated" if "truncated" in notes else None)
-    return Tokenized([], "dropped_too_long" if notes else "dropped_no_target", why=why or "no text")
+    return Tokenized([], "dropped_too_long" if notes else "dropped_no_target", details=details or "no text")
 
 
 def _pairs(row: Row) -> Iterator[tuple[str, str]]:
     """Yield (what an encoder reads, what is said of it); texts of whitespace alone are left out."""
-    given, texts = require_given(row)
-    return ((given, text) for text in texts if text.strip())
+    source, texts = require_source_and_texts(row)
+    return ((source, text) for text in texts if text.strip())
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -72,7 +72,7 @@ def tokenize(
     Raises:
         DataError: what is wrong with the conversation. ConfigError: with template or tokenizer.
     """
-    given = require_conversation(row)
+    checked = require_conversation(row)
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     check_reasoning(messages, row.where)
     skipped = not_learned(row, messages, learning.targets)
@@ -90,20 +90,20 @@ def tokenize(
         texts = _everything(finder, skipped, max_length, counts, split=learning.split_turns)
     else:
         texts = _answers(finder, learnable, max_length, counts, split=learning.split_turns)
-    counts["reasoning_left_out"] = len(finder.given_reasons.difference(*(text.reasoned for text in texts)))
+    counts["reasoning_left_out"] = len(finder.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
     # cut, dropped or refused, as too_long says; what is left is counted
-    found = [_fit(row, text, tokenizer, max_length, too_long) for text in texts]
-    counts[TOO_LONG] += sum(text.answers for text, one in zip(texts, found, strict=True) if not one.examples)
+    fitted = [_fit(row, text, tokenizer, max_length, too_long) for text in texts]
+    counts[TOO_LONG] += sum(text.answers for text, one in zip(texts, fitted, strict=True) if not one.examples)
     counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in NOT_LEARNED)
-    examples = [example for one in found for example in one.examples]
+    examples = [example for one in fitted for example in one.examples]
     counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
-    noted = [one for one in found if one.note]
+    noted = [one for one in fitted if one.note]
     if examples:
-        odd = {**conversation.oddities(given, row.where), **unused}
+        odd = {**conversation.oddities(checked, row.where), **unused}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd)
     if noted:
-        return Tokenized([], noted[0].note, counts, noted[0].why)
+        return Tokenized([], noted[0].note, counts, noted[0].details)
     return Tokenized([], "dropped_no_target", counts, "none of its answers is to be learned")
 
 
@@ -140,7 +140,7 @@ def _answers(
         spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
         number = len(document.spans.keys() - shared)
         learned = _ended(tokenizer, encoded, _inside(sorted(spans), encoded))
-        rest = None if encoded.whole else bool(spans)
+        rest = None if encoded.complete else bool(spans)
         found.append(_Text(*learned, number, finder.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
         if not split:
@@ -192,7 +192,7 @@ def _everything(
     is_target = ~_inside(sorted(spans), encoded)
     number = len(set(finder.answers) - hidden - apart)
     learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped)
-    return [*before, _Text(*learned, number, reasoned, None if encoded.whole else True)]
+    return [*before, _Text(*learned, number, reasoned, None if encoded.complete else True)]
 
 
 def _ended(
@@ -200,7 +200,7 @@ def _ended(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Append eos to a document if the template writes no token that ends the turn."""
     ids = encoded.ids
-    if not encoded.whole or ids[-1] in end_of_turn_ids(tokenizer):
+    if not encoded.complete or ids[-1] in end_of_turn_ids(tokenizer):
         return ids, is_target
     if tokenizer.eos_token_id is None:
         raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
@@ -247,7 +247,7 @@ def render_prompt(
     return ids
 
 
-def as_asked(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
+def as_trained(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
     """Return a record with the messages and template arguments with which answer k of it is trained."""
     template = template_of(tokenizer, with_tools=bool(row.tools))
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
@@ -269,7 +269,7 @@ def _fit(row: Row, text: _Text, tokenizer: PreTrainedTokenizerBase, max_length: 
     more = "more than " if text.rest is not None else ""
     size = f"{more}{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
     if is_long and too_long == "drop":
-        return Tokenized([], "dropped_too_long", why=size)
+        return Tokenized([], "dropped_too_long", details=size)
     if is_long and too_long == "error":
         raise DataError(
             f"{row.where}: {size}. Raise data.max_length, or set data.too_long to truncate or drop", reason="too long"
@@ -277,8 +277,8 @@ def _fit(row: Row, text: _Text, tokenizer: PreTrainedTokenizerBase, max_length: 
     example = document(ids[: max_length + 1], is_target[: max_length + 1], tokenizer)
     if example is None:
         beyond = is_target[max_length + 1 :].any() or text.rest
-        why = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
-        return Tokenized([], "dropped_no_target", why=why)
+        details = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
+        return Tokenized([], "dropped_no_target", details=details)
     return Tokenized([example], "truncated" if is_long else None)
 
 
@@ -293,22 +293,26 @@ def _encode_answers(
     """
     encoded = encode(tokenizer, text, enough)
     pattern = special_pattern(tuple(special_tokens_of(tokenizer)))
-    specials = [found.span() for found in pattern.finditer(text)]
+    specials = [match.span() for match in pattern.finditer(text)]
     shared = {k for k, parts in spans.items() if parts and _shares(tokenizer, text, parts[0][0], encoded, specials)}
     if last not in shared:
         return encoded, shared
-    if not encoded.whole:
+    if not encoded.complete:
         return _encode_answers(tokenizer, text, spans, last, None)
-    cut = spans[last][0][0]
-    before, after = encode(tokenizer, text[:cut]), encode(tokenizer, text[cut:])
+    prompt_end = spans[last][0][0]
+    before, after = encode(tokenizer, text[:prompt_end]), encode(tokenizer, text[prompt_end:])
     joined = np.concatenate([before.ids, after.ids])
     if tokenizer.decode(joined) != tokenizer.decode(encoded.ids):
         return encoded, shared  # this tokenizer begins texts in another way
-    starts, ends = (np.concatenate([one, other + cut]) for one, other in zip(before[1:3], after[1:3], strict=True))
-    return Encoded(joined, starts, ends, whole=True), shared - {last}
+    starts, ends = (
+        np.concatenate([one, other + prompt_end]) for one, other in zip(before[1:3], after[1:3], strict=True)
+    )
+    return Encoded(joined, starts, ends, complete=True), shared - {last}
 
 
-def _shares(tokenizer: PreTrainedTokenizerBase, text: str, cut: int, encoded: Encoded, specials: list[Span]) -> bool:
+def _shares(
+    tokenizer: PreTrainedTokenizerBase, text: str, prompt_end: int, encoded: Encoded, specials: list[Span]
+) -> bool:
     """Return whether the prompt text[:cut] alone has other ids than in the whole text. Special tokens split a text, so
     what follows the last one of the prompt decides.
 
@@ -317,15 +321,18 @@ def _shares(tokenizer: PreTrainedTokenizerBase, text: str, cut: int, encoded: En
             tokens around that place is encoded here.
         specials: where they are in the text, ascending.
     """
-    before = bisect_right(specials, cut, key=lambda span: span[1])
+    before = bisect_right(specials, prompt_end, key=lambda span: span[1])
     begin = specials[before - 1][0] if before else 0
-    alone = _prompt_end(tokenizer, len(tokenizer), text[begin:cut])
-    if not encoded.whole and cut >= encoded.ends[-1]:
+    alone = _prompt_end(tokenizer, len(tokenizer), text[begin:prompt_end])
+    if not encoded.complete and prompt_end >= encoded.ends[-1]:
         end = specials[before][1] if before < len(specials) else len(text)
         encoded = encode(tokenizer, text[begin:end], len(alone) + 1)
-        cut, begin = cut - begin, 0
-    first, past = np.searchsorted(encoded.ends, begin, side="right"), np.searchsorted(encoded.starts, cut, side="left")
-    return bool(past and encoded.ends[past - 1] > cut) or encoded.ids[first:past].tolist() != alone
+        prompt_end, begin = prompt_end - begin, 0
+    first, past = (
+        np.searchsorted(encoded.ends, begin, side="right"),
+        np.searchsorted(encoded.starts, prompt_end, side="left"),
+    )
+    return bool(past and encoded.ends[past - 1] > prompt_end) or encoded.ids[first:past].tolist() != alone
 
 
 @lru_cache(maxsize=64)

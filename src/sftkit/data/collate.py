@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from sftkit.data.pack import BatchShape
-from sftkit.data.shard import WHOLE, RowShard
+from sftkit.data.shard import FULL_ROW, RowShard
 from sftkit.data.types import EncoderInputs, Examples
 
 IGNORE = -100  # torch.nn.functional.cross_entropy's ignore_index
@@ -84,12 +84,12 @@ def collate(
     rows: tuple[tuple[int, ...], ...],
     shape: BatchShape,
     pad_id: int = 0,
-    part: RowShard = WHOLE,
+    shard: RowShard = FULL_ROW,
 ) -> Batch:
     """Lay documents out in rows. A document of n tokens takes n - 1 positions; its last token is only a target.
 
     Args:
-        part: what of the rows this process computes; the row length is a multiple of `part.multiple`.
+        shard: what of the rows this process computes; the row length is a multiple of `shard.multiple`.
     """
     # Of each of the M documents: its row, its positions, and where it starts in the B * T positions.
     row_length, max_doc_length = shape.row_length, shape.max_doc_length
@@ -137,7 +137,7 @@ def collate(
         num_tokens=int(lengths.sum()),
         num_targets=int(is_target.sum()),
     )
-    return batch if part.kind == "whole" else _part_of(batch, part)
+    return batch if shard.kind == "full" else _shard_batch(batch, shard)
 
 
 def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, slots: int) -> dict[str, torch.Tensor]:
@@ -179,10 +179,10 @@ def single_rows(batch: Batch) -> Iterator[Batch]:
         yield replace(batch, inputs=inputs, targets=batch.targets[own], doc_ids=batch.doc_ids[own])
 
 
-def _part_of(batch: Batch, part: RowShard) -> Batch:
+def _shard_batch(batch: Batch, shard: RowShard) -> Batch:
     """Return the local positions of whole rows; what says where their documents lie stays whole."""
     row_length = batch.shape[1]
-    columns = torch.from_numpy(part.columns(row_length))
+    columns = torch.from_numpy(shard.columns(row_length))
     targets = batch.targets[:, columns]
     is_target = targets.numpy().ravel() != IGNORE
     local = replace(
@@ -192,9 +192,9 @@ def _part_of(batch: Batch, part: RowShard) -> Batch:
         target_index=torch.from_numpy(_target_index(is_target)),
         num_targets=int(is_target.sum()),
     )
-    if part.kind == "columns":
+    if shard.kind == "columns":
         return local
-    chunks = [chunk_cu_seqlens(batch.cu_seqlens.numpy(), row_length, piece) for piece in columns.numpy().reshape(2, -1)]
+    chunks = [chunk_cu_seqlens(batch.cu_seqlens.numpy(), row_length, chunk) for chunk in columns.numpy().reshape(2, -1)]
     queries, keys = (torch.from_numpy(np.stack(side)) for side in zip(*chunks, strict=True))
     inputs = {**local.inputs, "position_ids": batch.inputs["position_ids"][:, columns]}
     return replace(local, inputs=inputs, columns=columns, cu_seqlens_q=queries, cu_seqlens_k=keys)
@@ -265,7 +265,7 @@ def warm_up_batch(
     rows: int,
     shape: BatchShape,
     vocab_size: int,
-    part: RowShard = WHOLE,
+    shard: RowShard = FULL_ROW,
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
     """Make the worst case of a declared shape: random tokens, documents as long as allowed, every position a target.
@@ -280,4 +280,4 @@ def warm_up_batch(
     numbers = np.arange(len(sizes)).reshape(rows, len(row))
     recipe = tuple(map(tuple, numbers.tolist()))
     examples = Examples.of(ids, sizes, made_up(len(sizes)))
-    return collate(examples, recipe, shape, part=part)
+    return collate(examples, recipe, shape, shard=shard)

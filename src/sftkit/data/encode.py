@@ -25,7 +25,7 @@ class Encoded(NamedTuple):
     "int64 [n]: the first character that each covers"
     ends: np.ndarray
     "int64 [n]: one past the last"
-    whole: bool
+    complete: bool
     "Whether they are all tokens of the text."
 
 
@@ -57,8 +57,8 @@ def encode(
         ended = begin + CHUNK_CHARACTERS >= len(text)
         borders = [0] * 2 * _MARGIN + _borders(encoded)
         kept = len(ids) if ended else borders[-2 * _MARGIN]
-        found = [one[: len(again[0])].tolist() for one in (ids, starts + begin, ends + begin)]
-        if found != again or not (ended or ends[:kept].any()):
+        repeated = [one[: len(again[0])].tolist() for one in (ids, starts + begin, ends + begin)]
+        if repeated != again or not (ended or ends[:kept].any()):
             return _arrays(_call(tokenizer, text, split_special_tokens=split_special_tokens))
         again = [one[kept : borders[-_MARGIN]].tolist() for one in (ids, starts + begin, ends + begin)]
         parts.append((ids[:kept], starts[:kept] + begin, ends[:kept] + begin))
@@ -87,7 +87,7 @@ def _arrays(encoded: BatchEncoding) -> Encoded:
     ends = np.maximum.accumulate(offsets[:, 1])
     # Byte-level tokenizers may trim spaces off a token's start (trim_offsets): it begins where the last one ended.
     starts = np.minimum(offsets[:, 0], np.append([0], ends[:-1])) if len(ends) else ends
-    return Encoded(np.asarray(encoded["input_ids"], dtype=np.int32), starts, ends, whole=True)
+    return Encoded(np.asarray(encoded["input_ids"], dtype=np.int32), starts, ends, complete=True)
 
 
 def _borders(encoded: BatchEncoding) -> list[int]:

@@ -26,8 +26,8 @@ class GlobalBatch:
 
         One rank takes them in order; several so that each has about the same work (`balance.assign_rows`).
         """
-        _, dealt = self._assigned_rows(layout)
-        for micro in dealt[:, rank].tolist():
+        _, assigned = self._assigned_rows(layout)
+        for micro in assigned[:, rank].tolist():
             yield tuple(self.rows[i] if i < len(self.rows) else () for i in micro)
 
     def rank_skew(self, layout: Layout) -> float:

@@ -22,10 +22,10 @@ Tally = dict[tuple[str, str], Finding]
 "(kind, reason) -> what was found, in the order in which it was first met."
 
 
-def add(tally: Tally, found: Finding) -> None:
+def add(tally: Tally, finding: Finding) -> None:
     """Count rows; the example that is there already stays."""
-    known = tally.get((found.kind, found.reason))
-    tally[found.kind, found.reason] = found if known is None else replace(known, rows=known.rows + found.rows)
+    known = tally.get((finding.kind, finding.reason))
+    tally[finding.kind, finding.reason] = finding if known is None else replace(known, rows=known.rows + finding.rows)
 
 
 def skipped(error: DataError) -> Finding:
@@ -50,19 +50,19 @@ def accepted_findings(reason: str, where: str) -> Finding:
 def ordered(tally: Tally, repeat: int = 1) -> tuple[Finding, ...]:
     """Sort findings: rows that are not learned from first, then by frequency. Counts are over `repeat`
     passes, as for all of a source."""
-    found = sorted(tally.values(), key=lambda one: (one.kind == "accepted", -one.rows))
-    return tuple(replace(one, rows=one.rows * repeat) for one in found)
+    findings = sorted(tally.values(), key=lambda one: (one.kind == "accepted", -one.rows))
+    return tuple(replace(one, rows=one.rows * repeat) for one in findings)
 
 
-def text(found: Finding) -> str:
+def text(finding: Finding) -> str:
     """Format a finding: `2 bad rows skipped, not JSON; the first: a.jsonl:7: not JSON: ...`."""
-    rows = counted(found.rows, "bad row" if found.kind == "skipped" else "row")
-    return f"{rows} {found.kind}, {found.reason}; the first: {found.first}"
+    rows = counted(finding.rows, "bad row" if finding.kind == "skipped" else "row")
+    return f"{rows} {finding.kind}, {finding.reason}; the first: {finding.first}"
 
 
-def log_findings(name: str, found: Iterable[Finding]) -> None:
+def log_findings(name: str, findings: Iterable[Finding]) -> None:
     """Log one line for each reason."""
-    for one in found:
+    for one in findings:
         log.warning("%s: %s", name, text(one))
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from sftkit.config.paths import did_you_mean
 from sftkit.config.schema import SourceConfig
 from sftkit.errors import ConfigError
-from sftkit.runtime.hub import hub_answers, not_found, unreachable, why_not_there
+from sftkit.runtime.hub import hub_answers, not_found, unavailable_reason, unreachable
 
 
 class HubDataset(Protocol):
@@ -32,8 +32,8 @@ def load(source: SourceConfig) -> HubDataset | Path:
         return _load_dataset(source)
     try:
         with offline():
-            found: HubDataset = datasets.load_dataset(source.path, source.subset, split=source.split)
-            return found
+            dataset: HubDataset = datasets.load_dataset(source.path, source.subset, split=source.split)
+            return dataset
     except Exception:
         return _snapshot(source)
 
@@ -44,8 +44,8 @@ def check(source: SourceConfig) -> None:
     Raises:
         ConfigError: where it was looked for, and what to do.
     """
-    if why := why_not_there(source.path, "dataset"):
-        raise _missing(source, why)
+    if reason := unavailable_reason(source.path, "dataset"):
+        raise _missing(source, reason)
 
 
 def _load_dataset(source: SourceConfig) -> HubDataset:
@@ -70,18 +70,18 @@ def _snapshot(source: SourceConfig) -> Path:
     try:
         return Path(snapshot_download(source.path, repo_type="dataset", local_files_only=True))
     except Exception as error:
-        why = f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
-        raise _missing(source, why) from error
+        reason = f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
+        raise _missing(source, reason) from error
 
 
-def _missing(source: SourceConfig, why: str) -> ConfigError:
+def _missing(source: SourceConfig, reason: str) -> ConfigError:
     """Return the error for a dataset that is neither on the hub nor here, with what to do."""
     download = (
         f"On a connected machine run `hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER here and "
         "name it in the place of this path; or copy that machine's HF_HOME cache"
     )
-    asked = f" (subset {source.subset or 'none'}, split {source.split})"
-    return ConfigError(f"data source {source.path}{asked}: {not_found(source.path, 'dataset', why, download)}")
+    requested = f" (subset {source.subset or 'none'}, split {source.split})"
+    return ConfigError(f"data source {source.path}{requested}: {not_found(source.path, 'dataset', reason, download)}")
 
 
 @contextmanager

@@ -71,8 +71,8 @@ def read(name: str, size: ImageSize) -> np.ndarray:
             upright = ImageOps.exif_transpose(image)
             whole = upright.convert("L" if channels == 1 else "RGB").resize((width, height), RESAMPLE)
     except Exception as error:  # Pillow's readers raise anything on broken files: SyntaxError, struct.error, ...
-        why = str(error).rstrip(".")
-        raise DataError(f"{name}: cannot be read as a picture: {why}", reason="not a picture") from error
+        reason = str(error).rstrip(".")
+        raise DataError(f"{name}: cannot be read as a picture: {reason}", reason="not a picture") from error
     pixels = np.asarray(whole)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 

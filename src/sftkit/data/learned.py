@@ -23,7 +23,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
     Raises:
         DataError: a weight or train of another value, or on a message that is no answer.
     """
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     last_user = max((i for i, message in enumerate(messages[:last]) if message["role"] == "user"), default=-1)
     for i, message in enumerate(messages):
@@ -31,12 +31,12 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
         if message["role"] != "assistant":
             continue
         if marked is False:
-            found[i] = MARKED
+            reasons[i] = MARKED
         elif i < row.context_messages and targets != "all":
-            found[i] = CONTEXT
+            reasons[i] = CONTEXT
         elif i < last_user and targets == "last_turn":
-            found[i] = EARLIER
-    return found
+            reasons[i] = EARLIER
+    return reasons
 
 
 def without_marks(messages: list[Message]) -> list[Message]:

@@ -22,7 +22,7 @@ from sftkit.data.collate import Batch, collate
 from sftkit.data.epoch import GlobalBatch
 from sftkit.data.order import Order, with_segment
 from sftkit.data.pack import BatchShape, Layout, PlanSegment
-from sftkit.data.shard import ALL_ROWS, RankRows, check_part
+from sftkit.data.shard import ALL_ROWS, RankRows, check_row_shard
 from sftkit.data.types import Examples, Tokenized, listed
 from sftkit.errors import WorkerError
 from sftkit.runtime.oom import OomKills, likely_cause, oom_kills
@@ -82,7 +82,7 @@ class StepDataset(Dataset[StepBatches]):
             share: of this process.
             divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
         """
-        check_part(layout, share.part)
+        check_row_shard(layout, share.shard)
         self.examples, self.layout, self.share, self.pad_id = examples, layout, share, pad_id
         self.lengths, self.num_targets = examples.lengths, examples.num_targets
         self.divisors = self.num_targets if divisors is None else divisors
@@ -122,7 +122,7 @@ class StepDataset(Dataset[StepBatches]):
         for number, rows in enumerate(mine, start=1):
             if own is not None:
                 own.copy_(torch.tensor([os.getpid(), step, number]))
-            yield collate(self.examples, rows, shape, self.pad_id, self.share.part)
+            yield collate(self.examples, rows, shape, self.pad_id, self.share.shard)
         if own is not None:
             own[1:] = 0
 

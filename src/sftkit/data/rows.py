@@ -77,7 +77,7 @@ def require_conversation(row: Row) -> list[JsonObject]:
     return row.messages
 
 
-def require_given(row: Row) -> tuple[str, Sequence[str]]:
+def require_source_and_texts(row: Row) -> tuple[str, Sequence[str]]:
     """Return (what an encoder reads, the texts that are learned of it): a picture and its captions, or a question and
     its answer. Raises a DataError for any other row."""
     if row.image is not None:

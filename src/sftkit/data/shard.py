@@ -14,38 +14,38 @@ from sftkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class RowShard:
-    """The positions of each row that one of `count` processes sharing the rows computes."""
+    """The positions of each row that one of `num_shards` processes sharing the rows computes."""
 
-    kind: Literal["whole", "columns", "chunks"]
-    """columns (tensor parallel): the index-th of count equal pieces, embedded and projected here; attention sees all.
-    chunks (context parallel): pieces index and 2 count - 1 - index of 2 count, an early and a late one, since late
+    kind: Literal["full", "columns", "chunks"]
+    """columns (tensor parallel): the index-th of num_shards equal chunks, embedded and projected here; attention sees all.
+    chunks (context parallel): index and 2 num_shards - 1 - index of 2 num_shards, an early and a late one, since late
     queries see more keys."""
     index: int
-    count: int
+    num_shards: int
 
     @property
     def multiple(self) -> int:
         """Return what the length of every row must be a multiple of."""
-        return 2 * self.count if self.kind == "chunks" else self.count
+        return 2 * self.num_shards if self.kind == "chunks" else self.num_shards
 
     def columns(self, row_length: int) -> np.ndarray:
-        """Return the positions of a row that belong to this shard, in its order: int64 [T / count]."""
-        assert row_length % self.multiple == 0, f"rows of {row_length} in {self.multiple} pieces"
-        pieces = np.arange(row_length).reshape(self.multiple, -1)
+        """Return the positions of a row that belong to this shard, in its order: int64 [T / num_shards]."""
+        assert row_length % self.multiple == 0, f"rows of {row_length} in {self.multiple} chunks"
+        chunks = np.arange(row_length).reshape(self.multiple, -1)
         at = [self.index, self.multiple - 1 - self.index] if self.kind == "chunks" else [self.index]
-        columns: np.ndarray = pieces[at].ravel()
+        columns: np.ndarray = chunks[at].ravel()
         return columns
 
 
-WHOLE = RowShard("whole", 0, 1)
+FULL_ROW = RowShard("full", 0, 1)
 
 
-def part_of(topology: Topology, rank: int) -> RowShard:
+def row_shard(topology: Topology, rank: int) -> RowShard:
     """Return which positions of its group's rows a rank computes."""
-    index = rank % topology.parts
+    index = rank % topology.ranks_per_row
     if topology.context > 1:
         return RowShard("chunks", index, topology.context)
-    return RowShard("columns", index, topology.tensor) if topology.tensor > 1 else WHOLE
+    return RowShard("columns", index, topology.tensor) if topology.tensor > 1 else FULL_ROW
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RankRows:
 
     rank: int = 0
     "number of its group; the layout.world_size groups of processes hold different rows"
-    part: RowShard = WHOLE
+    shard: RowShard = FULL_ROW
     "the positions of each row that this process of its group computes"
 
 
@@ -62,15 +62,15 @@ ALL_ROWS = RankRows()
 "Those of the only process."
 
 
-def check_part(layout: Layout, part: RowShard) -> None:
+def check_row_shard(layout: Layout, shard: RowShard) -> None:
     """Refuse a layout with a row that does not split evenly.
 
     Raises:
         ConfigError: it does not; with the setting that decides the row length and the nearest values that do.
     """
-    multiple = part.multiple
-    split = f"{multiple} chunks of equal length (two for each of {part.count} context-parallel processes)"
-    if part.kind == "columns":
+    multiple = shard.multiple
+    split = f"{multiple} chunks of equal length (two for each of {shard.num_shards} context-parallel processes)"
+    if shard.kind == "columns":
         split = f"{multiple} pieces of equal length (one for each of {multiple} tensor-parallel processes)"
     lengths = layout.row_lengths
     if layout.kind == "bucketed":  # a longer document of the validation data takes a row of max_length

@@ -62,8 +62,8 @@ def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
 
 def opened(source: SourceConfig) -> Origin:
     """Find the source, or raise a ConfigError that says where it was looked for. Reads no rows."""
-    found = origin.find(source)
-    return Origin(partial(_limited, found.rows, source), found.identity)
+    source_origin = origin.find(source)
+    return Origin(partial(_limited, source_origin.rows, source), source_origin.identity)
 
 
 def parse(raw: RawRow) -> Row:
@@ -80,27 +80,27 @@ def _limited(raw_rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> 
 
 
 @dataclass
-class _Part:
+class _TokenizedRows:
     """What became of some rows: arrays of their documents, and counts."""
 
     ids: list[np.ndarray] = field(default_factory=list)
     is_target: list[np.ndarray] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     num_bytes: list[int] = field(default_factory=list)
-    given: list[str] = field(default_factory=list)
+    encoder_sources: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    found: findings.Tally = field(default_factory=dict)
+    tally: findings.Tally = field(default_factory=dict)
 
-    def add(self, other: _Part) -> None:
+    def add(self, other: _TokenizedRows) -> None:
         """Append the documents and counts of another part."""
         self.ids += other.ids
         self.is_target += other.is_target
         self.lengths += other.lengths
         self.num_bytes += other.num_bytes
-        self.given += other.given
+        self.encoder_sources += other.encoder_sources
         self.counts += other.counts
-        for finding in other.found.values():
-            findings.add(self.found, finding)
+        for finding in other.tally.values():
+            findings.add(self.tally, finding)
 
 
 def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, cache_key: str) -> Examples:
@@ -111,23 +111,23 @@ def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, 
     document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
     names = _names(sources)
-    found = [opened(source) for source in sources]
-    folder = Path(data.cache_dir) / cache.key(_description(sources, found, data, tokenize, cache_key))
+    origins = [opened(source) for source in sources]
+    folder = Path(data.cache_dir) / cache.key(_description(sources, origins, data, tokenize, cache_key))
     examples = cache.load(folder)
     if examples is None:
-        examples = cache.save(folder, _tokenized(sources, names, found, data, tokenize))
+        examples = cache.save(folder, _tokenized(sources, names, origins, data, tokenize))
     for name, told in examples.findings.items():
         findings.log_findings(name, told)
     return examples
 
 
 def _tokenized(
-    sources: Sequence[SourceConfig], names: tuple[str, ...], found: list[Origin], data: DataConfig, tokenize: Tokenize
+    sources: Sequence[SourceConfig], names: tuple[str, ...], origins: list[Origin], data: DataConfig, tokenize: Tokenize
 ) -> Examples:
     run = _Pool(tokenize, data) if data.num_proc > 1 else None
     try:
         parts = []
-        for name, source, source_rows in zip(names, sources, found, strict=True):
+        for name, source, source_rows in zip(names, sources, origins, strict=True):
             with working(f"tokenizing {name}"):
                 parts.append(_tokenize_source(source, source_rows, data, tokenize, run))
     finally:
@@ -146,13 +146,13 @@ def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
 
 
 def _description(
-    sources: Sequence[SourceConfig], found: list[Origin], data: DataConfig, tokenize: Tokenize, cache_key: str
+    sources: Sequence[SourceConfig], origins: list[Origin], data: DataConfig, tokenize: Tokenize, cache_key: str
 ) -> dict[str, object]:
     """Return all that the tokenized data depends on, besides the code, for the cache key."""
     bound = getattr(tokenize, "keywords", {})
     plain = {name: value for name, value in bound.items() if isinstance(value, int | float | str | None)}
     return {
-        "sources": [[asdict(source), one.identity] for source, one in zip(sources, found, strict=True)],
+        "sources": [[asdict(source), one.identity] for source, one in zip(sources, origins, strict=True)],
         "cache_key": cache_key,
         "max_length": data.max_length,
         "too_long": data.too_long,
@@ -162,28 +162,28 @@ def _description(
 
 
 def _tokenize_source(
-    source: SourceConfig, found: Origin, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
-) -> _Part:
+    source: SourceConfig, source_origin: Origin, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
+) -> _TokenizedRows:
     """Tokenize all rows of a source; refuses one without documents."""
-    chunks = _chunks(found.rows())
+    chunks = _chunks(source_origin.rows())
     done = pool.map(chunks) if pool else (_tokenize_chunk(tokenize, data.on_bad_row, chunk) for chunk in chunks)
-    whole = _Part()
-    for part in done:
-        whole.add(part)
-    if not whole.counts["rows"]:
+    total = _TokenizedRows()
+    for chunk_rows in done:
+        total.add(chunk_rows)
+    if not total.counts["rows"]:
         raise readers.no_rows(source)
-    if not whole.lengths:
-        became = ", ".join(f"{whole.counts[c]} {words}" for c, words in BECAME.items() if whole.counts[c])
-        why = "".join(f". {findings.text(finding)}" for finding in findings.ordered(whole.found))
+    if not total.lengths:
+        became = ", ".join(f"{total.counts[c]} {words}" for c, words in BECAME.items() if total.counts[c])
+        findings_text = "".join(f". {findings.text(finding)}" for finding in findings.ordered(total.tally))
         raise DataError(
-            f"data source {source.path}: nothing to learn in its {counted(whole.counts['rows'], 'row')} ({became}){why}"
+            f"data source {source.path}: nothing to learn in its {counted(total.counts['rows'], 'row')} ({became}){findings_text}"
         )
-    return whole
+    return total
 
 
-def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _Part:
+def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
     """Tokenize some rows, and count what became of each."""
-    part = _Part(counts=Counter(rows=len(chunk)))
+    part = _TokenizedRows(counts=Counter(rows=len(chunk)))
     for raw in chunk:
         try:
             row = parse(raw)
@@ -192,24 +192,24 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             if on_bad_row == "error":
                 raise
             part.counts["skipped_bad"] += 1
-            findings.add(part.found, findings.skipped(error))
+            findings.add(part.tally, findings.skipped(error))
             continue
         part.counts.update(result.counts)
         if result.note:
             part.counts[result.note] += 1
         if result.note in findings.DROPPED:
-            findings.add(part.found, findings.dropped(result.note, f"{row.where}: {result.why}"))
+            findings.add(part.tally, findings.dropped(result.note, f"{row.where}: {result.details}"))
         if result.examples:
             part.counts.update(ROLE_COUNTS[message["role"]] for message in row.messages or ())
             for reason, where in result.odd.items():
-                findings.add(part.found, findings.accepted_findings(reason, where))
+                findings.add(part.tally, findings.accepted_findings(reason, where))
         for example in result.examples:
             part.counts["documents"] += 1
             part.ids.append(example.ids)
             part.is_target.append(example.is_target)
             part.lengths.append(len(example.ids))
             part.num_bytes.append(example.num_bytes)
-            part.given += [example.given] if example.given else []
+            part.encoder_sources += [example.encoder_source] if example.encoder_source else []
     if part.ids:
         part.ids, part.is_target = [np.concatenate(part.ids)], [np.concatenate(part.is_target)]
     return part
@@ -221,10 +221,10 @@ def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[SourceConfig]) -> Examples:
+def _joined(parts: list[_TokenizedRows], names: tuple[str, ...], sources: Sequence[SourceConfig]) -> Examples:
     """Concatenate the documents of all sources, with those of `repeat` passes."""
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
-    given = [name for _, part in repeated for name in part.given]
+    encoder_sources = [name for _, part in repeated for name in part.encoder_sources]
     lengths = np.concatenate([np.asarray(part.lengths, dtype=np.int64) for _, part in repeated])
     return Examples(
         ids=np.concatenate([ids for _, part in repeated for ids in part.ids]),
@@ -241,10 +241,10 @@ def _joined(parts: list[_Part], names: tuple[str, ...], sources: Sequence[Source
             for name, part, source in zip(names, parts, sources, strict=True)
         },
         findings={
-            name: findings.ordered(part.found, source.repeat)
+            name: findings.ordered(part.tally, source.repeat)
             for name, part, source in zip(names, parts, sources, strict=True)
         },
-        given=given,
+        encoder_sources=encoder_sources,
     )
 
 
@@ -265,7 +265,7 @@ class _Pool:
     """Worker processes that tokenize chunks; results come back in order, and only a few chunks are ahead of them."""
 
     def __init__(self, tokenize: Tokenize, data: DataConfig) -> None:
-        self.processes, self.ahead = data.num_proc, 4 * data.num_proc
+        self.processes, self.max_waiting = data.num_proc, 4 * data.num_proc
         self.executor = ProcessPoolExecutor(
             data.num_proc,
             # not fork: threads of this process, of torch or a tokenizer, may hold locks
@@ -274,17 +274,17 @@ class _Pool:
             initargs=(tokenize, data.on_bad_row),
         )
 
-    def map(self, chunks: Iterable[list[RawRow]]) -> Iterator[_Part]:
+    def map(self, chunks: Iterable[list[RawRow]]) -> Iterator[_TokenizedRows]:
         """Yield the parts of the chunks in order. Raises WorkerError, with what was being
         tokenized, if a process is gone."""
-        waiting: deque[tuple[Future[_Part], str]] = deque()
+        waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
         before = oom_kills()
         try:
             for chunk in chunks:
                 with starting_processes():
                     tokenized = self.executor.submit(_work, chunk)
                 waiting.append((tokenized, f"{chunk[0][0]} to {chunk[-1][0]}"))
-                if len(waiting) > self.ahead:
+                if len(waiting) > self.max_waiting:
                     yield waiting[0][0].result()
                     waiting.popleft()
             while waiting:
@@ -308,5 +308,5 @@ def _start_worker(tokenize: Tokenize, on_bad_row: OnBadRow) -> None:
     _worker["tokenize"], _worker["on_bad_row"] = tokenize, on_bad_row
 
 
-def _work(chunk: list[RawRow]) -> _Part:
+def _work(chunk: list[RawRow]) -> _TokenizedRows:
     return _tokenize_chunk(_worker["tokenize"], _worker["on_bad_row"], chunk)

@@ -40,7 +40,7 @@ def end_of_marked(text: str, span: Span, end_tokens: tuple[str, ...]) -> int:
     return end
 
 
-def pieces(message: Message) -> list[str]:
+def required_texts(message: Message) -> list[str]:
     """Return the strings that the rendered answer must contain: its text and the names of the tools it calls."""
     return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
 
@@ -61,9 +61,9 @@ def template_refuses(where: str, error: Exception) -> DataError:
     return DataError(f"{where}: the chat template refuses this conversation: {error}", reason="template refuses it")
 
 
-def not_rendered(where: str, k: int, piece: str) -> DataError:
-    """Return the DataError for an answer of which the template leaves out `piece`."""
-    shown = piece if len(piece) <= 40 else piece[:40] + "..."
+def not_rendered(where: str, k: int, missing: str) -> DataError:
+    """Return the DataError for an answer of which the template leaves out `missing`."""
+    shown = missing if len(missing) <= 40 else missing[:40] + "..."
     return DataError(
         f"{where}: messages[{k}]: the chat template does not render {shown!r} as part of this answer, so it could not "
         "be learned. Use a template that renders it (tool calls need a template that knows them): model.chat_template",

@@ -20,7 +20,12 @@ from sftkit.errors import ConfigError, DataError
 Span = tuple[int, int]
 "Character positions [start, end) in the rendered text."
 
-ASKED, ANSWERED, ASKED_AGAIN, ANSWERED_AGAIN = "first question", "first answer", "second question", "second answer"
+FIRST_QUESTION, FIRST_ANSWER, SECOND_QUESTION, SECOND_ANSWER = (
+    "first question",
+    "first answer",
+    "second question",
+    "second answer",
+)
 _REASONED = "first reasoning"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 "Fields of a message that published data keeps the reasoning before an answer in."
@@ -165,10 +170,10 @@ def _added_special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
 def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tuple[str, ...]) -> Template:
     """Render small conversations, and return what they show about a template."""
     conversation: list[Message] = [
-        {"role": "user", "content": ASKED},
-        {"role": "assistant", "content": ANSWERED},
-        {"role": "user", "content": ASKED_AGAIN},
-        {"role": "assistant", "content": ANSWERED_AGAIN},
+        {"role": "user", "content": FIRST_QUESTION},
+        {"role": "assistant", "content": FIRST_ANSWER},
+        {"role": "user", "content": SECOND_QUESTION},
+        {"role": "assistant", "content": SECOND_ANSWER},
     ]
 
     def rendered(messages: list[Message]) -> str:
@@ -178,18 +183,18 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         text = rendered(conversation)
         question = rendered(conversation[:1])
         answered_last = rendered(conversation[:2])
-        asked, answered = _find(text, ASKED), _find(text, ANSWERED)
-        asked_again, answered_again = _find(text, ASKED_AGAIN), _find(text, ANSWERED_AGAIN)
+        asked, answered = _find(text, FIRST_QUESTION), _find(text, FIRST_ANSWER)
+        asked_again, answered_again = _find(text, SECOND_QUESTION), _find(text, SECOND_ANSWER)
         argument = _thinking_argument(tokenizer, source, conversation[:1])
         headers = tuple(dict.fromkeys(_headers(tokenizer, source, conversation[:1], argument)))
         key = _reasoning_key(tokenizer, source, conversation[:2])
-        thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{ANSWERED}"}
+        thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{FIRST_ANSWER}"}
         keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
-        append_only = text.startswith(answered_last[: _find(answered_last, ANSWERED)[1]])
+        append_only = text.startswith(answered_last[: _find(answered_last, FIRST_ANSWER)[1]])
         if append_only and key:
             reasoned = _with_reasoning(conversation, key)
             first = rendered(reasoned[:2])
-            append_only = rendered(reasoned).startswith(first[: _find(first, ANSWERED)[1]])
+            append_only = rendered(reasoned).startswith(first[: _find(first, FIRST_ANSWER)[1]])
     except (TemplateError, ValueError) as error:
         raise ConfigError(f"the chat template cannot render a plain user and assistant conversation: {error}") from None
     turn_start = len(question) if text.startswith(question) else asked[1]
@@ -211,25 +216,27 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
     )
 
 
-def _headers(tokenizer: PreTrainedTokenizerBase, source: str, asked: list[Message], argument: str | None) -> list[str]:
+def _headers(
+    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message], argument: str | None
+) -> list[str]:
     """Return what add_generation_prompt adds: without arguments, with thinking requested, and with it turned off."""
     found = []
     for args in ({}, *({argument: value} for value in (True, False) if argument)):
         question, prompt = (
-            render(tokenizer, source, Conversation(asked, args=args), add_generation_prompt=add)[0]
+            render(tokenizer, source, Conversation(messages, args=args), add_generation_prompt=add)[0]
             for add in (False, True)
         )
         found.append(prompt[len(question) :] if prompt.startswith(question) else "")
     return found
 
 
-def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, asked: list[Message]) -> str | None:
+def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]) -> str | None:
     """Return the argument whose value changes the prompt; None if none does. A message's field
     of the same name does not."""
     for name in THINKING_ARGUMENTS:
         if re.search(rf"\b{name}\b", source):
             on, off = (
-                render(tokenizer, source, Conversation(asked, args={name: value}), add_generation_prompt=True)[0]
+                render(tokenizer, source, Conversation(messages, args={name: value}), add_generation_prompt=True)[0]
                 for value in (True, False)
             )
             if on != off:

@@ -20,12 +20,12 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -
     """
     text = require_text(row)
     if not text.strip():
-        return Tokenized([], "dropped_no_target", why="an empty text")
+        return Tokenized([], "dropped_no_target", details="an empty text")
     ids = _ids(text, tokenizer)
     pieces = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
     examples = [chat.document(piece, np.ones(len(piece), dtype=bool), tokenizer) for piece in pieces]
-    found = [example for example in examples if example is not None]
-    return Tokenized(found) if found else Tokenized([], "dropped_no_target", why="a text without tokens")
+    documents = [example for example in examples if example is not None]
+    return Tokenized(documents) if documents else Tokenized([], "dropped_no_target", details="a text without tokens")
 
 
 def tokenize_any(

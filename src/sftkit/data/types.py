@@ -46,7 +46,7 @@ class TokenizedExample:
     "bool [n]"
     num_bytes: int = 0
     "UTF-8 bytes of the decoded targets, special tokens left out: the denominator of bits per byte."
-    given: str = ""
+    encoder_source: str = ""
     "What an encoder reads for it: a picture's file, or a text; empty: nothing."
 
 
@@ -59,7 +59,7 @@ class Tokenized:
     "None | truncated | dropped_too_long | dropped_no_target"
     counts: Mapping[str, int] = field(default_factory=dict)
     "what became of its answers, see chat.ANSWER_COUNTS"
-    why: str = ""
+    details: str = ""
     "of a dropped row: the details, such as its length"
     odd: Mapping[str, str] = field(default_factory=dict)
     "what is odd in it, although it is learned from: reason -> where, and what"
@@ -109,7 +109,7 @@ class Examples:
 and the messages of each role in conversations that are learned from, see sources.ROLE_COUNTS"
     findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
     "source name -> why rows were skipped or dropped, and what is odd in others"
-    given: Sequence[str] = ()
+    encoder_sources: Sequence[str] = ()
     "of each document what an encoder reads for it, by name; empty: the data is for models without one"
     encoder_inputs: EncoderInputs | None = None
     "the same as arrays; None: there is no encoder"
@@ -137,7 +137,7 @@ and the messages of each role in conversations that are learned from, see source
     @property
     def encoded(self) -> bool:
         """Return whether each document has something for an encoder."""
-        return bool(self.given) or self.encoder_inputs is not None
+        return bool(self.encoder_sources) or self.encoder_inputs is not None
 
     @property
     def lengths(self) -> np.ndarray:

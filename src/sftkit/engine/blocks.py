@@ -61,12 +61,12 @@ def build(
     training: Training,
     rt: Runtime,
     run_dir: Path,
-    planned: Callable[[MemoryPlan], None] = lambda _: None,
+    on_plan: Callable[[MemoryPlan], None] = lambda _: None,
 ) -> Blocks:
     """Turn a model into an engine, in the one order that works; every rank calls it.
 
     Args:
-        planned: called with the memory plan, before weights are read, moved or sharded.
+        on_plan: called with the memory plan, before weights are read, moved or sharded.
 
     Raises:
         ConfigError: the recipe asks for what this model, layout or machine cannot do.
@@ -86,7 +86,7 @@ def build(
             layers = measured_layers(cfg, training, choice.backend, rt)
             cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
         plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
-        planned(plan)
+        on_plan(plan)
         # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
         # whose hooks stay around the graphs. It is lazy: graphs are built in the warm-up.
         model = ModelWithLoss(
@@ -129,7 +129,7 @@ class Blocks:
         self._layout, self.model, self.optimizer = layout, assembled.model, assembled.optimizer
         size = checkpoint_bytes(self.model.orig_model, plan)
         layers = wrapped.placement.layers if isinstance(wrapped, Pipelined) else None
-        self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size, layers)
+        self.setup = Setup(attention.backend, attention.reason, plan.optim.name, plan.line, size, layers)
         self.compiled = False
         "whether the step is compiled; known after the warm-up"
         self._at_close, self._write_logs = at_close, assembled.write_logs
@@ -228,8 +228,8 @@ class Blocks:
         """Run the compiled forward and backward passes and update: gradients are summed in fp32, exchanged once, and
         clipped inside the update."""
         max_norm = self._cfg.optim.max_grad_norm
-        of_run = TrainStep(self._wrapped, self.optimizer, self.model.objective, self._rt, max_norm)
-        return optimizer_step(of_run, batches, learning_rate, stop=stop, spikes=spikes)
+        train_step = TrainStep(self._wrapped, self.optimizer, self.model.objective, self._rt, max_norm)
+        return optimizer_step(train_step, batches, learning_rate, stop=stop, spikes=spikes)
 
     @property
     def watch(self) -> CompileWatch:

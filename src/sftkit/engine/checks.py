@@ -66,8 +66,8 @@ def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Chec
     """
     eager = "eager" if check.backend == backend else f"eager ({check.backend} stands in for {backend})"
     known = {side: d for side, d in {"compiled": check.compiled, eager: check.eager}.items() if d is not None}
-    left_out = f"compiled: not checked, {check.skip_reason}; " if check.skip_reason else ""
-    found = left_out + "; ".join(f"{side}: {_words(d)}" for side, d in known.items())
+    not_compiled = f"compiled: not checked, {check.skip_reason}; " if check.skip_reason else ""
+    found = not_compiled + "; ".join(f"{side}: {_words(d)}" for side, d in known.items())
     unknown = allowed.gradients is None
     if allowed.gradients is not None and (alone := check.roundings) is not None:
         allowed = allowed.widened(alone)
@@ -86,10 +86,10 @@ def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Chec
     )
 
 
-def _words(found: GradientDifference) -> str:
+def _words(difference: GradientDifference) -> str:
     """Return a line: the worst parameter, the scale of all, and how many are too small to be measured by themselves."""
-    small = f", {found.below} of {found.parameters} too small beside their block" if found.below else ""
-    return f"{found.relative:.1e} at most ({found.parameter}), scale {found.scale:.5f}{small}"
+    small = f", {difference.below} of {difference.parameters} too small beside their block" if difference.below else ""
+    return f"{difference.relative:.1e} at most ({difference.parameter}), scale {difference.scale:.5f}{small}"
 
 
 def compiled_check(compiled: float | None, eager: float | None, dtype: torch.dtype) -> Check:

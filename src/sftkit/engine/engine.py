@@ -51,7 +51,7 @@ class Setup:
 
     attention: str
     "name of the backend"
-    attention_why: str
+    attention_reason: str
     optimizer: str
     memory_plan: str
     "in a line"

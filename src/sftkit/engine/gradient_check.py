@@ -24,7 +24,14 @@ from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import Batch
 from sftkit.data.pack import Layout
 from sftkit.engine.gradient_rows import declared_rows, same_rows, short_rows, tokens_of
-from sftkit.engine.gradient_samples import GradientDifference, block_names, largest, own_part, sample_elements, taken
+from sftkit.engine.gradient_samples import (
+    GradientDifference,
+    block_names,
+    largest,
+    on_this_rank,
+    sample_elements,
+    taken,
+)
 from sftkit.engine.plain import plain_sums
 from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random, worst
 from sftkit.engine.step import MicroBatches, gradients
@@ -36,7 +43,7 @@ from sftkit.objectives.sums import Totals
 from sftkit.ops.attention import plain_attention, short_windows
 from sftkit.parallel.fsdp import fsdp_modules, plain_backward, reshard
 from sftkit.parallel.stagewise import stagewise
-from sftkit.parallel.tensor import whole_rows
+from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
 
@@ -129,34 +136,34 @@ class Sides:
         self.names = rt.united(list(self.sampled))
         "names of all ranks: a pipeline stage has elements of its own parameters only"
 
-    def compare(self, whole: list[Batch], own: list[Batch]) -> GradientDifference:
+    def compare(self, full_batches: list[Batch], own: list[Batch]) -> GradientDifference:
         """Return the difference between our gradients and the plain model's.
 
         Args:
-            whole: micro-batches of this rank's rows. own: what this rank computes of each.
+            full_batches: micro-batches of this rank's rows. own: what this rank computes of each.
         """
-        targets = self._targets(whole)
+        targets = self._targets(full_batches)
         with _alone(self.wrapped, self.rt):
             ours = self._ours(own, targets)
-            plain = self._plain(whole, targets)
+            plain = self._plain(full_batches, targets)
         return self._largest(ours, plain)
 
-    def roundings(self, whole: list[Batch]) -> Roundings:
+    def roundings(self, full_batches: list[Batch]) -> Roundings:
         """Return how far the plain model's gradients move when it is rounded at random."""
-        targets, draws = self._targets(whole), []
+        targets, draws = self._targets(full_batches), []
         with _alone(self.wrapped, self.rt):
-            plain = self._plain(whole, targets)
+            plain = self._plain(full_batches, targets)
             for _ in range(DRAWS):
                 with rounded_at_random(self.model.orig_model):
-                    draws.append(self._largest(self._plain(whole, targets), plain))
+                    draws.append(self._largest(self._plain(full_batches, targets), plain))
         return worst(draws)
 
-    def _targets(self, whole: list[Batch]) -> int:
+    def _targets(self, full_batches: list[Batch]) -> int:
         """Return the number of targets in all batches that add to the gradients of a rank."""
-        targets = sum(self.model.objective.count(batch) for batch in whole)
+        targets = sum(self.model.objective.count(batch) for batch in full_batches)
         if self.rt.topology.sharded and not same_rows(self.rt):
             count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
-            targets = round(float(self.rt.sum(count)) / (self.rt.topology.parts * self.rt.topology.stages))
+            targets = round(float(self.rt.sum(count)) / (self.rt.topology.ranks_per_row * self.rt.topology.stages))
         return targets
 
     def _ours(self, micro_batches: list[Batch], targets: int) -> dict[str, Tensor]:
@@ -188,7 +195,7 @@ class Sides:
                 run_eagerly(),
                 plain_attention(orig_model),
                 plain_backward(orig_model),
-                whole_rows(orig_model),
+                without_sequence_parallel(orig_model),
             ):
                 stack.enter_context(inside)
             multiple = position_multiple(orig_model)
@@ -203,10 +210,10 @@ class Sides:
             return found
         self.model.zero_grad(set_to_none=True)
         if topology.sharded:
-            whole = self._over_alike(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
-            sums = dict(zip(sums, whole, strict=True))
+            summed = self._over_alike(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
+            sums = dict(zip(sums, summed, strict=True))
         self._over_ends(sums)
-        return {name: sums[name][own_part(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
+        return {name: sums[name][on_this_rank(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
 
     def _over_alike(self, values: Tensor) -> Tensor:
         """Return the elementwise sum over the ranks that have elements of the same parameters."""
@@ -243,17 +250,17 @@ class Sides:
 
         handles, heard = [], set[str]()
         orig_model = self.model.orig_model
-        for piece in [None, *(fsdp_modules(orig_model) if stages_of(orig_model) is None else ())]:
-            if piece is not None:
+        for fsdp_module in [None, *(fsdp_modules(orig_model) if stages_of(orig_model) is None else ())]:
+            if fsdp_module is not None:
                 # After unshard() the module's parameters are the whole weights, the same objects each time, so
                 # hooks on them stay valid.
-                piece.unshard()
+                fsdp_module.unshard()
             for name, p in orig_model.named_parameters():
                 if name in of and name not in heard and not isinstance(p, DTensor):
                     handles.append(p.register_hook(partial(add, name)))
                     heard.add(name)
-            if piece is not None:
-                piece.reshard()
+            if fsdp_module is not None:
+                fsdp_module.reshard()
         assert heard == of.keys(), sorted(of.keys() - heard)
         try:
             yield sums

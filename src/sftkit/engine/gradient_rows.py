@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from sftkit.data.collate import Batch, collate
 from sftkit.data.pack import BatchShape, Layout
-from sftkit.data.shard import WHOLE, part_of
+from sftkit.data.shard import FULL_ROW, row_shard
 from sftkit.data.types import Examples
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
@@ -39,7 +39,7 @@ def short_rows(
 ) -> tuple[list[Batch], list[Batch]]:
     """Return (whole micro-batches, this rank's parts of them): one row with two documents and padding, or two rows with
     one document each if `alone`."""
-    row_length = _ROW_LENGTH * rt.topology.parts
+    row_length = _ROW_LENGTH * rt.topology.ranks_per_row
     rows: list[tuple[int, ...]] = [(0,), (1,)] if alone else [(0, 1)]
     return _micro_batches(orig_model, layout, rt, rows, BatchShape(row_length, max_docs=4, max_doc_length=row_length))
 
@@ -75,8 +75,10 @@ def _micro_batches(
     for _ in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
         examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
         examples.is_target[2::3] = False
-        collated = (collate(examples, tuple(rows), shape, part=part) for part in (WHOLE, part_of(rt.topology, rt.rank)))
-        batch, part = (each.to(rt.device) for each in collated)
+        collated = (
+            collate(examples, tuple(rows), shape, shard=shard) for shard in (FULL_ROW, row_shard(rt.topology, rt.rank))
+        )
+        batch, shard = (each.to(rt.device) for each in collated)
         whole.append(batch)
-        own.append(part)
+        own.append(shard)
     return whole, own

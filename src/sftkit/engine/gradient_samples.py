@@ -65,7 +65,7 @@ def sample_elements(
         tokens: int64 [K], the tokens of the documents.
     """
     vocabulary = {id(embedding_of(orig_model)), id(output_projection(orig_model).weight)}
-    found: dict[str, SampledElements] = {}
+    samples: dict[str, SampledElements] = {}
     spread: dict[tuple[int, torch.device], Tensor] = {}  # parameters of one size share their indices
     for name, parameter in parameters.items():
         size, device = window(parameter)[1], parameter.device
@@ -73,20 +73,20 @@ def sample_elements(
             spread[size, device] = evenly(size).to(device)
         at = spread[size, device]
         if id(parameter) not in vocabulary:
-            found[name] = SampledElements(name, at, size / max(len(at), 1))
+            samples[name] = SampledElements(name, at, size / max(len(at), 1))
             continue
         rows, width = parameter.shape
-        whole_rows = torch.zeros(rows, dtype=torch.bool, device=device)
-        whole_rows[tokens] = True
+        full_rows = torch.zeros(rows, dtype=torch.bool, device=device)
+        full_rows[tokens] = True
         last = torch.arange(max(rows - LAST_ROWS, 0), rows, device=device)
-        last = last[~whole_rows[last]]
-        found[name] = SampledElements(name, _elements(tokens, width), 1.0)
-        found[f"{name}, last rows"] = SampledElements(name, _elements(last, width), 1.0)
-        whole_rows[last] = True
-        others = at[~whole_rows[at // width]]
-        left = size - int(whole_rows.sum()) * width
-        found[f"{name}, other rows"] = SampledElements(name, others, left / max(len(others), 1))
-    return found
+        last = last[~full_rows[last]]
+        samples[name] = SampledElements(name, _elements(tokens, width), 1.0)
+        samples[f"{name}, last rows"] = SampledElements(name, _elements(last, width), 1.0)
+        full_rows[last] = True
+        others = at[~full_rows[at // width]]
+        left = size - int(full_rows.sum()) * width
+        samples[f"{name}, other rows"] = SampledElements(name, others, left / max(len(others), 1))
+    return samples
 
 
 def evenly(size: int) -> Tensor:
@@ -112,7 +112,7 @@ def window(parameter: torch.nn.Parameter) -> tuple[int, int]:
     return rows[0] * math.prod(parameter.shape[1:]), parameter.numel()
 
 
-def own_part(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
+def on_this_rank(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
     """Return which of these indices this rank has: bool [N]."""
     first = window(parameter)[0]
     return (at >= first) & (at < first + local(parameter).numel())
@@ -120,7 +120,7 @@ def own_part(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
 
 def taken(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
     """Return the gradient at those of these indices that this rank has: float64, zeros where there is no gradient."""
-    own = at[own_part(parameter, at)] - window(parameter)[0]
+    own = at[on_this_rank(parameter, at)] - window(parameter)[0]
     if parameter.grad is None:
         return torch.zeros(len(own), dtype=torch.float64, device=own.device)
     return local(parameter.grad).flatten()[own].double()

@@ -43,9 +43,13 @@ class Limits(NamedTuple):
     scale: float
     "distance of the scale of all gradients from 1"
 
-    def hold(self, found: GradientDifference) -> bool:
+    def hold(self, difference: GradientDifference) -> bool:
         """Return whether gradients are the same up to rounding."""
-        return self.gradients is not None and found.relative < self.gradients and abs(found.scale - 1.0) < self.scale
+        return (
+            self.gradients is not None
+            and difference.relative < self.gradients
+            and abs(difference.scale - 1.0) < self.scale
+        )
 
     def widened(self, measured: Roundings) -> Limits:
         """Return the limits for a model whose gradients are moved further by roundings than others'."""

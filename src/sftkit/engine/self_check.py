@@ -17,7 +17,7 @@ from sftkit.models.stages import from_last
 from sftkit.models.structure import logit_softcap, output_projection, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention import mixes_tokens, short_windows
-from sftkit.parallel.tensor import whole_rows
+from sftkit.parallel.tensor import without_sequence_parallel
 
 _SIZES = (8, 5)
 "Lengths of the two documents, in positions."
@@ -35,7 +35,7 @@ class DocumentCheck:
     logits_difference: float
     "relative: norm of the difference over the norm of the plain model's logits"
     loss: float
-    "mean of the objective's watched sum, nats per target: a micro-batch for each document, divided by what both count"
+    "mean of the objective's monitored sum, nats per target: a micro-batch for each document, divided by what both count"
     plain_loss: float
     "the same from the plain model's logits, by the objective's plain operators"
     targets: int
@@ -69,7 +69,7 @@ def check_documents(
     was_training = orig_model.training
     orig_model.eval()
     try:
-        with torch.no_grad(), run_eagerly(), short_windows(orig_model), whole_rows(orig_model):
+        with torch.no_grad(), run_eagerly(), short_windows(orig_model), without_sequence_parallel(orig_model):
             found = _compare(model, "reference" if backend == "sdpa" else backend, device, max_length)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -92,12 +92,12 @@ def _compare(model: ModelWithLoss, backend: str, device: torch.device, max_lengt
     batch = _batch(examples, (0, 1)).to(device)
     hidden = model.hidden_states(batch, backend)
     ours, theirs = _projected(model, hidden)[:, : sum(_SIZES)], _plain_logits(model, batch)
-    watched, targets = model.objective.watched, model.objective.count(batch)
+    monitored, targets = model.objective.monitored, model.objective.count(batch)
     sums = [
-        from_last(model.orig_model, model.sums(_batch(examples, (document,)).to(device), backend).measured[watched])
+        from_last(model.orig_model, model.sums(_batch(examples, (document,)).to(device), backend).measured[monitored])
         for document in (0, 1)
     ]
-    plain = model.objective.sums_of_logits(theirs[0], batch.targets[0, : sum(_SIZES)]).measured[watched]
+    plain = model.objective.sums_of_logits(theirs[0], batch.targets[0, : sum(_SIZES)]).measured[monitored]
 
     replaced = replace(batch, inputs=_first_replaced(batch, vocab_size(model.orig_model)))
     moved = (model.hidden_states(replaced, backend) - hidden).float().abs()

@@ -133,7 +133,7 @@ def gradients(
 
 
 def optimizer_step(
-    of_run: TrainStep,
+    train_step: TrainStep,
     step_batches: StepBatches,
     learning_rate: float,
     *,
@@ -149,9 +149,9 @@ def optimizer_step(
         stop: this rank asks to end training, which all ranks find in the flags.
         spikes: judges the step by those before; None: it is not judged.
     """
-    model, optimizer, rt = of_run.model, of_run.optimizer, of_run.rt
+    model, optimizer, rt = train_step.model, train_step.optimizer, train_step.rt
     parameters = list(parameters_of(optimizer.param_groups))
-    totals = Totals.zeros(of_run.objective.measured, rt.device)
+    totals = Totals.zeros(train_step.objective.measured, rt.device)
     micro_batches = MicroBatches(step_batches.micro_batches, step_batches.divisor)
     losses = gradients(model, parameters, micro_batches, totals, rt)
     copies = model.copies() if isinstance(model, Pipelined) else None
@@ -159,7 +159,7 @@ def optimizer_step(
     squared = squared_norm(parameters, rt.world_size, copies)
     sums = RankSums(squared, totals, step_batches.divisor)
     grad_norm, flags = exchange(sums, rt, stop=stop, spikes=spikes)
-    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, of_run.max_grad_norm))
+    optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, train_step.max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(totals, grad_norm, flags, losses)
 
@@ -174,13 +174,13 @@ def exchange(sums: RankSums, rt: Runtime, *, stop: bool, spikes: Spikes | None =
         spikes: judges the step; None: it is not judged.
     """
     totals, share = sums.totals, sums.squared_norm.to(rt.device)
-    asked = torch.full_like(share, float(stop))
-    broken = (~totals[LOSS].isfinite()).to(share.dtype)
-    watched = torch.zeros_like(share) if spikes is None else totals[spikes.watched].to(share.dtype)
-    norm, stops, losses, total = rt.sum(torch.stack([share, asked, broken, watched]))
+    stop_requested = torch.full_like(share, float(stop))
+    nonfinite_loss = (~totals[LOSS].isfinite()).to(share.dtype)
+    monitored = torch.zeros_like(share) if spikes is None else totals[spikes.monitored].to(share.dtype)
+    norm, stops, losses, total = rt.sum(torch.stack([share, stop_requested, nonfinite_loss, monitored]))
     grad_norm = norm.sqrt().float()
     nonfinite = torch.where(grad_norm.isfinite(), losses, losses.clamp(min=1.0))
     if spikes is None:
         return grad_norm, Flags.of(stops, nonfinite, nonfinite > 0)
-    verdict, left_out = spikes.judge(total / max(sums.divisor, 1), grad_norm, nonfinite == 0)
-    return grad_norm, Flags.of(stops, nonfinite, left_out, verdict)
+    verdict, skipped = spikes.judge(total / max(sums.divisor, 1), grad_norm, nonfinite == 0)
+    return grad_norm, Flags.of(stops, nonfinite, skipped, verdict)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import Batch, warm_up_batch
 from sftkit.data.pack import Layout
-from sftkit.data.shard import part_of
+from sftkit.data.shard import row_shard
 from sftkit.engine.step import forward_backward
 from sftkit.models.kinds import kind_of
 from sftkit.models.stages import from_last
@@ -42,9 +42,9 @@ def eager_loss(model: ModelWithLoss, batch: Batch, backend: str) -> float:
 
 def worst_case_batch(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int, row_length: int) -> Batch:
     """Build this rank's part of the heaviest batch of a shape, [rows, row_length], on the device."""
-    shape, part = layout.batch_shape(rows, row_length), part_of(rt.topology, rt.rank)
+    shape, shard = layout.batch_shape(rows, row_length), row_shard(rt.topology, rt.rank)
     made_up = partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length)
-    return warm_up_batch(rows, shape, vocab_size(orig_model), part, made_up).to(rt.device)
+    return warm_up_batch(rows, shape, vocab_size(orig_model), shard, made_up).to(rt.device)
 
 
 def shape_runner(

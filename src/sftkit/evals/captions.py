@@ -25,17 +25,17 @@ def prompts_of(
     orig_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     examples: Examples,
-    count: int,
+    num_prompts: int,
     max_new_tokens: int,
 ) -> Prompts:
-    """Return what asks for a text to the encoder's input of each of the first `count` documents: its first token, which
-    no answer has."""
+    """Return what asks for a text to the encoder's input of each of the first `num_prompts` documents: its first
+    token, which no answer has."""
     assert examples.encoder_inputs is not None
     return Prompts(
-        [[orig_model.generation_config.decoder_start_token_id]] * count,
+        [[orig_model.generation_config.decoder_start_token_id]] * num_prompts,
         chat.end_of_turn_ids(tokenizer),
         max_new_tokens,
-        encoder_inputs=EncoderInputs(examples.encoder_inputs.arrays, examples.encoder_inputs.index[:count]),
+        encoder_inputs=EncoderInputs(examples.encoder_inputs.arrays, examples.encoder_inputs.index[:num_prompts]),
     )
 
 
@@ -60,20 +60,23 @@ def evaluate(
     marks: dict[str, list[float]] = {"exact_match": [], "token_f1": []}
     records, shown = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, examples in sources.items():
-        count = min(config.max_examples or len(examples), len(examples))
-        prompts = prompts_of(orig_model, tokenizer, examples, count, most)
-        found = generate(orig_model, tokenizer, prompts, Batching(config.batch_size, rt))
-        for document, answer in enumerate(found):
+        num_examples = min(config.max_examples or len(examples), len(examples))
+        prompts = prompts_of(orig_model, tokenizer, examples, num_examples, most)
+        answers = generate(orig_model, tokenizer, prompts, Batching(config.batch_size, rt))
+        for document, answer in enumerate(answers):
             reference = examples[document].ids[1:].tolist()
             reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
             mark = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}
             for metric, value in mark.items():
                 marks[metric].append(value)
-            given, said = examples.given[document], str(tokenizer.decode(reference, skip_special_tokens=True))
-            asked = Question(f"{name}-{document}", given, most, target=said, source={"source": name})
-            records.append(record(asked, answer, {**mark}))
+            source, said = (
+                examples.encoder_sources[document],
+                str(tokenizer.decode(reference, skip_special_tokens=True)),
+            )
+            question = Question(f"{name}-{document}", source, most, target=said, source={"source": name})
+            records.append(record(question, answer, {**mark}))
             if len(shown) < config.samples:
-                shown.append({"prompt": given, "reference": said, "answer": answer.text, "stop": answer.stop})
+                shown.append({"prompt": source, "reference": said, "answer": answer.text, "stop": answer.stop})
     settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": most}
     exact, shared = (_result(metric, values, settings) for metric, values in marks.items())
     return [Evaluated(exact, records), Evaluated(shared, [])], shown

@@ -118,8 +118,8 @@ def _check_tasks(config: EvalConfig) -> None:
 def as_source(path: str) -> SourceConfig:
     """Parse PATH or PATH[SPLIT], as messages write it: wikitext[validation], builtin:docs[heldout],
     rows.jsonl[train[:100]]."""
-    found = None if Path(path).exists() else re.fullmatch(r"(.+?)\[(.+)\]", path)
-    return SourceConfig(path=found[1], split=found[2]) if found else SourceConfig(path=path)
+    match = None if Path(path).exists() else re.fullmatch(r"(.+?)\[(.+)\]", path)
+    return SourceConfig(path=match[1], split=match[2]) if match else SourceConfig(path=path)
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def in_flags(text: str) -> str:
     text = text.replace("eval.allow_code_execution: false does not go with", "--allow-code-execution: needed by")
     text = text.replace("; true runs each", "; with it each runs").replace("leave it null or set 0", "leave it out")
     keys = re.compile(rf"\beval\.({'|'.join(FLAGS)})\b")
-    text = keys.sub(lambda found: "--" + found[1].replace("_", "-"), text)
+    text = keys.sub(lambda match: "--" + match[1].replace("_", "-"), text)
     return text.replace("eval.tasks", "tasks").replace(
         ": set it to null, or use backend", ": leave it out, or use --backend"
     )

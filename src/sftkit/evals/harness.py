@@ -67,7 +67,7 @@ def evaluate(
     connected = hub_answers()  # else its client tries for half a minute before it says so
     with plain_forward(orig_model), nullcontext() if connected else offline():
         try:
-            found = simple_evaluate(
+            output = simple_evaluate(
                 model=HFLM(pretrained=orig_model, tokenizer=tokenizer, batch_size=config.batch_size),
                 tasks=list(names),
                 num_fewshot=config.shots,
@@ -77,19 +77,19 @@ def evaluate(
                 task_manager=task_manager(),
             )
         except (OSError, ValueError) as error:
-            why = "" if connected else "; the hub is not in reach, so its data sets must be in the cache (HF_HOME)"
+            advice = "" if connected else "; the hub is not in reach, so its data sets must be in the cache (HF_HOME)"
             raise ConfigError(
-                f"eval.tasks: lm_eval cannot run {', '.join(names)}: {str(error).strip()[:500]}{why}"
+                f"eval.tasks: lm_eval cannot run {', '.join(names)}: {str(error).strip()[:500]}{advice}"
             ) from error
-    assert found is not None
-    return [_evaluated(name, found, config) for name in (*found.get("groups", {}), *found["samples"])]
+    assert output is not None
+    return [_evaluated(name, output, config) for name in (*output.get("groups", {}), *output["samples"])]
 
 
-def _evaluated(name: str, found: Any, config: EvalConfig) -> Evaluated:
+def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
     """Convert one of lm_eval's results, of a task or of a group."""
     metrics: dict[str, float] = {}
     errors: dict[str, float] = {}
-    for key, value in found["results"][name].items():
+    for key, value in output["results"][name].items():
         metric, comma, way = key.partition(",")
         if not comma or not isinstance(value, int | float):
             continue
@@ -100,15 +100,15 @@ def _evaluated(name: str, found: Any, config: EvalConfig) -> Evaluated:
     value, stderr = metrics[metric], errors.get(metric)
     settings = {
         "backend": "lm_eval",
-        "lm_eval": found.get("config", {}).get("lm_eval_version") or _version(),
-        "task_version": found["versions"].get(name),
-        "shots": found["n-shot"].get(name),
+        "lm_eval": output.get("config", {}).get("lm_eval_version") or _version(),
+        "task_version": output["versions"].get(name),
+        "shots": output["n-shot"].get(name),
         "format": config.format,
         "max_examples": config.max_examples,
     }
-    samples = found["samples"].get(name)
+    samples = output["samples"].get(name)
     if samples is None:
-        settings["subtasks"] = list(found["group_subtasks"].get(name, ()))
+        settings["subtasks"] = list(output["group_subtasks"].get(name, ()))
     result = Result(
         task=name,
         metric=metric,
@@ -117,9 +117,9 @@ def _evaluated(name: str, found: Any, config: EvalConfig) -> Evaluated:
         low=None if stderr is None else value - Z * stderr,
         high=None if stderr is None else value + Z * stderr,
         chance=None,
-        examples=int(found["results"][name]["sample_len"])
+        examples=int(output["results"][name]["sample_len"])
         if samples is None
-        else found["n-samples"][name]["effective"],
+        else output["n-samples"][name]["effective"],
         settings=settings,
         metrics=metrics,
     )

@@ -44,8 +44,8 @@ def load(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -
     config = orig_model.config.get_text_config()
     # sdpa is plain causal attention: no windows, no soft-capping, whole rows on each rank
     plain = not windows(orig_model.config) and not getattr(config, "attn_logit_softcapping", None)
-    whole_rows = rt.topology.context == 1
-    model = ModelWithLoss(orig_model, "sdpa" if plain and whole_rows else "reference", NextToken(LossConfig()))
+    full_rows = rt.topology.context == 1
+    model = ModelWithLoss(orig_model, "sdpa" if plain and full_rows else "reference", NextToken(LossConfig()))
     if not rt.topology.sharded:
         return model.to(rt.device)
     distribute(model, source, Sharding(), rt)

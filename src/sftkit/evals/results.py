@@ -49,7 +49,7 @@ class Evaluated:
 
 def evaluated(
     task: Task[Any, Any],
-    given: Sequence[Likelihoods | Answer],
+    outputs: Sequence[Likelihoods | Answer],
     marks: Sequence[ExampleScores],
     settings: dict[str, Any],
 ) -> Evaluated:
@@ -75,7 +75,7 @@ def evaluated(
         settings={**task.settings, **settings},
         metrics=metrics,
     )
-    return Evaluated(result, [record(*row) for row in zip(task.examples, given, marks, strict=True)])
+    return Evaluated(result, [record(*row) for row in zip(task.examples, outputs, marks, strict=True)])
 
 
 def interval(marks: Sequence[float]) -> tuple[float, float | None, float, float]:
@@ -117,31 +117,31 @@ def values_of(results: Sequence[Result]) -> dict[str, float | None]:
     return values | ({"eval/centred_mean": centred_mean(results)} if results else {})
 
 
-def record(example: Choices | Question, given: Likelihoods | Answer, marks: ExampleScores) -> dict[str, Any]:
+def record(example: Choices | Question, output: Likelihoods | Answer, marks: ExampleScores) -> dict[str, Any]:
     """Return a line of <task>.jsonl: what was asked, what the model gave, how it was judged."""
     row: dict[str, Any] = {"id": example.id, "prompt": example.prompt}
     if isinstance(example, Choices):
-        assert isinstance(given, Likelihoods)
-        row |= {"continuations": example.continuations, "gold": example.gold, "loglikelihoods": given.sums}
-        row |= {"greedy": given.greedy, "tokens": given.tokens}
+        assert isinstance(output, Likelihoods)
+        row |= {"continuations": example.continuations, "gold": example.gold, "loglikelihoods": output.sums}
+        row |= {"greedy": output.greedy, "tokens": output.tokens}
     else:
-        assert isinstance(given, Answer)
-        row |= {"answer": given.text, "stop": given.stop, "tokens": given.tokens, "target": example.target}
+        assert isinstance(output, Answer)
+        row |= {"answer": output.text, "stop": output.stop, "tokens": output.tokens, "target": example.target}
     return row | {"marks": marks, "source": example.source}
 
 
-def write(folder: Path, found: Sequence[Evaluated]) -> None:
+def write(folder: Path, evaluated: Sequence[Evaluated]) -> None:
     """Write <task>.jsonl of every task, then results.json; each file is replaced as a whole. Without
     results nothing is written."""
-    if not found:
+    if not evaluated:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for one in found:
+    for one in evaluated:
         if not one.records:  # a group of lm_eval's tasks has no examples of its own
             continue
         lines = "".join(f"{_json(row)}\n" for row in one.records)
         replace_text(folder / f"{one.result.task}.jsonl", lines)
-    rows = [asdict(one.result) for one in found]
+    rows = [asdict(one.result) for one in evaluated]
     replace_text(folder / RESULTS, json.dumps(_finite(rows), indent=1, ensure_ascii=False, default=str))
 
 

@@ -71,15 +71,15 @@ def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokeniz
     """Return int32 ids of each (text, is_rendered). The tokenizer adds its special tokens to texts that no chat
     template has rendered and that do not begin with the bos token."""
     bos = tokenizer.decode([prefix_token(tokenizer)]) if _has_prefix_token(tokenizer) else None
-    found: dict[tuple[str, bool], np.ndarray] = {}
+    ids_by_text: dict[tuple[str, bool], np.ndarray] = {}
     for adds in (True, False):
         wanted = [
             key for key in dict.fromkeys(texts) if adds != (key[1] or (bos is not None and key[0].startswith(str(bos))))
         ]
         if wanted:
             encoded = tokenizer([text for text, _ in wanted], add_special_tokens=adds, verbose=False)["input_ids"]
-            found |= {key: np.asarray(ids, dtype=np.int32) for key, ids in zip(wanted, encoded, strict=True)}
-    return [found[key] for key in texts]
+            ids_by_text |= {key: np.asarray(ids, dtype=np.int32) for key, ids in zip(wanted, encoded, strict=True)}
+    return [ids_by_text[key] for key in texts]
 
 
 def _has_prefix_token(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -96,37 +96,37 @@ def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokeni
     Raises:
         DataError: a continuation without tokens.
     """
-    cuts: list[list[tuple[str, str, bool]]] = []
+    splits: list[list[tuple[str, str, bool]]] = []
     for example in examples:
         rendered = not isinstance(example.prompt, str)
         text = prompt_text(example.prompt, tokenizer)
         context = text if rendered else text.rstrip()
         space = text[len(context) :]
-        cuts.append([(context, space + continuation, rendered) for continuation in example.continuations])
-    texts = [(context, rendered or not context) for cut in cuts for context, _, rendered in cut]
-    wholes = [(context + rest, rendered or not context) for cut in cuts for context, rest, rendered in cut]
-    encoded = encode_texts([*texts, *wholes], tokenizer)
+        splits.append([(context, space + continuation, rendered) for continuation in example.continuations])
+    texts = [(context, rendered or not context) for split in splits for context, _, rendered in split]
+    full_texts = [(context + rest, rendered or not context) for split in splits for context, rest, rendered in split]
+    encoded = encode_texts([*texts, *full_texts], tokenizer)
     ids, at = [], 0
-    for example, cut in zip(examples, cuts, strict=True):
+    for example, split in zip(examples, splits, strict=True):
         pairs = []
-        for context, _, _ in cut:
-            pairs.append(_cut(encoded[at], encoded[at + len(texts)], context, tokenizer))
+        for context, _, _ in split:
+            pairs.append(_split(encoded[at], encoded[at + len(texts)], context, tokenizer))
             if not len(pairs[-1][1]):
-                raise DataError(f"{example.id}: the continuation {cut[len(pairs) - 1][1]!r} has no tokens")
+                raise DataError(f"{example.id}: the continuation {split[len(pairs) - 1][1]!r} has no tokens")
             at += 1
         ids.append(pairs)
     return ids
 
 
-def _cut(context_ids: np.ndarray, whole: np.ndarray, context: str, tokenizer: PreTrainedTokenizerBase) -> Pair:
+def _split(context_ids: np.ndarray, full_ids: np.ndarray, context: str, tokenizer: PreTrainedTokenizerBase) -> Pair:
     """Return the ids of a context, and those of the whole text after them."""
     if context:
-        return context_ids, whole[len(context_ids) :]
+        return context_ids, full_ids[len(context_ids) :]
     first = np.asarray([prefix_token(tokenizer)], dtype=np.int32)
-    return (whole[:1], whole[1:]) if len(whole) and whole[0] == first[0] else (first, whole)
+    return (full_ids[:1], full_ids[1:]) if len(full_ids) and full_ids[0] == first[0] else (first, full_ids)
 
 
-def cut_examples(encoded: Sequence[Sequence[Pair]], longest: int) -> int:
+def num_truncated(encoded: Sequence[Sequence[Pair]], longest: int) -> int:
     """Return how many examples have an input that is cut to `longest` tokens."""
     return sum(any(len(context) + len(rest) > longest + 1 for context, rest in pairs) for pairs in encoded)
 
@@ -149,13 +149,13 @@ class ScoredInput:
 
     ids: np.ndarray
     "int32 [T]: context and continuation without its last token"
-    asked: dict[tuple[int, int], np.ndarray]
+    continuations: dict[tuple[int, int], np.ndarray]
     "(example, continuation) -> its tokens, int32, which follow the last len() positions"
 
     @property
     def targets(self) -> int:
         """Return how many positions at the end of the input are asked for."""
-        return max(map(len, self.asked.values()))
+        return max(map(len, self.continuations.values()))
 
 
 def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> tuple[list[ScoredInput], list[int]]:
@@ -173,7 +173,7 @@ def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> tuple[list[Scor
                 row = same[ids.tobytes()] = ScoredInput(ids, {})
                 rows.append(row)
                 owners.append(i)
-            row.asked[i, k] = continuation
+            row.continuations[i, k] = continuation
     return rows, owners
 
 
@@ -242,7 +242,7 @@ def _score_batch(
         inputs[b, : len(ids)] = ids
         end = len(at) + row.targets
         at += range(b * width + len(ids) - row.targets, b * width + len(ids))
-        for tokens in row.asked.values():
+        for tokens in row.continuations.values():
             pairs += zip(range(end - len(tokens), end), tokens.tolist(), strict=True)
     # Only the asked positions get logits.
     device = orig_model.device
@@ -254,7 +254,7 @@ def _score_batch(
     results, start = [], 0
     for row in chosen:
         values = []
-        for key, tokens in row.asked.items():
+        for key, tokens in row.continuations.items():
             part = slice(start, start + len(tokens))
             is_greedy = [best[i] for i, _ in pairs[part]] == tokens.tolist()
             values.append((key, (sum(likelihoods[part]), is_greedy, len(tokens))))

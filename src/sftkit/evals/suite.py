@@ -133,10 +133,11 @@ class Suite:
     def __post_init__(self) -> None:
         if self.config.tasks:
             check_causal(self.orig_model.config, f"eval.tasks={','.join(self.config.tasks)}")
-        check_room([task for task, _ in self.asked], self.config, self._longest)  # what is wrong with them is said now
+        # What is wrong with them is said now.
+        check_room([task for task, _ in self.encoded_tasks], self.config, self._longest)
 
     @cached_property
-    def asked(self) -> list[tuple[Task[Any, Any], list[Any]]]:
+    def encoded_tasks(self) -> list[tuple[Task[Any, Any], list[Any]]]:
         """Return each task with the tokens of its examples: pairs of `scoring.encode_continuation`, or prompts."""
         loaded = self.tasks if self.tasks is not None else load_tasks(self.config, self.tokenizer, self.rt)
         return [(task, self._encoded(task)) for task in loaded]
@@ -159,10 +160,10 @@ class Suite:
         try:
             values = self.validate()
             captioned, written = self.captions()
-            found = self.run_tasks() + captioned
-            if found and step is not None and self.run_dir is not None and self.rt.is_main:
-                self._write(evaluation_dir(self.rt.output_dir(self.run_dir), step), found)
-            return values | results.values_of([one.result for one in found]), [*written, *self.samples()]
+            evaluated = self.run_tasks() + captioned
+            if evaluated and step is not None and self.run_dir is not None and self.rt.is_main:
+                self._write(evaluation_dir(self.rt.output_dir(self.run_dir), step), evaluated)
+            return values | results.values_of([one.result for one in evaluated]), [*written, *self.samples()]
         finally:
             reshard(self.orig_model)
 
@@ -182,8 +183,8 @@ class Suite:
             return [], []
         with working("describing what is held out"):
             config = replace(self.config, max_new_tokens=self.config.max_new_tokens or self.layout.max_length)
-            found, written = captions.evaluate(self.orig_model, self.tokenizer, encoded, config, self.rt)
-        return [results.with_settings(one, self.about) for one in found], written
+            evaluated, written = captions.evaluate(self.orig_model, self.tokenizer, encoded, config, self.rt)
+        return [results.with_settings(one, self.about) for one in evaluated], written
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -220,50 +221,52 @@ class Suite:
         """Return how prompts are read together: by all ranks."""
         return Batching(self.config.batch_size, self.rt)
 
-    def _write(self, folder: Path, found: list[Evaluated]) -> None:
+    def _write(self, folder: Path, evaluated: list[Evaluated]) -> None:
         """Write the examples; a full disk costs the details, not the run."""
         try:
-            results.write(folder, found)
+            results.write(folder, evaluated)
         except OSError as error:
             log.warning("%s: examples of the evaluation are lost (%s)", folder, error.strerror or error)
 
     def run_tasks(self) -> list[Evaluated]:
         """Return the result and the examples of every task, on every rank."""
-        found = []
-        for task, encoded in self.asked:
+        evaluated = []
+        for task, encoded in self.encoded_tasks:
             with working(f"evaluating {task.name}, {len(task.examples):,} examples"):
-                found.append(self._run(task, encoded))
+                evaluated.append(self._run(task, encoded))
         if elsewhere := _of_lm_eval(self.config):
             with working(f"evaluating {', '.join(elsewhere)} with lm-evaluation-harness"):
-                found += harness.evaluate(elsewhere, self.config, self.orig_model, self.tokenizer)
-        return [results.with_settings(one, self.about) for one in found]
+                evaluated += harness.evaluate(elsewhere, self.config, self.orig_model, self.tokenizer)
+        return [results.with_settings(one, self.about) for one in evaluated]
 
     def _run(self, task: Task[Any, Any], encoded: list[Any]) -> Evaluated:
         """Ask the model one task, and judge its answers."""
-        given: Sequence[Likelihoods | Answer]
+        outputs: Sequence[Likelihoods | Answer]
         settings: dict[str, Any] = {"backend": "sftkit", "max_examples": self.config.max_examples}
         if isinstance(task.examples[0], Choices):
-            cut = scoring.cut_examples(encoded, self._longest)
-            given = scoring.score(self.orig_model, self.tokenizer, task.examples, self._batching, encoded)
+            num_truncated = scoring.num_truncated(encoded, self._longest)
+            outputs = scoring.score(self.orig_model, self.tokenizer, task.examples, self._batching, encoded)
         else:
             most = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
             settings["max_new_tokens"] = max(most)
-            cut = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, most, strict=True))
-            given = self.answers(
+            num_truncated = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, most, strict=True))
+            outputs = self.answers(
                 encoded, most, [question.stop for question in task.examples], [q.group for q in task.examples]
             )
-        if cut:
-            log.warning("%s: %d prompts are longer than the model reads and lost their beginning", task.name, cut)
-        settings["prompts_cut"] = cut
-        return results.evaluated(task, given, self._judged(task, given), settings)
+        if num_truncated:
+            log.warning(
+                "%s: %d prompts are longer than the model reads and lost their beginning", task.name, num_truncated
+            )
+        settings["prompts_cut"] = num_truncated
+        return results.evaluated(task, outputs, self._judged(task, outputs), settings)
 
-    def _judged(self, task: Task[Any, Any], given: Sequence[Likelihoods | Answer]) -> list[ExampleScores]:
+    def _judged(self, task: Task[Any, Any], outputs: Sequence[Likelihoods | Answer]) -> list[ExampleScores]:
         """Return the main rank's marks on every rank. An error there is raised on all ranks, which
         would else wait forever."""
 
         def judge() -> list[ExampleScores] | Exception:
             try:
-                return task.judge(task.examples, given)
+                return task.judge(task.examples, outputs)
             except Exception as error:
                 return error
 
@@ -283,8 +286,8 @@ class Suite:
         its answer loses its beginning."""
         room = [self._longest - n for n in most]
         assert all(n > 0 for n in room), "check_room has seen to it"
-        cut = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
-        asked = Prompts(cut, chat.end_of_turn_ids(self.tokenizer), most, stop_texts, groups)
+        truncated = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
+        asked = Prompts(truncated, chat.end_of_turn_ids(self.tokenizer), most, stop_texts, groups)
         return generate(self.orig_model, self.tokenizer, asked, self._batching)
 
     def samples(self) -> list[dict[str, Any]]:
@@ -298,12 +301,12 @@ class Suite:
         ]
 
 
-def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized], count: int) -> list[Row]:
+def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized], num_samples: int) -> list[Row]:
     """Return the first rows of the validation sources, in turn, that can be learned from as a whole;
     asked as they are trained."""
-    heads = [list(islice(usable_rows(source, tokenize), count)) for source in validation]
-    in_turn = [head[i] for i in range(count) for head in heads if i < len(head)]
-    return in_turn[:count]
+    heads = [list(islice(usable_rows(source, tokenize), num_samples)) for source in validation]
+    in_turn = [head[i] for i in range(num_samples) for head in heads if i < len(head)]
+    return in_turn[:num_samples]
 
 
 def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[Row]:
@@ -323,13 +326,13 @@ def _as_trained(row: Row, tokenize: partial[Tokenized]) -> Row:
     if row.messages is None:
         return row
     learning: chat.Learning = tokenize.keywords.get("learning", chat.ANSWERS)
-    return chat.as_asked(row, _first_answer(row), tokenize.keywords["tokenizer"], learning.thinking)
+    return chat.as_trained(row, _first_answer(row), tokenize.keywords["tokenizer"], learning.thinking)
 
 
 def _first_answer(row: Row) -> int:
     """Return the index of the first answer that is not given as context, else of the first one."""
-    found = [i for i, message in enumerate(row.messages or ()) if message["role"] == "assistant"]
-    return next((i for i in found if i >= row.context_messages), found[0])
+    assistant = [i for i, message in enumerate(row.messages or ()) if message["role"] == "assistant"]
+    return next((i for i in assistant if i >= row.context_messages), assistant[0])
 
 
 def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str, str]:

@@ -12,7 +12,7 @@ from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import collate
 from sftkit.data.epoch import plan_epoch
 from sftkit.data.pack import Layout, validation_layout
-from sftkit.data.shard import part_of
+from sftkit.data.shard import row_shard
 from sftkit.data.types import Examples
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import eager_backend
@@ -54,9 +54,9 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
                 if number % in_a_row == 0:
                     rt.check_stop()
                 for rows in batch.micro_batches(layout, rt.data_rank):
-                    shape, part = layout.batch_shape(len(rows), batch.row_length), part_of(rt.topology, rt.rank)
-                    collated = collate(examples, rows, shape, pad_id, part)
-                    nll += model(collated.to(rt.device), backend).measured[model.objective.watched]
+                    shape, shard = layout.batch_shape(len(rows), batch.row_length), row_shard(rt.topology, rt.rank)
+                    collated = collate(examples, rows, shape, pad_id, shard)
+                    nll += model(collated.to(rt.device), backend).measured[model.objective.monitored]
     finally:
         model.orig_model.train(was_training)
     return float(rt.sum(nll)), int(examples.num_targets.sum()), int(examples.num_bytes.sum())

@@ -153,14 +153,14 @@ def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[Turn]:
     for start in range(0, len(batches), count):
         if rt is not None:
             rt.check_stop()
-        dealt = batches[start : start + count]
-        new = any(batch.prefix and batch.prefix != had for batch, had in zip(dealt, before, strict=False))
-        before = [batch.prefix for batch in dealt]
-        yield Turn(dealt[index] if index < len(dealt) else None, new)
+        round_batches = batches[start : start + count]
+        new = any(batch.prefix and batch.prefix != had for batch, had in zip(round_batches, before, strict=False))
+        before = [batch.prefix for batch in round_batches]
+        yield Turn(round_batches[index] if index < len(round_batches) else None, new)
 
 
-def gathered(found: dict[int, T], rt: Runtime | None) -> list[T]:
+def gathered(results: dict[int, T], rt: Runtime | None) -> list[T]:
     """Return the results of all ranks, in the order of the rows, on every rank."""
     if rt is not None and rt.world_size > 1:
-        found = dict(gather_object(list(found.items())))
-    return [value for _, value in sorted(found.items())]
+        results = dict(gather_object(list(results.items())))
+    return [value for _, value in sorted(results.items())]

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 from sftkit.compile.contract import run_eagerly
 from sftkit.ops.attention import mixes_tokens, plain_attention
 from sftkit.ops.attention_choice import head_sizes
-from sftkit.parallel.tensor import whole_rows
+from sftkit.parallel.tensor import without_sequence_parallel
 
 MOST_BYTES = 8 * 2**30
 "The most bytes of keys and values of a batch. The same on every device, so batches and results are the same."
@@ -153,7 +153,7 @@ def plain_forward(orig_model: PreTrainedModel) -> Iterator[None]:
     was_training = orig_model.training
     orig_model.eval()
     try:
-        with torch.no_grad(), run_eagerly(), plain_attention(orig_model), whole_rows(orig_model):
+        with torch.no_grad(), run_eagerly(), plain_attention(orig_model), without_sequence_parallel(orig_model):
             yield
     finally:
         orig_model.train(was_training)

@@ -43,7 +43,7 @@ class Conversation:
     system: str | None
     messages: list[Message] = field(default_factory=list)
 
-    def asked(self, text: str) -> list[Message]:
+    def with_question(self, text: str) -> list[Message]:
         """Return all messages, with a question after them."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages, {"role": "user", "content": text}]
@@ -67,11 +67,11 @@ def converse(stream: Stream, system: str | None) -> None:
                 _answer(stream, conversation, text)
 
 
-def show(pieces: Iterator[str]) -> str:
+def show(chunks: Iterator[str]) -> str:
     """Print an answer while it is made, without white space at its end, and return it."""
     said, shown = "", 0
-    for piece in pieces:
-        said += piece
+    for chunk in chunks:
+        said += chunk
         if end := len(said.rstrip()):
             print_text(said[shown:end], end="")
             shown = end
@@ -80,10 +80,10 @@ def show(pieces: Iterator[str]) -> str:
 
 
 def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
-    asked = conversation.asked(text)
+    messages = conversation.with_question(text)
     try:
-        with closing(stream(asked)) as pieces:  # type: ignore[type-var]
-            reply = show(pieces)
+        with closing(stream(messages)) as chunks:  # type: ignore[type-var]
+            reply = show(chunks)
     except KeyboardInterrupt:
         print_text("\n(broken off: question and answer are left out of the conversation)", error=True)
     except (ConfigError, DataError) as error:
@@ -93,7 +93,7 @@ def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
             what = "answered with white space alone" if reply else "ended its answer at once"
             print_text(f"(the model has {what}: question and answer are left out of the conversation)", error=True)
             return
-        conversation.messages += [asked[-1], {"role": "assistant", "content": reply}]
+        conversation.messages += [messages[-1], {"role": "assistant", "content": reply}]
 
 
 def _command(conversation: Conversation, line: str) -> str:
@@ -117,7 +117,7 @@ def _command(conversation: Conversation, line: str) -> str:
 def _save(conversation: Conversation, path: str) -> str:
     if not conversation.messages:
         return "nothing has been said yet, so nothing is saved"
-    messages = conversation.asked("")[:-1]
+    messages = conversation.with_question("")[:-1]
     try:
         file = Path(expanded(path))
         with file.open("a", encoding="utf-8") as lines:

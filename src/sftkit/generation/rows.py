@@ -47,7 +47,7 @@ class DecodedSequence:
         # A stop text of n bytes ends within the last n tokens; first tokens may lose a space, hence some more.
         last = self.tokens[-max((len(text.encode()) for text in self.stop_texts), default=0) - 4 :]
         if self.stop_texts and all(
-            cut_at(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
+            find_stop_text(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
         ):
             self.stop = "stop_text"
         if not self.stop and len(self.tokens) == self.most:
@@ -56,7 +56,7 @@ class DecodedSequence:
     def answer(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
         """Return the answer, cut before the first stop text."""
         text = text_of(self.tokens, tokenizer)
-        return Answer(text[: cut_at(text, self.stop_texts)], self.stop, len(self.tokens), tuple(self.tokens))
+        return Answer(text[: find_stop_text(text, self.stop_texts)], self.stop, len(self.tokens), tuple(self.tokens))
 
 
 def text_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -64,7 +64,7 @@ def text_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def cut_at(text: str, stop_texts: Sequence[str]) -> int | None:
+def find_stop_text(text: str, stop_texts: Sequence[str]) -> int | None:
     """Return the index at which the first of the stop texts begins; None if none occurs."""
     return min((at for stop in stop_texts if stop and (at := text.find(stop)) >= 0), default=None)
 
@@ -123,9 +123,9 @@ class Decoding:
         """Run the model over the tokens that it has not read yet, and return the next token
         of each row, int64 [B, 1]."""
         start, end = self._seen, self._seen + self._next.shape[1]
-        read, given = self._continuation
+        read, model_kwargs = self._continuation
         logits = read(
-            **given,
+            **model_kwargs,
             input_ids=self._next,
             attention_mask=self._mask[:, :end],
             position_ids=self._positions[:, start:end],
@@ -154,6 +154,6 @@ class Decoding:
             index = torch.tensor(going, device=self._orig_model.device)
             self._cache.reorder_cache(index)  # type: ignore[arg-type]
             self._next, self._mask, self._positions = (x[index] for x in (self._next, self._mask, self._positions))
-            given = {name: x[index] for name, x in self._continuation.given.items()}
-            self._continuation = self._continuation._replace(given=given)
+            model_kwargs = {name: x[index] for name, x in self._continuation.model_kwargs.items()}
+            self._continuation = self._continuation._replace(model_kwargs=model_kwargs)
         self.rows = [self.rows[i] for i in going]

@@ -121,9 +121,9 @@ class StaticStep:
 
     def _compute(self) -> None:
         """Compute the next tokens [B, 1] in place, and move to the next position."""
-        read, given = self._continuation
+        read, model_kwargs = self._continuation
         logits = read(
-            **given,
+            **model_kwargs,
             input_ids=self._tokens,
             attention_mask=(self._mask & (self._order <= self._at))[:, None, None],
             position_ids=self._positions.index_select(1, self._at),

@@ -103,13 +103,13 @@ def is_flex(node: Node) -> bool:
 
 
 def parameter_of(node: Node) -> str | None:
-    """Return the name of the parameter that an input of a captured graph is, or is the local piece of; None of any other."""
-    found = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
-    return found.group(1) if found else None
+    """Return the name of the parameter that an input of a captured graph is, or is the local shard of; None of any other."""
+    match = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
+    return match.group(1) if match else None
 
 
 def gradients_of(graph: GraphModule) -> dict[str, Node]:
-    """Return the nodes of a captured graph that are gradients of parameters, or their local pieces, by the parameter's name."""
+    """Return the nodes of a captured graph that are gradients of parameters, or their local shards, by the parameter's name."""
     (output,) = graph.graph.find_nodes(op="output")
     found: dict[str, Node] = {}
     for node, description in zip(output.args[0], output.meta["desc"], strict=True):
@@ -124,23 +124,23 @@ def group_named(name: str) -> ProcessGroup:
     return private("torch.distributed.distributed_c10d", "_resolve_process_group")(name)  # type: ignore[no-any-return]
 
 
-def all_gather(piece: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Join the pieces of a group's ranks along a dimension: an operator of a graph, without gradient."""
+def all_gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Join the shards of a group's ranks along a dimension: an operator of a graph, without gradient."""
     ranks = group.size()
-    pieces = _collective("all_gather_into_tensor", piece, group, ranks).unflatten(0, (ranks, -1))
-    return pieces.movedim(0, dim).flatten(dim, dim + 1)
+    shards = _collective("all_gather_into_tensor", shard, group, ranks).unflatten(0, (ranks, -1))
+    return shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def reduce_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def reduce_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's shard, along a dimension, of the sum over a group's ranks: an operator of a graph, without gradient."""
     ranks = group.size()
-    pieces = whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
-    return _collective("reduce_scatter_tensor", pieces.flatten(0, 1), group, "sum", ranks)
+    shards = tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+    return _collective("reduce_scatter_tensor", shards.flatten(0, 1), group, "sum", ranks)
 
 
-def all_reduce(part: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over a group's ranks: an operator of a graph, without gradient."""
-    return _collective("all_reduce", part, group, "sum")
+    return _collective("all_reduce", tensor, group, "sum")
 
 
 def _collective(name: str, tensor: Tensor, group: ProcessGroup, *options: Any) -> Tensor:

@@ -99,10 +99,10 @@ def distribute(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, di
         return
     meshes = make_meshes(rt.topology, rt.device.type)
     layout = WeightPlacement(model.orig_model, meshes)
-    group = meshes.parts.get_group("tensor") if meshes.parts is not None else None
+    group = meshes.tensor_parallel.get_group("tensor") if meshes.tensor_parallel is not None else None
     use_grouped_products(model.orig_model, group, dispatcher)
-    if meshes.parts is not None:
-        exchange_activations(model.orig_model, meshes.parts)
+    if meshes.tensor_parallel is not None:
+        exchange_activations(model.orig_model, meshes.tensor_parallel)
     shard(model, layout, rt.precision)
     materialize_weights(model.orig_model, source, rt.device)
     rt.print(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")

@@ -56,12 +56,12 @@ def build(
     training: Training,
     rt: Runtime,
     run_dir: Path,
-    planned: Callable[[MemoryPlan], None] = lambda _: None,
+    on_plan: Callable[[MemoryPlan], None] = lambda _: None,
 ) -> GraphEngine:
     """Turn a model into an engine; every rank calls it. Where there are several processes its weights are sharded.
 
     Args:
-        planned: called with the memory plan, before weights are read, moved or sharded.
+        on_plan: called with the memory plan, before weights are read, moved or sharded.
 
     Raises:
         ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
@@ -72,8 +72,10 @@ def build(
         choice = choose_backend(cfg, orig_model, layout, rt)
         keeps = "reshard_after_forward" not in cfg.graph.passes
         sharding = Sharding(keep_weights=keeps, keep_gradients=False) if rt.topology.sharded else None
-        plan = make_plan(_planned(cfg), orig_model, layout, rt, Fixed(backend=choice.backend, sharding=sharding))
-        planned(plan)
+        plan = make_plan(
+            _config_for_plan(cfg), orig_model, layout, rt, Fixed(backend=choice.backend, sharding=sharding)
+        )
+        on_plan(plan)
         model = ModelWithLoss(orig_model, choice.backend, training.objective)
         stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile
         distribute(model, training.source, rt, cfg.graph.token_dispatcher)
@@ -84,7 +86,7 @@ def build(
     return engine
 
 
-def _planned(cfg: Config) -> Config:
+def _config_for_plan(cfg: Config) -> Config:
     """Return the recipe as the memory plan should read it: with train.memory=speed only Inductor computes anything again, as what it
     fuses costs no time. Of passes that checkpoint activations the plan knows nothing: it asks for more than is needed."""
     kept, passes = cfg.compile.activation_memory_budget, cfg.graph.passes
@@ -116,7 +118,7 @@ class GraphEngine:
         self._cfg, self._rt, self._layout, self._plan, self._run_dir = cfg, rt, layout, plan, assembled.run_dir
         self.model, self.optimizer = model, assembled.optimizer
         size = checkpoint_bytes(model.orig_model, plan)
-        self.setup = Setup(attention.backend, attention.why, plan.optim.name, plan.line, size)
+        self.setup = Setup(attention.backend, attention.reason, plan.optim.name, plan.line, size)
         self.captured = CapturedModel(model, cfg.graph.passes, saves_memory=plan.activation_memory_budget < 1.0)
         self.compiled = False
         "after the warm-up: whether steps run captured graphs"
@@ -232,8 +234,8 @@ class GraphEngine:
     ) -> StepOutcome:
         """Run the captured forward and backward passes, whose gradients are exchanged in each, and one update."""
         max_norm = self._cfg.optim.max_grad_norm
-        of_run = TrainStep(self.captured, self.optimizer, self.model.objective, self._rt, max_norm)
-        return optimizer_step(of_run, batches, learning_rate, stop=stop, spikes=spikes)
+        train_step = TrainStep(self.captured, self.optimizer, self.model.objective, self._rt, max_norm)
+        return optimizer_step(train_step, batches, learning_rate, stop=stop, spikes=spikes)
 
     @property
     def watch(self) -> CompileWatch:

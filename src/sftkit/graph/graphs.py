@@ -66,7 +66,7 @@ def counts_of(graph: GraphModule) -> Counts:
     return Counts(len(nodes), dict(Counter(kind for node in nodes if (kind := collective(node)) is not None)))
 
 
-def bytes_of(nodes: Sequence[Node]) -> int:
+def tensor_bytes(nodes: Sequence[Node]) -> int:
     """Bytes of the tensors among nodes."""
     values = [node.meta.get("val") for node in nodes]
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))

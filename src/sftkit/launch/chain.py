@@ -15,7 +15,7 @@ from sftkit.config.schema import Config
 from sftkit.config.stages import CHAIN, STAGE_SCRIPTS
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class_in
-from sftkit.preflight.inputs import inputs_of
+from sftkit.preflight.inputs import input_rules
 from sftkit.rundir.files import read_object
 from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest
@@ -39,7 +39,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     for stage in CHAIN_SCRIPTS:
         # Runs of earlier stages count as there. After a problem it is not known which they are.
         made = None if problems else [cfg.run.dir for cfg in recipes.values()]
-        rules = [run_dir_can_be_made, *inputs_of(stage, made)]
+        rules = [run_dir_can_be_made, *input_rules(stage, made)]
         try:
             recipes[stage] = read_config(folder / f"{stage}.yaml", overrides, more=rules)
         except ConfigError as error:
@@ -93,8 +93,8 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:
         return f"  {name:<28}" + "".join(f"{show(trained[stage]):>12}" for stage in CHAIN_SCRIPTS)
 
-    def metric(part: str, key: str, form: str) -> Callable[[dict[str, Any]], str]:
-        return lambda stage: "-" if (value := stage[part].get(key)) is None else format(value, form)
+    def metric(section: str, key: str, form: str) -> Callable[[dict[str, Any]], str]:
+        return lambda stage: "-" if (value := stage[section].get(key)) is None else format(value, form)
 
     # A table with a column for each stage, then scores and samples of the last one, and where things are.
     checkpoint = trained["sft"]["checkpoint"]

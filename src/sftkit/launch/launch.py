@@ -21,7 +21,7 @@ from pathlib import Path
 from sftkit.config.commands import invocation, running, shipped, typed
 from sftkit.config.load import fail, read_config
 from sftkit.config.rules import run_dir_can_be_made
-from sftkit.config.schema import stages_of
+from sftkit.config.schema import num_stages
 from sftkit.config.stages import STAGE_SCRIPTS, stage_of_script
 from sftkit.config.terminal import leave_lost_terminal, print_text
 from sftkit.errors import ConfigError
@@ -30,7 +30,7 @@ from sftkit.launch.hardware import Hardware, find_hardware
 from sftkit.launch.layouts import advice
 from sftkit.memory.estimate import USABLE
 from sftkit.models.size import GIB, Replica, replica_of
-from sftkit.preflight.inputs import inputs_of
+from sftkit.preflight.inputs import input_rules
 from sftkit.rundir.killed import killed_by, report_killed
 from sftkit.rundir.lock import refuse_at_work
 from sftkit.rundir.status import stopped_by
@@ -99,11 +99,11 @@ def choose(
             )
         # Shards only where a replica has no room: replicas exchange less.
         _check_room(hardware, processes, replica)
-        why = _why_cut(hardware, replica) if processes > 1 and stages == 1 else None
-        several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if why else "ddp.yaml"
+        reason = _sharding_reason(hardware, replica) if processes > 1 and stages == 1 else None
+        several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if reason else "ddp.yaml"
         name = "single_gpu.yaml" if processes == 1 else several
-        if why:
-            note += f"{': ' if processes == hardware.gpus else '; '}{why}"
+        if reason:
+            note += f"{': ' if processes == hardware.gpus else '; '}{reason}"
     summary = f"hardware: {found}, {cores} -> accelerate_configs/{name}{note}"
     return Launch(CONFIGS / name, processes, summary, {key: env[key] for key in env if key not in environ})
 
@@ -129,7 +129,7 @@ def _check_room(hardware: Hardware, processes: int, replica: Replica | None) -> 
         )
 
 
-def _why_cut(hardware: Hardware, replica: Replica | None) -> str | None:
+def _sharding_reason(hardware: Hardware, replica: Replica | None) -> str | None:
     """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica, as far as is known."""
     memory = hardware.gpu_memory_bytes
     if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
@@ -211,7 +211,9 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
         raise ConfigError(f"{script}: no such script. {hint}")
     # All that can be refused without a GPU or torch's seconds of import: recipe, data, model, a run at work.
-    cfg = read_config(recipe, overrides, world_size=1, more=[run_dir_can_be_made, *inputs_of(stage_of_script(script))])
+    cfg = read_config(
+        recipe, overrides, world_size=1, more=[run_dir_can_be_made, *input_rules(stage_of_script(script))]
+    )
     script = shipped(script)
     refuse_at_work(Path(cfg.run.dir))
     if line := finished(cfg):
@@ -219,7 +221,7 @@ def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         return 0
     # What the machine has decides the Accelerate config and the number of processes.
     hardware = find_hardware()
-    launch = choose(hardware, cfg.train.global_batch_size, os.environ, replica_of(cfg), stages_of(cfg.train))
+    launch = choose(hardware, cfg.train.global_batch_size, os.environ, replica_of(cfg), num_stages(cfg.train))
     if not launch.config_file.is_file():
         raise ConfigError(
             f"{launch.config_file}: no such file. `sftkit init` copies the whole folder that it belongs to"

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
-from sftkit.config.schema import Config, stages_of
+from sftkit.config.schema import Config, num_stages
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
 from sftkit.memory.traffic import traffic
 from sftkit.models.size import fields_of, of_fields, size_of
 
-CUT = ("llama", "mistral", "qwen2", "qwen3")
+SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose matrices and layers can be spread over GPUs, as parallel.tensor and parallel.balance.MODEL_TYPES."
 _CHUNK = 4096
 "loss.chunk_tokens, its default."
@@ -52,7 +52,7 @@ class OnPaper:
     machines: Machines
     memory: str
     "train.memory"
-    found: Estimate
+    estimate: Estimate
     share: float
     "of one GPU's speed, per GPU, 0-1"
     hidden: float
@@ -70,7 +70,7 @@ class OnPaper:
             return f"{rest}, train.engine=pipeline, train.pipeline_stages={t.stages}"
         if not t.sharded:
             return "ddp.yaml" if t.world_size > 1 else "single_gpu.yaml"
-        if t.parts > 1:
+        if t.ranks_per_row > 1:
             name, size = ("tp", t.tensor) if t.tensor > 1 else ("cp", t.context)
             return f"{name}.yaml, {name}_size {size}{copies * (t.replicas > 1)}"
         if several:
@@ -108,7 +108,9 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     # Computed again in the backward pass is what the memory budget does not keep: at most one forward pass more, a
     # third of the work.
     again = 1.0 + (BUDGETS["speed"] - setup.budget) / BUDGETS["speed"] / 3
-    work = 6.0 * setup.shape.parameters * tokens / machines.flops / t.parts / t.stages  # seconds of a micro-batch
+    work = (
+        6.0 * setup.shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages
+    )  # seconds of a micro-batch
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
     alone, hidden = _exchanging(setup, machines, passes)
     # The share of a step in which a pipeline's stages work: it fills and drains once for all micro-batches.
@@ -156,8 +158,8 @@ def _speed(among: str, t: Topology, machines: Machines) -> float:
     within = {
         "tensor": t.tensor <= own,
         "context": t.context <= own,
-        "shards": t.shards * t.parts <= own,
-        "ends": t.shards * t.parts <= own,
+        "shards": t.shards * t.ranks_per_row <= own,
+        "ends": t.shards * t.ranks_per_row <= own,
         "replicas": t.stage_ranks <= own,
         "stages": t.world_size <= own,
     }[among]
@@ -175,7 +177,7 @@ def setups(
         micro: the most rows of a micro-batch, those that may be chosen.
     """
     for topology in topologies(machines, shape):
-        if rows % topology.row_ranks or (topology.parts > 1 and row_length % (2 * topology.parts)):
+        if rows % topology.row_ranks or (topology.ranks_per_row > 1 and row_length % (2 * topology.ranks_per_row)):
             continue
         share = rows // topology.row_ranks
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
@@ -205,17 +207,19 @@ def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Se
     arguments are those of `setups`."""
     best: dict[Topology, OnPaper] = {}
     for setup, memory in setups(shape, machines, rows, row_length, micro):
-        found = on_paper(setup, memory, machines)
+        fitting = on_paper(setup, memory, machines)
         t = setup.topology
-        if found.found.total <= USABLE * machines.memory_bytes and (t not in best or found.share > best[t].share):
-            best[t] = found
+        if fitting.estimate.total <= USABLE * machines.memory_bytes and (
+            t not in best or fitting.share > best[t].share
+        ):
+            best[t] = fitting
     return list(best.values())
 
 
-def choice(found: list[OnPaper]) -> OnPaper | None:
+def choice(fitting: list[OnPaper]) -> OnPaper | None:
     """Return the simplest that is about as fast as the fastest; None: nothing fits."""
-    most = max((each.share for each in found), default=0.0)
-    return next((each for each in found if each.share >= NEARLY * most), None)
+    most = max((each.share for each in fitting), default=0.0)
+    return next((each for each in fitting if each.share >= NEARLY * most), None)
 
 
 def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
@@ -258,24 +262,24 @@ def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str 
         taken: the accelerate config.
     """
     fields, row_length = fields_of(cfg.model), cfg.data.row_length or cfg.data.max_length
-    if fields is None or row_length is None or memory_bytes is None or stages_of(cfg.train) != 1:
+    if fields is None or row_length is None or memory_bytes is None or num_stages(cfg.train) != 1:
         return None
     size = size_of(cfg.model)
     shape = shape_of_fields(fields, size and size.parameters)
     if shape is None:
         return None
-    found = ways(
+    fitting = ways(
         shape, Machines(gpus, gpus, memory_bytes), cfg.train.global_batch_size, row_length, [cfg.train.micro_batch_size]
     )
-    found = [
+    fitting = [
         each
-        for each in found
-        if fields["model_type"] in CUT or each.setup.topology.parts * each.setup.topology.stages == 1
+        for each in fitting
+        if fields["model_type"] in SHARDABLE or each.setup.topology.ranks_per_row * each.setup.topology.stages == 1
     ]
-    own = next((each for each in found if each.config.partition(",")[0] == taken), None)
+    own = next((each for each in fitting if each.config.partition(",")[0] == taken), None)
     if own is not None:
         return f"on paper: {taken} {_takes(own, memory_bytes)}"
-    best = choice(found)
+    best = choice(fitting)
     instead = (
         f"{best.config} {_takes(best, memory_bytes)}"
         if best
@@ -286,4 +290,4 @@ def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str 
 
 def _takes(way: OnPaper, memory_bytes: int) -> str:
     settings = f"train.memory={way.memory}, optim.name={way.setup.optimizer}"
-    return f"takes {way.found.total / GIB:.0f} of {memory_bytes / GIB:.0f} GiB on each GPU with {settings}"
+    return f"takes {way.estimate.total / GIB:.0f} of {memory_bytes / GIB:.0f} GiB on each GPU with {settings}"

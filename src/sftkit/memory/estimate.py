@@ -144,7 +144,7 @@ def estimate(s: EstimateInputs) -> Estimate:
     all parameters, and buckets for the exchange of gradients from the start; for sharded ranks see `_sharded`.
     """
     m, width = s.shape, WIDTH[s.precision]
-    tokens = max(rows * row_length for rows, row_length in s.layout.shapes) // s.topology.parts
+    tokens = max(rows * row_length for rows, row_length in s.layout.shapes) // s.topology.ranks_per_row
     if s.topology.stages > 1:
         return max(pipeline_estimates(s), key=lambda place: place.total)
     if s.topology.sharded:
@@ -192,8 +192,8 @@ def held_bytes(s: EstimateInputs) -> int:
         whole = replace(s, topology=replace(s.topology, stages=1))
         shapes = [pipeline_rank_shape(s, place) for place in range(s.topology.stages)]
         return max(held_bytes(replace(whole, shape=shape)) for shape in shapes)
-    pieces = s.topology.shards * s.topology.parts if s.topology.sharded else 1
-    return (2 * WIDTH[s.precision] * s.shape.parameters + _state_bytes(s)) // pieces
+    shards = s.topology.shards * s.topology.ranks_per_row if s.topology.sharded else 1
+    return (2 * WIDTH[s.precision] * s.shape.parameters + _state_bytes(s)) // shards
 
 
 def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
@@ -205,19 +205,19 @@ def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
     with fp32 copies that are being exchanged.
     """
     m, t, width = s.shape, s.topology, WIDTH[s.precision]
-    pieces = t.shards * t.context * t.tensor
+    shards = t.shards * t.context * t.tensor
     body = (m.parameters - m.ends) // t.tensor
     block, end = body // max(m.blocks, 1), m.ends
     gathered = body + m.ends if s.sharding.keep_weights else 2 * block + end
     earlier = s.layout.accumulation > 1
     whole_sums = 4 * (body + m.ends) if earlier and s.sharding.keep_gradients else 0
-    piece_sums = 4 * m.parameters // pieces if earlier and not s.sharding.keep_gradients else 0
+    shard_sums = 4 * m.parameters // shards if earlier and not s.sharding.keep_gradients else 0
     on_their_way = (width + 4) * (2 * block + end)
     at_start = Estimate(
-        weights=width * (m.parameters // pieces + gathered),
-        optimizer=_state_bytes(s) // pieces,
-        gradients=width * m.parameters // pieces,
-        gradient_sums=whole_sums + piece_sums,
+        weights=width * (m.parameters // shards + gathered),
+        optimizer=_state_bytes(s) // shards,
+        gradients=width * m.parameters // shards,
+        gradient_sums=whole_sums + shard_sums,
         activations=int(width * tokens * m.blocks * kept_elements(s)),
         transient=int(max(_loss_bytes(s, tokens), tokens * _block_bytes_per_token(s) + _mask_bytes(s))),
     )
@@ -259,9 +259,9 @@ def _staged(s: EstimateInputs, pipeline_rank: int) -> Estimate:
     earlier = 0 if sums or count == 1 else gradients
     # Sharded: weights are gathered for the whole step, gradients of its micro-batches are whole and fp32 until its end.
     if s.topology.sharded:
-        pieces = s.topology.shards
-        states, gradients = states // pieces, gradients // pieces
-        weights, sums = weights + weights // pieces, 4 * shape.parameters if count > 1 else 0
+        shards = s.topology.shards
+        states, gradients = states // shards, gradients // shards
+        weights, sums = weights + weights // shards, 4 * shape.parameters if count > 1 else 0
         earlier = 0
     at_start = Estimate(weights, states, earlier, sums, hidden, int(max(loss, block + (head if first or last else 0))))
     at_end = replace(at_start, gradients=gradients, activations=width * received, transient=int(block))

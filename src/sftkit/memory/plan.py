@@ -150,9 +150,9 @@ def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
         return
-    pieces = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
+    shards = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
     ways = [text for text, after in smaller_states(s) if held_bytes(after) <= total_bytes]
-    ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * pieces // total_bytes)} such GPUs or more")
+    ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * shards // total_bytes)} such GPUs or more")
     raise ConfigError(
         f"weights, gradients and states of {s.optimizer} alone take {gib(held)} on each GPU, which has {gib(total_bytes)}: smaller "
         f"rows make no room for {s.shape.parameters / 1e9:.1f} billion parameters. Take {', or '.join(ways)}, or a smaller model"
@@ -190,23 +190,23 @@ def _enable_checkpointing(orig_model: PreTrainedModel, preset: str) -> None:
     orig_model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def fits(found: Estimate, total_bytes: int | None) -> bool:
+def fits(estimate: Estimate, total_bytes: int | None) -> bool:
     """Return whether the device has room; True where its size is unknown."""
-    return total_bytes is None or found.total <= USABLE * total_bytes
+    return total_bytes is None or estimate.total <= USABLE * total_bytes
 
 
-def _line(line: str, found: Estimate | None, total_bytes: int | None) -> str:
+def _line(line: str, estimate: Estimate | None, total_bytes: int | None) -> str:
     """Return the plan as a line for the console: what it decides, and the estimated peak."""
-    if found is None:
+    if estimate is None:
         return f"{line}; peak unknown: the model's config does not name its sizes"
     if total_bytes is None:
         return line
     parts = ", ".join(
-        f"{field.name.replace('_', ' ')} {getattr(found, field.name) / GIB:.1f}"
-        for field in fields(found)
-        if getattr(found, field.name) >= 0.05 * GIB
+        f"{field.name.replace('_', ' ')} {getattr(estimate, field.name) / GIB:.1f}"
+        for field in fields(estimate)
+        if getattr(estimate, field.name) >= 0.05 * GIB
     )
-    return f"{line}; estimated peak {gib(found.total)} of {gib(total_bytes)} ({parts})"
+    return f"{line}; estimated peak {gib(estimate.total)} of {gib(total_bytes)} ({parts})"
 
 
 def against_measured(plan: MemoryPlan, measured_gib: float) -> str:

@@ -37,15 +37,15 @@ def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
     """
     if plan.setup is None or plan.estimate is None:
         return []
-    s, found = replace(plan.setup, layout=layout), []
+    s, ways = replace(plan.setup, layout=layout), []
     for options in (_smaller_batch(s, cfg), _recompute(s, cfg), smaller_states(s), _chunk(s), _more_shards(s)):
         saved = [(text, plan.estimate.total - estimate(after).total, after) for text, after in options]
         saved = [one for one in saved if one[1] >= 0.05 * GIB]
         if saved:
             more = "".join(f", {text} {gib(n)}" for text, n, _ in saved[1:])
             resumable = tuple(text for text, _, after in saved if _may_resume(s, after))
-            found.append(Remedy(f"{saved[0][0]} saves {gib(saved[0][1])}{more}", saved[0][1], resumable))
-    return sorted(found, key=lambda remedy: -remedy.saved_bytes)
+            ways.append(Remedy(f"{saved[0][0]} saves {gib(saved[0][1])}{more}", saved[0][1], resumable))
+    return sorted(ways, key=lambda remedy: -remedy.saved_bytes)
 
 
 def _may_resume(there: EstimateInputs, here: EstimateInputs) -> bool:

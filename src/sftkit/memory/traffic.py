@@ -48,10 +48,10 @@ def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
     if s.topology.stages > 1:
         return max(
             (_of_pipeline_rank(s, place) for place in range(s.topology.stages)),
-            key=lambda found: sum(e.sent for e in found),
+            key=lambda traffic: sum(e.sent for e in traffic),
         )
-    found = _of_weights(s) if s.topology.sharded else [_gradients_of_replicas(s, s.shape.parameters)]
-    return [each for each in [*found, *_of_tensor(s), *_of_context(s)] if each.ranks > 1]
+    traffic = _of_weights(s) if s.topology.sharded else [_gradients_of_replicas(s, s.shape.parameters)]
+    return [each for each in [*traffic, *_of_tensor(s), *_of_context(s)] if each.ranks > 1]
 
 
 def _gradients_of_replicas(s: EstimateInputs, parameters: float) -> CollectiveTraffic:
@@ -66,15 +66,15 @@ def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
     body, shards = (m.parameters - m.ends) / t.tensor, t.shards * t.context
     gathers = (1, 1) if s.sharding.keep_weights else (2 * count, count)  # of ends none in the backward pass
     times = 1 if s.sharding.keep_gradients else count
-    found = []
+    traffic = []
     for among, ranks, size, gathered in (
         ("shards", shards, body, gathers[0]),
         ("ends", shards * t.tensor, m.ends, gathers[1]),
     ):
-        found.append(CollectiveTraffic("all_gather", among, ranks, width * size * gathered))
-        found.append(CollectiveTraffic("reduce_scatter", among, ranks, REDUCED * size * times))
-        found.append(CollectiveTraffic("all_reduce", "replicas", t.replicas, REDUCED * size / ranks * times))
-    return found
+        traffic.append(CollectiveTraffic("all_gather", among, ranks, width * size * gathered))
+        traffic.append(CollectiveTraffic("reduce_scatter", among, ranks, REDUCED * size * times))
+        traffic.append(CollectiveTraffic("all_reduce", "replicas", t.replicas, REDUCED * size / ranks * times))
+    return traffic
 
 
 def _hidden_bytes(s: EstimateInputs) -> float:
@@ -112,11 +112,11 @@ def _of_pipeline_rank(s: EstimateInputs, pipeline_rank: int) -> list[CollectiveT
         - (pipeline_rank == 0)
         - (pipeline_rank == pipeline_size - 1)
     )
-    found = [CollectiveTraffic("send", "stages", 2, sends * s.layout.accumulation * _hidden_bytes(s))]
+    traffic = [CollectiveTraffic("send", "stages", 2, sends * s.layout.accumulation * _hidden_bytes(s))]
     own = replace(s, shape=pipeline_rank_shape(s, pipeline_rank), topology=replace(t, stages=1))
     if t.sharded:
         own = replace(own, sharding=replace(s.sharding, keep_weights=True, keep_gradients=True))
-        return found + [each for each in _of_weights(own) if each.ranks > 1]
+        return traffic + [each for each in _of_weights(own) if each.ranks > 1]
     width = REDUCED if s.layout.accumulation > 2 else WIDTH[s.precision]
     gradients = CollectiveTraffic("all_reduce", "replicas", t.replicas, width * own.shape.parameters)
-    return found + [gradients] * (t.replicas > 1)
+    return traffic + [gradients] * (t.replicas > 1)

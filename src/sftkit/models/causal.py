@@ -22,9 +22,9 @@ from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
 from sftkit.ops.linear_cross_entropy import Head
 
 
-def _inputs_of(given: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
+def _model_inputs(inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
     """Return the arguments of a decoder: what it is given, and where the documents of the batch are."""
-    return {**given, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
+    return {**inputs, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
 
 
 def without_router_logits(module: torch.nn.Module) -> dict[str, bool]:
@@ -44,7 +44,7 @@ def decoded(
         module: the decoder, or one with some of its layers. inputs: its arguments by name, besides the documents.
     """
     with dense_kernels() if backend == "sdpa" else nullcontext():
-        outputs = module(**_inputs_of(inputs, batch, backend, context_group), **without_router_logits(module))
+        outputs = module(**_model_inputs(inputs, batch, backend, context_group), **without_router_logits(module))
     hidden = outputs.last_hidden_state
     assert isinstance(hidden, torch.Tensor)
     return hidden
@@ -81,9 +81,9 @@ class CausalLM:
         Raises:
             DataError: the documents have something to encode, and there is no encoder.
         """
-        if examples.given:
+        if examples.encoder_sources:
             raise DataError(
-                f"{examples.source_names[0]}: {orig_model.config.model_type} has no encoder for {examples.given[0][:80]}: "
+                f"{examples.source_names[0]}: {orig_model.config.model_type} has no encoder for {examples.encoder_sources[0][:80]}: "
                 "take a model with one (model.scratch.model_type=vision-encoder-decoder for pictures)"
             )
         return examples
@@ -108,7 +108,7 @@ class CausalLM:
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> dict[str, Any]:
         """Return the tokens, their positions, and where their documents are."""
-        return _inputs_of(batch.inputs, batch, backend, context_group)
+        return _model_inputs(batch.inputs, batch, backend, context_group)
 
     def hidden_states(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None

@@ -143,7 +143,7 @@ def require_inputs(examples: Examples, what: str) -> None:
     Raises:
         DataError: they have none.
     """
-    if not examples.given:
+    if not examples.encoder_sources:
         raise DataError(f"{examples.source_names[0]}: its rows have no {what} to encode, which the model needs")
 
 

@@ -21,7 +21,7 @@ class Continuation(NamedTuple):
     read: Callable[..., Any]
     """called as transformers' causal models are, with input_ids [B, T], attention_mask, position_ids, past_key_values,
     use_cache and logits_to_keep; returns an output with `logits`"""
-    given: dict[str, Tensor]
+    model_kwargs: dict[str, Tensor]
     "further arguments of each call, each [B, ...]: what was encoded for the texts"
 
 

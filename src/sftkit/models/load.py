@@ -95,7 +95,7 @@ def load_model(
                 orig_model = empty_model(path, precision, options)
             else:
                 with working(f"loading {path}"):
-                    orig_model = whole_model(path, precision, options)
+                    orig_model = full_model(path, precision, options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
     # The vocabulary: a row for each token first, then padding behind them.
@@ -117,7 +117,7 @@ def load_model(
     return orig_model
 
 
-def trained_part(config: PretrainedConfig) -> PretrainedConfig:
+def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the part that is trained.
 
     Of a model that sees images too this is its text model, where transformers has that alone (Gemma 3 from 4B on): the
@@ -130,7 +130,7 @@ def trained_part(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
+def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
     """Load the model with from_pretrained, where a weight that is missing or of another shape is an error and
     is not filled at random.
 
@@ -138,36 +138,36 @@ def whole_model(path: str, precision: str, options: dict[str, object]) -> PreTra
         ConfigError: such a weight.
     """
     config = AutoConfig.from_pretrained(path, **options)
-    part = trained_part(config)
-    orig_model, found = kind_of(part).auto_class.from_pretrained(
+    trained = trained_config(config)
+    orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
         path,
-        config=part,
+        config=trained,
         dtype=DTYPES[precision],
-        attn_implementation=plain_implementation(part),
+        attn_implementation=plain_implementation(trained),
         ignore_mismatched_sizes=True,
         output_loading_info=True,
-        key_mapping=None if part is config else TEXT_NAMES,
+        key_mapping=None if trained is config else TEXT_NAMES,
         **options,
     )
-    if part is not config:
+    if trained is not config:
         # Private: how names were mapped in loading. save_pretrained would map them back, to those of the whole model.
         orig_model._weight_conversions = None
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ConfigError(
             f"{path}: no {', '.join(missing[:3])}{more} for {type(orig_model).__name__} in its files; copy or download the "
             "model again"
         )
-    if found["mismatched_keys"]:
-        name, there, here = min(found["mismatched_keys"])
+    if loading_info["mismatched_keys"]:
+        name, there, here = min(loading_info["mismatched_keys"])
         raise ConfigError(f"{path}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json")
     return orig_model
 
 
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
     """Build the model at this path, its buffers computed and its parameters on the meta device."""
-    config = trained_part(AutoConfig.from_pretrained(path, **options))
+    config = trained_config(AutoConfig.from_pretrained(path, **options))
     # Not under torch.device("meta"): buffers such as rotary frequencies are in no file, so they are computed here.
     with no_init_weights(), init_empty_weights(include_buffers=False):
         orig_model = kind_of(config).auto_class.from_config(

@@ -46,10 +46,10 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
             if not tensor.is_meta:
                 tensor[tokens:] = 0
     # For logits outside the train step: evaluation, generation, checks. The step's loss takes Head.tokens instead.
-    output_projection(orig_model).register_forward_hook(partial(_cut, tokens))
+    output_projection(orig_model).register_forward_hook(partial(_drop_padding, tokens))
 
 
-def _cut(tokens: int, _: torch.nn.Module, __: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
+def _drop_padding(tokens: int, _: torch.nn.Module, __: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
     """Forward hook of the head: return the logits [..., V] without those of padding."""
     return logits[..., :tokens]
 

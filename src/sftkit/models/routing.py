@@ -25,7 +25,7 @@ NOT_READ = ("longcat_flash", "inkling")
 "Model types whose routers return something else than logits, weights and choice."
 
 
-class _Watched:
+class _CountedPositions:
     """State that the hooks of all routers read and compiled code guards on.
 
     Not an attribute of a module: Dynamo takes the sizes of a module's tensors for fixed.
@@ -36,22 +36,22 @@ class _Watched:
         "fp32 [B, C] of the current micro-batch, 1 where there is a token; None: nothing is counted"
 
 
-_WATCHED = _Watched()
+_COUNTED = _CountedPositions()
 
 
-def coefficient(config: PreTrainedConfig, given: float | None) -> float:
-    """Return the weight of the auxiliary loss: `given`, else the one that transformers applies for this config.
+def coefficient(config: PreTrainedConfig, override: float | None) -> float:
+    """Return the weight of the auxiliary loss: `override`, else the one that transformers applies for this config.
 
     Raises:
         ConfigError: one is asked for of a model that has none.
     """
     text = config.get_text_config()
-    if given and not hasattr(text, COEFFICIENT):
+    if override and not hasattr(text, COEFFICIENT):
         raise ConfigError(
-            f"loss.{COEFFICIENT}={given:g}: {text.model_type} has no auxiliary loss of its routers: leave the key out, or set 0"
+            f"loss.{COEFFICIENT}={override:g}: {text.model_type} has no auxiliary loss of its routers: leave the key out, or set 0"
         )
-    if given is not None:
-        return given
+    if override is not None:
+        return override
     return float(getattr(text, COEFFICIENT, 0.0) or 0.0) if getattr(text, "output_router_logits", False) else 0.0
 
 
@@ -62,17 +62,17 @@ def routers_of(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     return [m for m in orig_model.modules() if type(m).__name__.lower().endswith("topkrouter")]
 
 
-def routing_of(orig_model: PreTrainedModel, given: float | None) -> Routing | None:
+def routing_of(orig_model: PreTrainedModel, override: float | None) -> Routing | None:
     """Attach hooks to the routers of a model that is not compiled yet, and return what reads them;
     None: it has no experts.
 
     Args:
-        given: loss.router_aux_loss_coef.
+        override: loss.router_aux_loss_coef.
 
     Raises:
         ConfigError: an auxiliary loss is asked for of a model that has none.
     """
-    weight, routers = coefficient(orig_model.config, given), routers_of(orig_model)
+    weight, routers = coefficient(orig_model.config, override), routers_of(orig_model)
     if weight and not routers:
         raise ConfigError(
             f"loss.{COEFFICIENT}: the routers of {type(orig_model).__name__} cannot be read here: set it to 0"
@@ -103,7 +103,7 @@ class Routing:
         Args:
             positions: bool [B, C], where there is a token; None: nothing is counted, as in evaluation.
         """
-        _WATCHED.positions = None if positions is None else positions.float()
+        _COUNTED.positions = None if positions is None else positions.float()
 
     def taken(self) -> tuple[Tensor, Tensor | None]:
         """Return what the routers have chosen since `begin`, all layers together, and add to the load of each layer.
@@ -158,14 +158,14 @@ class Routing:
 
 def _count_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
     """Forward hook: leave in the router how many positions of each row it gave each expert."""
-    if _WATCHED.positions is not None and router.training:
-        _record_counts(router, output, _WATCHED.positions, with_loss=False)
+    if _COUNTED.positions is not None and router.training:
+        _record_counts(router, output, _COUNTED.positions, with_loss=False)
 
 
 def _count_and_loss_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
     """Forward hook: leave the same, and the sum of their probabilities."""
-    if _WATCHED.positions is not None and router.training:
-        _record_counts(router, output, _WATCHED.positions, with_loss=True)
+    if _COUNTED.positions is not None and router.training:
+        _record_counts(router, output, _COUNTED.positions, with_loss=True)
 
 
 def _record_counts(router: torch.nn.Module, output: tuple[Tensor, ...], positions: Tensor, *, with_loss: bool) -> None:

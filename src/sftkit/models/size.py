@@ -64,14 +64,14 @@ def replica_of(cfg: Config) -> Replica | None:
     if size is None:
         return None
     precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
-    held = bytes_of(size, cfg.optim.name, precision)
+    held = training_bytes(size, cfg.optim.name, precision)
     least = held
     if cfg.optim.name == "auto" and precision == "bf16":  # "auto" takes the smallest states for train.memory=low
-        least = min(bytes_of(size, spec.name, precision) for spec in OPTIMIZERS.values() if spec.saves_memory)
+        least = min(training_bytes(size, spec.name, precision) for spec in OPTIMIZERS.values() if spec.saves_memory)
     return Replica(size.parameters, cfg.optim.name, int(BESIDE * held), least)
 
 
-def bytes_of(size: ModelSize, optimizer: str, precision: str) -> int:
+def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
     """Return the bytes of weights, gradients and optimizer states; for "auto" those of the smallest
     optimizer that it may choose."""
     least = FALLBACK if precision == "bf16" else DEFAULT

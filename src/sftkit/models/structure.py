@@ -74,10 +74,10 @@ def output_projection(orig_model: PreTrainedModel) -> torch.nn.Linear:
     Raises:
         ConfigError: the model has no linear head.
     """
-    found = orig_model.get_output_embeddings()
-    if not isinstance(found, torch.nn.Linear):
+    module = orig_model.get_output_embeddings()
+    if not isinstance(module, torch.nn.Linear):
         raise ConfigError(f"{type(orig_model).__name__} is not supported: it has no linear output projection")
-    return found
+    return module
 
 
 def logit_softcap(orig_model: PreTrainedModel) -> float | None:

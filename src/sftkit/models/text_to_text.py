@@ -44,11 +44,11 @@ class TextToText(EncoderDecoder):
         """Tokenize the encoder's texts: ids, int64 [I, data.max_length], truncated there, and a mask of the
         same shape, True at tokens."""
         require_inputs(examples, "text")
-        texts = list(dict.fromkeys(examples.given))
+        texts = list(dict.fromkeys(examples.encoder_sources))
         number = {text: i for i, text in enumerate(texts)}
         found = tokenizer(texts, truncation=True, max_length=max_length, padding="max_length", verbose=False)
         arrays = {IDS: np.asarray(found["input_ids"]), MASK: np.asarray(found["attention_mask"], dtype=bool)}
-        index = np.fromiter((number[text] for text in examples.given), np.int64)
+        index = np.fromiter((number[text] for text in examples.encoder_sources), np.int64)
         return replace(examples, encoder_inputs=EncoderInputs(arrays, index))
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:

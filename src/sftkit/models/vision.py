@@ -93,7 +93,9 @@ class VisionToText(EncoderDecoder):
         """Read the pictures: uint8 [I, channels, height, width], resized to what the encoder takes."""
         require_inputs(examples, "picture")
         size = pixels_of(orig_model.config)[:3]
-        return replace(examples, encoder_inputs=images.load(examples.given, PIXELS, size, Path(data.cache_dir)))
+        return replace(
+            examples, encoder_inputs=images.load(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
+        )
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
         """Return noise: uint8 [documents, channels, height, width]."""

@@ -146,8 +146,8 @@ def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
     """Return the parameters with a row for each token: embedding [V, H], then the head's weight [V, H]
     unless tied, and bias [V]."""
     embedding, projection = embedding_of(orig_model), output_projection(orig_model)
-    found = [embedding] if projection.weight is embedding else [embedding, projection.weight]
-    return found if projection.bias is None else [*found, projection.bias]
+    weights = [embedding] if projection.weight is embedding else [embedding, projection.weight]
+    return weights if projection.bias is None else [*weights, projection.bias]
 
 
 @torch.no_grad()
@@ -159,17 +159,17 @@ def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
         tensor: one of vocabulary_of, whole or sharded.
         source: a tensor or a safetensors slice, of `new.before` rows or more; may be `tensor` itself.
     """
-    piece = local(tensor)
+    shard = local(tensor)
     region = local_region(tensor) if isinstance(tensor, DTensor) else [(0, size) for size in tensor.shape]
     (start, size), *columns = region
     others = tuple(slice(first, first + number) for first, number in columns)
     there = max(0, min(new.before - start, size))
     if source is not tensor and there:
-        piece[:there].copy_(source[(slice(start, start + there), *others)])
+        shard[:there].copy_(source[(slice(start, start + there), *others)])
     rows = new.among(start, size)
     if rows:
-        piece[rows] = _mean(source, new.known, others, piece.dtype).to(piece)
-    piece[new.padding(start, size) :] = 0
+        shard[rows] = _mean(source, new.known, others, shard.dtype).to(shard)
+    shard[new.padding(start, size) :] = 0
 
 
 def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:

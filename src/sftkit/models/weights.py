@@ -91,7 +91,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     grown = {id(tensor): new for tensor in vocabulary_of(orig_model)} if new is not None else {}
     others = [name for name in wanted if name not in files]
     if others:
-        _load_whole(orig_model, wanted, others, folder, grown)
+        _load_full(orig_model, wanted, others, folder, grown)
         return
     by_file: dict[Path, list[str]] = {}
     for name in wanted:
@@ -156,12 +156,12 @@ def _fill(tensor: torch.Tensor, source: object, where: str, new: NewRows | None)
         tensor.copy_(source[:])  # type: ignore[index]
         return
     region = local_region(tensor) if isinstance(tensor, DTensor) else [(0, size) for size in shape]
-    piece = source[tuple(slice(start, start + size) for start, size in region)]  # type: ignore[index]
-    local(tensor).copy_(piece)
+    shard = source[tuple(slice(start, start + size) for start, size in region)]  # type: ignore[index]
+    local(tensor).copy_(shard)
 
 
 @torch.no_grad()
-def _load_whole(
+def _load_full(
     orig_model: PreTrainedModel,
     wanted: dict[str, torch.Tensor],
     others: list[str],
@@ -179,7 +179,7 @@ def _load_whole(
     with _named_errors(folder / "config.json"):
         found_type = json.loads((folder / "config.json").read_text()).get("model_type")
     try:
-        whole, found = loader.from_pretrained(
+        whole, loading_info = loader.from_pretrained(
             folder,
             dtype=orig_model.dtype,
             ignore_mismatched_sizes=True,
@@ -193,11 +193,11 @@ def _load_whole(
         ) from error
     # What transformers would leave at random is an error here.
     saved = whole.state_dict()
-    missing = sorted(found["missing_keys"] | (wanted.keys() - saved.keys()))
+    missing = sorted(loading_info["missing_keys"] | (wanted.keys() - saved.keys()))
     if missing:
         raise ConfigError(f"{folder}: no {_some(missing)} for {plain.__name__} in its files")
-    if found["mismatched_keys"]:
-        name, there, here = min(found["mismatched_keys"])
+    if loading_info["mismatched_keys"]:
+        name, there, here = min(loading_info["mismatched_keys"])
         raise ConfigError(
             f"{folder}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json"
         )

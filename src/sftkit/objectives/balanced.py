@@ -23,12 +23,12 @@ class Balanced:
     `added` brings that sum in, since what routers choose is in no hidden state.
     """
 
-    watched: str
+    monitored: str
 
     def __init__(self, objective: Objective, weight: float) -> None:
         """Wrap an objective. `weight`: of the auxiliary loss in what is minimised; 0: it is measured only."""
         self._objective, self._weight = objective, weight
-        self.measured, self.watched = (*objective.measured, AUX_LOSS), objective.watched
+        self.measured, self.monitored = (*objective.measured, AUX_LOSS), objective.monitored
 
     def added(self, sums: Sums, aux_loss: Tensor | None) -> Sums:
         """Return the sums of a batch with the auxiliary loss of its rows; with 0 for None, in

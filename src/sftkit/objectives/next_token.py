@@ -27,7 +27,7 @@ class NextToken:
 
     config: LossConfig
     measured = ("nll", "correct", "entropy")
-    watched = "nll"
+    monitored = "nll"
 
     def select(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the hidden states of positions that have a target, and a few others as filler: [P, H]."""

@@ -23,8 +23,8 @@ class Objective(Protocol):
         """Return the names of the sums beside the loss, in the order in which `sums` returns them."""
 
     @property
-    def watched(self) -> str:
-        """Return the name of the sum whose mean a person watches: train/loss, spikes, the loss in messages."""
+    def monitored(self) -> str:
+        """Return the name of the sum whose mean is monitored: train/loss, spikes, the loss in messages."""
 
     def select(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the hidden states that `sums` needs, [N, H], so that the others can be freed before it.

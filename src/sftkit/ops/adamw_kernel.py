@@ -2,7 +2,7 @@
 
 A launch for each parameter costs the host more than the GPU: for a captioner of 200M parameters in 442 tensors it was
 half of the host's time of a step (benchmarks/lab_captioning). Here the addresses of all tensors go to the GPU as one
-table, and each program updates a piece of one tensor, as in Apex's multi-tensor kernels.
+table, and each program updates a chunk of one tensor, as in Apex's multi-tensor kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 
 BLOCK = 1024
 "Elements that a program holds at once."
-PIECE = 16 * BLOCK
+CHUNK = 16 * BLOCK
 "Elements of a tensor that a program updates, one block after the other."
 ALIGNMENT = 16
 "Bytes of the widest load. Tensors whose addresses or sizes are no multiple of it have a launch of their own."
@@ -37,7 +37,7 @@ class ParameterShard(NamedTuple):
     exp_avg_sq: torch.Tensor
     scalars: tuple[float, float, float, float]
     "learning rate times weight decay, 1 - beta1, 1 - beta2, eps"
-    first: int
+    offset: int
     "index of its first element in the whole parameter, for the random bits"
     key: int
     "64 bits, for the random bits"
@@ -78,20 +78,20 @@ def _adamw(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PIECE: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per piece. `update_` says what goes in and out; _table the columns."""
+    """One program per chunk. `update_` says what goes in and out; _table the columns."""
     factor = tl.load(clip)
     if factor != factor:  # nan: everything stays
         return
-    # Whose piece it is, by a binary search in the table.
-    piece = tl.program_id(0)
-    low = piece * 0
+    # Whose chunk it is, by a binary search in the table.
+    chunk = tl.program_id(0)
+    low = chunk * 0
     high = low + rows
-    while high - low > 1:  # the last row whose first piece is not beyond this one
+    while high - low > 1:  # the last row whose first chunk is not beyond this one
         middle = (low + high) // 2
-        if tl.load(table + middle * COLUMNS) <= piece:
+        if tl.load(table + middle * COLUMNS) <= chunk:
             low = middle
         else:
             high = middle
@@ -119,8 +119,8 @@ def _adamw(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     eps = tl.load(scalars + 3)
 
     # The update, a block at a time.
-    begin = (piece - tl.load(row)) * PIECE
-    for done in range(0, PIECE, BLOCK):
+    begin = (chunk - tl.load(row)) * CHUNK
+    for done in range(0, CHUNK, BLOCK):
         element = begin + done + tl.arange(0, BLOCK)
         inside = element < elements
         w = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
@@ -160,8 +160,8 @@ def update_(rows: Sequence[ParameterShard], clip: torch.Tensor, corrected: torch
             kind = row.weight.dtype, row.grad.dtype, row.rounded is not None, _aligned(row)
             alike.setdefault(kind, []).append(i)
     for (weight, grad, has_rounded, aligned), numbers in alike.items():
-        table, pieces = _table([rows[i] for i in numbers], numbers)
-        _adamw[(pieces,)](
+        table, chunks = _table([rows[i] for i in numbers], numbers)
+        _adamw[(chunks,)](
             _to_device(table, clip.device),
             len(numbers),
             clip,
@@ -172,7 +172,7 @@ def update_(rows: Sequence[ParameterShard], clip: torch.Tensor, corrected: torch
             STOCHASTIC=weight == torch.bfloat16,
             ALIGNED=aligned,
             COLUMNS=COLUMNS,
-            PIECE=PIECE,
+            CHUNK=CHUNK,
             BLOCK=BLOCK,
         )
 
@@ -192,16 +192,16 @@ def _aligned(row: ParameterShard) -> bool:
 
 
 def _table(rows: Sequence[ParameterShard], numbers: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Return int64 [rows, COLUMNS] and the number of pieces in all.
+    """Return int64 [rows, COLUMNS] and the number of chunks in all.
 
-    Columns: number of the first piece, elements, `first`, `key`, row of `corrected`, five addresses, four fp32 scalars.
+    Columns: number of the first chunk, elements, `offset`, `key`, row of `corrected`, five addresses, four fp32 scalars.
     """
     table = np.zeros((len(rows), COLUMNS), np.int64)
     elements = np.array([row.weight.numel() for row in rows])
-    ends = np.cumsum(-(-elements // PIECE))
+    ends = np.cumsum(-(-elements // CHUNK))
     table[1:, 0] = ends[:-1]
     table[:, 1] = elements
-    table[:, 2] = [row.first for row in rows]
+    table[:, 2] = [row.offset for row in rows]
     table[:, 3] = np.array([row.key for row in rows], np.uint64).view(np.int64)
     table[:, 4] = numbers
     table[:, 5:10] = [[tensor.data_ptr() for tensor in _tensors(row)] for row in rows]

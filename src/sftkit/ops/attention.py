@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from sftkit.data.collate import Batch
 from sftkit.errors import ConfigError
 from sftkit.ops import flex
-from sftkit.ops.cross_attention import see_all
+from sftkit.ops.cross_attention import bidirectional_attention
 from sftkit.ops.flash import document_attention
 from sftkit.ops.gather_rows import gather_rows
 from sftkit.ops.scores import Scores
@@ -66,7 +66,7 @@ def documents_of(batch: Batch, backend: str, context_group: str | None = None) -
     if backend == "reference":
         return Documents(backend, batch.max_doc_length, mask=document_mask(batch.doc_ids))
     if backend == "flex":
-        doc_ids = flex.whole_blocks(batch.doc_ids)
+        doc_ids = flex.pad_to_blocks(batch.doc_ids)
         return Documents(backend, batch.max_doc_length, doc_ids=doc_ids, blocks=flex.blocks_of(doc_ids))
     if backend == "sdpa":
         return Documents(backend, batch.max_doc_length)
@@ -200,7 +200,7 @@ def attend(  # noqa: PLR0913 - transformers calls it
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scores = Scores(scale, sliding_window, softcap, dropout, position_bias)
     if not getattr(module, "is_causal", True):
-        return see_all(query, key, value, attention_mask, scores), None
+        return bidirectional_attention(query, key, value, attention_mask, scores), None
     if documents is None:
         raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.ops.attention.plain_attention")
     # What the backend does not compute is an error, never left out.

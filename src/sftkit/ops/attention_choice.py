@@ -32,7 +32,7 @@ class AttentionChoice(NamedTuple):
     """An attention backend and the reason for it."""
 
     backend: str
-    why: str
+    reason: str
 
 
 class Execution(NamedTuple):
@@ -73,7 +73,7 @@ def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt:
         if problem:
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
         choice = AttentionChoice(named, "named by the recipe")
-    rt.print(f"attention {choice.backend}: {choice.why}")
+    rt.print(f"attention {choice.backend}: {choice.reason}")
     return choice
 
 
@@ -215,8 +215,8 @@ def _milliseconds(backend: str, shape: AttentionShape, device: torch.device) -> 
     positions = rows * row_length
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(count: int) -> torch.Tensor:
-        sizes = (positions, count, head_dim)
+    def random(num_heads: int) -> torch.Tensor:
+        sizes = (positions, num_heads, head_dim)
         return torch.randn(sizes, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
 
     query, key, value = random(heads), random(kv_heads), random(kv_heads)

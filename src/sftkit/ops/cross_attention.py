@@ -48,7 +48,7 @@ def input_boundaries(
     return (mask if visible is None else mask & visible[:, None, :]).unsqueeze(1)
 
 
-def see_all(
+def bidirectional_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

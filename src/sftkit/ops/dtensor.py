@@ -29,9 +29,9 @@ def local_region(param: DTensor) -> list[tuple[int, int]]:
         # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
         if not placement.is_replicate():
             start, size = region[placement.dim]  # type: ignore[attr-defined]
-            piece = -(-size // param.device_mesh.size(mesh_dim))
-            first = min(coordinate[mesh_dim] * piece, size)
-            region[placement.dim] = (start + first, min(piece, size - first))  # type: ignore[attr-defined]
+            chunk = -(-size // param.device_mesh.size(mesh_dim))
+            first = min(coordinate[mesh_dim] * chunk, size)
+            region[placement.dim] = (start + first, min(chunk, size - first))  # type: ignore[attr-defined]
     return region
 
 

@@ -51,7 +51,7 @@ def attention_as_operator(operator: Callable[[Call], torch.Tensor]) -> Iterator[
         _operator = before
 
 
-def whole_blocks(doc_ids: torch.Tensor) -> torch.Tensor:
+def pad_to_blocks(doc_ids: torch.Tensor) -> torch.Tensor:
     """Pad int [B, T] to whole blocks with positions behind the row."""
     return F.pad(doc_ids, (0, -doc_ids.shape[1] % FLEX_BLOCK), value=BEHIND_ROW)
 

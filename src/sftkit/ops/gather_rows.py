@@ -38,30 +38,30 @@ def process_group(group: str) -> ProcessGroup:
 
 
 @torch.library.custom_op("sftkit::all_gather", mutates_args=())
-def _all_gather(piece: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the pieces of all ranks of a group, stacked: [n, *piece.shape]."""
+def _all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the shards of all ranks of a group, stacked: [n, *shard.shape]."""
     ranks = process_group(group)
-    whole = piece.new_empty(ranks.size(), *piece.shape)
-    all_gather_into_tensor(whole.view(-1), piece.reshape(-1), group=ranks)  # gloo takes flat tensors only
-    return whole
+    stacked = shard.new_empty(ranks.size(), *shard.shape)
+    all_gather_into_tensor(stacked.view(-1), shard.reshape(-1), group=ranks)  # gloo takes flat tensors only
+    return stacked
 
 
 @torch.library.custom_op("sftkit::reduce_scatter", mutates_args=())
-def _reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
-    """Return this rank's piece of the sum over ranks of [n, ...]."""
-    piece = torch.empty_like(whole[0], memory_format=torch.contiguous_format)
-    reduce_scatter_tensor(piece.view(-1), whole.reshape(-1), group=process_group(group))
-    return piece
+def _reduce_scatter(stacked: torch.Tensor, group: str) -> torch.Tensor:
+    """Return this rank's shard of the sum over ranks of [n, ...]."""
+    shard = torch.empty_like(stacked[0], memory_format=torch.contiguous_format)
+    reduce_scatter_tensor(shard.view(-1), stacked.reshape(-1), group=process_group(group))
+    return shard
 
 
 @_all_gather.register_fake
-def _(piece: torch.Tensor, group: str) -> torch.Tensor:
-    return piece.new_empty(process_group(group).size(), *piece.shape)
+def _(shard: torch.Tensor, group: str) -> torch.Tensor:
+    return shard.new_empty(process_group(group).size(), *shard.shape)
 
 
 @_reduce_scatter.register_fake
-def _(whole: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(whole[0], memory_format=torch.contiguous_format)
+def _(stacked: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(stacked[0], memory_format=torch.contiguous_format)
 
 
 def _save(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """Return the gradient of this rank's piece: the sum over ranks."""
+    """Return the gradient of this rank's shard: the sum over ranks."""
     return _reduce_scatter(grad, ctx.group), None
 
 

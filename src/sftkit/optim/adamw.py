@@ -31,7 +31,7 @@ from sftkit.optim.formula import (
     update_exact,
     update_stochastic,
 )
-from sftkit.optim.protocol import Group, Groups, Optimizer, State, kind_of, parameters_of, set_learning_rate
+from sftkit.optim.protocol import Group, Groups, Optimizer, State, optimizer_kind, parameters_of, set_learning_rate
 from sftkit.runtime.rng import random_key
 
 WARM_UP_ELEMENTS = (32, 33)
@@ -103,7 +103,7 @@ class AdamW(torch.optim.Optimizer):
     @property
     def kind(self) -> str:
         """Return what decides which states there are: see optim.protocol."""
-        return kind_of(f"{self.label} stochastic" if self.stochastic else self.label, self.param_groups)
+        return optimizer_kind(f"{self.label} stochastic" if self.stochastic else self.label, self.param_groups)
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
         """Update as optim.protocol says; the coefficient acts inside the update, without a pass over the gradients.
@@ -205,7 +205,7 @@ class AdamW(torch.optim.Optimizer):
                 exp_avg=state["exp_avg"],
                 exp_avg_sq=state["exp_avg_sq"],
                 scalars=(lr * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"]),
-                first=first_element(param),
+                offset=first_element(param),
                 key=self._key(one),
             )
             rows.append(row)

@@ -9,7 +9,7 @@ from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 
 from sftkit.config.schema import OptimConfig
 from sftkit.optim.gradients import multiply_gradients
-from sftkit.optim.protocol import Group, Groups, State, kind_of, parameters_of, set_learning_rate
+from sftkit.optim.protocol import Group, Groups, State, optimizer_kind, parameters_of, set_learning_rate
 from sftkit.runtime.rng import random_key
 
 
@@ -34,7 +34,7 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
     @property
     def kind(self) -> str:
         """Return what decides which states there are: see optim.protocol."""
-        return kind_of("AdamW8bit", self.param_groups)
+        return optimizer_kind("AdamW8bit", self.param_groups)
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
         """Update as optim.protocol says. The host reads the coefficient and the number of updates, so it waits."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sftkit.optim.gradients import multiply_gradients
-from sftkit.optim.protocol import Group, State, kind_of, parameters_of, set_learning_rate
+from sftkit.optim.protocol import Group, State, optimizer_kind, parameters_of, set_learning_rate
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -18,7 +18,7 @@ class FusedAdamW(torch.optim.AdamW):
     @property
     def kind(self) -> str:
         """Return what decides which states there are: see optim.protocol."""
-        return kind_of("AdamW", self.param_groups)
+        return optimizer_kind("AdamW", self.param_groups)
 
     def warm_up(self, *, compiled: bool) -> None:
         """Do nothing: the kernel comes compiled with torch."""

@@ -72,9 +72,9 @@ class RandomBits(NamedTuple):
     key1: torch.Tensor
 
     @classmethod
-    def of(cls, first: int, key: int) -> RandomBits:
-        """Return the random bits of the shard that begins with the element `first`. `key`: 64 bits, of the update."""
-        return cls(int32(first), int32(key), int32(key >> 32))
+    def of(cls, offset: int, key: int) -> RandomBits:
+        """Return the random bits of the shard that begins with the element `offset`. `key`: 64 bits, of the update."""
+        return cls(int32(offset), int32(key), int32(key >> 32))
 
     def noise(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return three draws of 16 bits for each element, int32 [N]."""

@@ -54,8 +54,8 @@ def _copies(param: torch.Tensor, world_size: int) -> int:
     if not isinstance(param, DTensor):
         return world_size
     # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
-    pieces = (param.device_mesh.size(i) for i, place in enumerate(param.placements) if not place.is_replicate())
-    return world_size // math.prod(pieces)
+    shards = (param.device_mesh.size(i) for i, place in enumerate(param.placements) if not place.is_replicate())
+    return world_size // math.prod(shards)
 
 
 def clip_coefficient(norm: torch.Tensor, usable: torch.Tensor, max_norm: float | None) -> torch.Tensor:

@@ -59,28 +59,28 @@ def update_muon(matrix: Matrix, grad: torch.Tensor, *, lr: float, weight_decay: 
     """
     param, weight, momentum_buffer = matrix
     momentum = momentum_buffer.lerp(grad, 1 - MOMENTUM)
-    update = _own_piece(orthogonalized(_whole(grad.lerp(momentum, MOMENTUM), param)), param)
+    update = _local_shard(orthogonalized(_full_matrix(grad.lerp(momentum, MOMENTUM), param)), param)
     new = (weight * (1 - lr * weight_decay)).add_(update, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
     torch.where(usable, momentum, momentum_buffer, out=momentum_buffer)
     torch.where(usable, new, weight, out=weight)
 
 
-def _whole(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def _full_matrix(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the whole matrix, gathered in bf16 if the parameter is sharded."""
     if not isinstance(param, DTensor):
-        return piece
+        return shard
     mesh, placements = param.device_mesh, param.placements
     stride = (param.shape[1], 1)
     return DTensor.from_local(
-        piece.bfloat16(), mesh, placements, run_check=False, shape=param.shape, stride=stride
+        shard.bfloat16(), mesh, placements, run_check=False, shape=param.shape, stride=stride
     ).full_tensor()
 
 
-def _own_piece(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def _local_shard(matrix: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a whole matrix."""
     if not isinstance(param, DTensor):
-        return whole
-    return whole[tuple(slice(start, start + size) for start, size in local_region(param))]
+        return matrix
+    return matrix[tuple(slice(start, start + size) for start, size in local_region(param))]
 
 
 class Muon(AdamW):
@@ -100,26 +100,26 @@ class Muon(AdamW):
         """Update each run of parameters of one kind: matrices of blocks one by one, the others as AdamW."""
         for in_blocks, same in itertools.groupby(range(len(numbered)), lambda i: numbered[i].group["block_matrices"]):
             members = list(same)
-            piece = slice(members[0], members[-1] + 1)  # indexing by a list would copy and sync with the host
+            run = slice(members[0], members[-1] + 1)  # indexing by a list would copy and sync with the host
             if not in_blocks:
-                super()._update(numbered[piece], clip, corrected[piece])
+                super()._update(numbered[run], clip, corrected[run])
                 continue
-            for one in numbered[piece]:
+            for one in numbered[run]:
                 self._update_matrix(one, clip)
 
     def _update_matrix(self, one: Numbered, clip: torch.Tensor) -> None:
         """Update one matrix of a block."""
         param, group, state = one.param, one.group, self.state[one.param]
         assert param.grad is not None
-        piece = local(param)
-        weight = state.get("master", flat(param)).view(piece.shape)
-        matrix = Matrix(param, weight, state["momentum_buffer"].view(piece.shape))
+        shard = local(param)
+        weight = state.get("master", flat(param)).view(shard.shape)
+        matrix = Matrix(param, weight, state["momentum_buffer"].view(shard.shape))
         grad, usable = local(param.grad).float() * clip, ~clip.isnan()
         update_muon(matrix, grad, lr=group["lr"], weight_decay=group["weight_decay"], usable=usable)
         if "master" in state:
             noise = RandomBits.of(first_element(param), self._key(one)).noise(state["master"])[0]
-            rounded = stochastic_round(state["master"], noise).view(piece.shape)
-            piece.copy_(torch.where(clip.isnan(), piece, rounded))
+            rounded = stochastic_round(state["master"], noise).view(shard.shape)
+            shard.copy_(torch.where(clip.isnan(), shard, rounded))
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Muon:

@@ -79,7 +79,7 @@ class Build(Protocol):
         """
 
 
-def kind_of(label: str, groups: Groups) -> str:
+def optimizer_kind(label: str, groups: Groups) -> str:
     """Return `kind`: the label, which is in checkpoints and never changes, and the dtypes of the parameters."""
     dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters_of(groups)}
     return f"{label} {'+'.join(sorted(dtypes))}"

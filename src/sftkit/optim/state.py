@@ -74,9 +74,9 @@ def _as_parameter(key: str, value: torch.Tensor, param: torch.nn.Parameter) -> d
 
 def _shaped(value: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:
     """Return a state in the parameter's shape, sharded as that is."""
-    piece = value.view(local(param).shape)
+    shard = value.view(local(param).shape)
     if not isinstance(param, DTensor):
-        return piece
+        return shard
     return DTensor.from_local(
-        piece, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )

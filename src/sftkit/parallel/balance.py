@@ -25,25 +25,25 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
     Raises:
         ConfigError: a model that has no stages, or layers that are not the model's.
     """
-    count = len(decoder_blocks(orig_model))
+    num_layers = len(decoder_blocks(orig_model))
     per_place = 2 if train.pipeline_schedule == "interleaved" else 1
-    given = train.pipeline_layers
-    stages = len(given) if given and per_place > 1 else pipeline_size * per_place
-    _check_model(orig_model, count, stages)
-    if given is None:
-        found = count_parameters(orig_model)
-        return balanced(count, found.body / count, found.head, stages)
-    if sum(given) != count or len(given) != stages or len(given) % pipeline_size:
+    configured = train.pipeline_layers
+    stages = len(configured) if configured and per_place > 1 else pipeline_size * per_place
+    _check_model(orig_model, num_layers, stages)
+    if configured is None:
+        parameters = count_parameters(orig_model)
+        return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
+    if sum(configured) != num_layers or len(configured) != stages or len(configured) % pipeline_size:
         several = (
             f"{2 * pipeline_size} (or another multiple of {pipeline_size})" if per_place > 1 else f"{pipeline_size}"
         )
         raise ConfigError(
-            f"train.pipeline_layers={list(given)}: must be {several} numbers that add up to the {count} layers of the model"
+            f"train.pipeline_layers={list(configured)}: must be {several} numbers that add up to the {num_layers} layers of the model"
         )
-    return given
+    return configured
 
 
-def _check_model(orig_model: PreTrainedModel, count: int, stages: int) -> None:
+def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int) -> None:
     config = orig_model.config.get_text_config()
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
@@ -55,14 +55,14 @@ def _check_model(orig_model: PreTrainedModel, count: int, stages: int) -> None:
             "train.engine=pipeline: some layers of this model have a sliding window and some have none, and transformers "
             "counts layers from the first one it has: take train.engine=blocks"
         )
-    if stages > count:
+    if stages > num_layers:
         raise ConfigError(
-            f"train.engine=pipeline: {stages} stages for the {count} layers of the model: lower train.pipeline_stages, or take "
+            f"train.engine=pipeline: {stages} stages for the {num_layers} layers of the model: lower train.pipeline_stages, or take "
             "train.pipeline_schedule=1f1b, which has one for each process"
         )
 
 
-def balanced(count: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
+def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
     """Layers of each stage, one or more, so that the slowest takes least.
 
     Args:
@@ -71,7 +71,7 @@ def balanced(count: int, layer: float, head: float, stages: int, embedding: floa
     costs = [layer] * (stages - 1) + [layer + head]
     costs[0] += embedding
     layers = [1] * stages
-    for _ in range(count - stages):
+    for _ in range(num_layers - stages):
         lightest = min(range(stages), key=lambda stage: costs[stage])
         costs[lightest] += layer
         layers[lightest] += 1

@@ -1,6 +1,6 @@
 """Weights cut over the ranks with torch's FSDP2: compiled blocks one by one, embedding and head with them.
 
-Every weight is gathered before it is used and its gradient summed over the ranks in fp32, each keeping its piece. The model
+Every weight is gathered before it is used and its gradient summed over the ranks in fp32, each keeping its shard. The model
 keeps its class and its parameter names; parameters are DTensors from then on.
 """
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from sftkit.config.topology import Sharding, Topology
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks, embedding_module, output_projection
-from sftkit.parallel.tensor import cut_matrices
+from sftkit.parallel.tensor import shard_matrices
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
             f"{type(orig_model).__name__} names no decoder block (_no_split_modules), so it cannot be sharded: use ddp.yaml"
         )
     if meshes.tensor is not None:
-        cut_matrices(orig_model, blocks, meshes.tensor)
+        shard_matrices(orig_model, blocks, meshes.tensor)
     reduce_dtype = torch.float32 if precision == "bf16" else None
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     keep = sharding.keep_weights
@@ -85,12 +85,12 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         fully_shard(block, mesh=meshes.blocks, mp_policy=policy, reshard_after_forward=not keep)
     alone = _alone(orig_model)
     for module in alone:  # neither is read in the backward pass: the loss has its gradients by then
-        piece = fully_shard(module, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=not keep)
-        piece.set_unshard_in_backward(False)
+        sharded = fully_shard(module, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=not keep)
+        sharded.set_unshard_in_backward(False)
     fully_shard(orig_model, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=False)
-    for piece in fsdp_modules(orig_model):
-        piece.set_gradient_divide_factor(1.0)
-        piece.set_force_sum_reduction_for_comms(True)
+    for fsdp_module in fsdp_modules(orig_model):
+        fsdp_module.set_gradient_divide_factor(1.0)
+        fsdp_module.set_force_sum_reduction_for_comms(True)
     orig_model._sharding = sharding  # type: ignore[assignment]
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
@@ -134,16 +134,16 @@ def set_gradient_sync(model: torch.nn.Module, *, last: bool) -> None:
 def plain_backward(orig_model: PreTrainedModel) -> Iterator[None]:
     """Inside, the backward pass of a forward pass that is not ours, whose logits read the head, finds its weights."""
     alone = [module for module in _alone(orig_model) if isinstance(module, FSDPModule)]
-    for piece in alone:
-        piece.set_unshard_in_backward(True)
+    for module in alone:
+        module.set_unshard_in_backward(True)
     try:
         yield
     finally:
-        for piece in alone:
-            piece.set_unshard_in_backward(False)
+        for module in alone:
+            module.set_unshard_in_backward(False)
 
 
 def reshard(orig_model: torch.nn.Module) -> None:
     """Free the gathered weights that forward passes without a backward pass leave; nothing for a model that is whole."""
-    for piece in fsdp_modules(orig_model):
-        piece.reshard()
+    for module in fsdp_modules(orig_model):
+        module.reshard()

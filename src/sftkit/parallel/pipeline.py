@@ -27,7 +27,7 @@ from sftkit.models.weights import load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
-from sftkit.parallel.stages import StageModule, Stages, cut_layers, fill_with_memory, shard_stage
+from sftkit.parallel.stages import StageModule, Stages, fill_with_memory, shard_stage, split_layers
 from sftkit.runtime.start import Runtime
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -79,17 +79,21 @@ class Pipelined(torch.nn.Module):
         for stage in self.stages:
             stage.begin(batches, 1.0 / max(divisor, 1))
         self._sums_up = count >= FEW
-        given = [torch.zeros(count)] if self.stages[0].first else []
-        target = torch.zeros(count) if self.stages[-1].last else None
+        given = [torch.zeros(count)] if self.stages[0].is_first else []
+        target = torch.zeros(count) if self.stages[-1].is_last else None
         try:
             schedule.step(*given, target=target)
         except RuntimeError as error:  # torch's own words about shapes, with what was raised behind them
             raise error.__cause__ or error from None
         self._exchange()
-        found = self.stages[-1].totals
-        for each in found:
+        totals_of_batches = self.stages[-1].totals
+        for each in totals_of_batches:
             totals.add_(each)
-        return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
+        return (
+            torch.stack([each[LOSS] for each in totals_of_batches])
+            if totals_of_batches
+            else totals.vector.new_zeros(count)
+        )
 
     def seconds(self, batch: Batch, divisor: int) -> list[float]:
         """Return the seconds that each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
@@ -109,13 +113,13 @@ class Pipelined(torch.nn.Module):
         finally:
             self.exchanges = before
 
-    def _schedule_of(self, batch: Batch, count: int) -> Any:
+    def _schedule_of(self, batch: Batch, num_micro_batches: int) -> Any:
         """Return torch's schedule for so many micro-batches of this shape; it has the memory for what arrives."""
-        key = (*batch.shape, count)
+        key = (*batch.shape, num_micro_batches)
         if key not in self._schedules:
             stages = [self._torch_stage(stage, batch) for stage in self.stages]
             what = stages if self._schedule == "interleaved" else stages[0]
-            made = SCHEDULES[self._schedule](what, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+            made = SCHEDULES[self._schedule](what, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
             self._schedules[key] = made
         return self._schedules[key]
 
@@ -128,8 +132,8 @@ class Pipelined(torch.nn.Module):
             stage.number,
             len(self.placement.layers),
             device,
-            input_args=torch.empty(1) if stage.first else hidden,
-            output_args=loss if stage.last else hidden,
+            input_args=torch.empty(1) if stage.is_first else hidden,
+            output_args=loss if stage.is_last else hidden,
             group=self.placement.group,
         )
 
@@ -202,7 +206,7 @@ def into_stages(
     orig_model = model.orig_model
     assert isinstance(orig_model, PreTrainedModel)
     empty = any(p.is_meta for p in orig_model.parameters())
-    placement = cut_layers(orig_model, layers, rt.topology, rt.device)
+    placement = split_layers(orig_model, layers, rt.topology, rt.device)
     stages = [StageModule(model, layers, number) for number in placement.own]
     if rt.topology.sharded:
         mesh = _shards(rt)

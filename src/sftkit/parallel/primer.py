@@ -32,10 +32,10 @@ def all_gather(own: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def reduce_scatter(own: torch.Tensor, rank: int) -> torch.Tensor:
-    """Every rank has its piece of the sum."""
-    piece = torch.zeros(len(own) // dist.get_world_size())
-    _scatter(piece, own)
-    return piece
+    """Every rank has its shard of the sum."""
+    shard = torch.zeros(len(own) // dist.get_world_size())
+    _scatter(shard, own)
+    return shard
 
 
 def broadcast(own: torch.Tensor, rank: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
 
 
-def cut_layers(
+def split_layers(
     orig_model: PreTrainedModel, layers: tuple[int, ...], topology: Topology, device: torch.device
 ) -> Stages:
     """Leave this rank the weights of its stages, on the device; every rank calls it.
@@ -92,11 +92,11 @@ class StageModule(torch.nn.Module):
         """`layers`: of every stage. `number`: of this one."""
         super().__init__()
         orig_model = model.orig_model
-        self.number, self.first, self.last = number, number == 0, number == len(layers) - 1
-        self.decoder = _part(decoder(orig_model), sum(layers[:number]), layers[number], last=self.last)
-        self.head = output_projection(orig_model) if self.last else None
+        self.number, self.is_first, self.is_last = number, number == 0, number == len(layers) - 1
+        self.decoder = _decoder_slice(decoder(orig_model), sum(layers[:number]), layers[number], last=self.is_last)
+        self.head = output_projection(orig_model) if self.is_last else None
         tied = self.head is not None and self.head.weight is embedding_module(orig_model).weight
-        self.tied = embedding_module(orig_model) if tied and not self.first else None
+        self.tied = embedding_module(orig_model) if tied and not self.is_first else None
         "what has the head's weight too, so that sharding finds it"
         self._of = (model,)  # in a tuple, so that the layers of other stages are none of this module's
         self._batches: list[Batch] = []
@@ -114,35 +114,35 @@ class StageModule(torch.nn.Module):
         """Take the micro-batches of a step; the loss is multiplied by `scale`."""
         self._batches, self._scale, self.totals = batches[::-1], scale, []
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, received: Tensor) -> Tensor:
         """Compute the next micro-batch: hidden states [B, T, H], in the last stage the loss [1].
 
         Args:
-            given: hidden states of the stage before; the first stage is given nothing that it reads.
+            received: hidden states of the stage before; the first stage is given nothing that it reads.
         """
         (model,) = self._of
         batch = self._batches.pop()
         inputs = dict(batch.inputs)
-        if not self.first:
+        if not self.is_first:
             del inputs["input_ids"]
-            inputs["inputs_embeds"] = given
+            inputs["inputs_embeds"] = received
         hidden = decoded(self.decoder, inputs, batch, model.backend)
-        if not self.last:
+        if not self.is_last:
             return hidden.contiguous()  # what is sent, and what torch 2.11 asks for
         sums = model.sums_of_chosen(model.objective.select(hidden, batch), batch)
         self.totals.append(Totals.of(sums))
         return torch.stack([sums.loss * self._scale])
 
 
-def _part(whole: torch.nn.Module, first: int, count: int, *, last: bool) -> torch.nn.Module:
+def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: bool) -> torch.nn.Module:
     """Return a decoder with some of the layers of another one: the same modules, in the same forward pass of its class."""
-    part = copy.copy(whole)
-    part._modules = dict(whole._modules)
-    layers = whole.layers
+    part = copy.copy(full)
+    part._modules = dict(full._modules)
+    layers = full.layers
     assert isinstance(layers, torch.nn.ModuleList)
-    part.layers = layers[first : first + count]
-    if first:
-        del part._modules[next(name for name, child in whole.named_children() if isinstance(child, torch.nn.Embedding))]
+    part.layers = layers[start : start + num_layers]
+    if start:
+        del part._modules[next(name for name, child in full.named_children() if isinstance(child, torch.nn.Embedding))]
     if not last:
         part.norm = torch.nn.Identity()
     return part
@@ -162,10 +162,10 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, precision: str) -> None:
     for block in stage.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for piece in stage.modules():
-        if isinstance(piece, FSDPModule):
-            piece.set_gradient_divide_factor(1.0)
-            piece.set_force_sum_reduction_for_comms(True)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def fill_with_memory(stage: StageModule, device: torch.device) -> None:

@@ -56,26 +56,26 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
     """Inside, parameters of this rank's stages are whole, and FSDP gathers none; those of others are NaN without memory, so that
     the model is on its device and nobody reads them unseen."""
     device = next(p.device for p in orig_model.parameters() if not p.is_meta)
-    found = {id(p): _whole(p, device) for p in orig_model.parameters()}
-    given = [
+    full = {id(p): _full_parameter(p, device) for p in orig_model.parameters()}
+    parameters = [
         (module, name, p) for module in orig_model.modules() for name, p in module._parameters.items() if p is not None
     ]
     sharded = [module for module in orig_model.modules() if isinstance(module, FSDPModule)]
     hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]
     try:
-        for module, name, p in given:
-            module._parameters[name] = found[id(p)]
+        for module, name, p in parameters:
+            module._parameters[name] = full[id(p)]
         for module in sharded:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
         yield
     finally:
-        for module, name, p in given:
+        for module, name, p in parameters:
             module._parameters[name] = p
         for module, before, after in hooks:
             module._forward_pre_hooks, module._forward_hooks = before, after
 
 
-def _whole(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
     if p.is_meta:
         nothing = torch.full((), torch.nan, dtype=p.dtype, device=device).expand(p.shape)
         return torch.nn.Parameter(nothing, requires_grad=False)
@@ -210,10 +210,14 @@ class _Logits(torch.autograd.Function):
     """Logits of the last stage on all ranks; those of the others are no part of what is learned."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, width: int, stages: Stages) -> Tensor:
-        """`given`: [..., V] in the last stage, [..., H] in others."""
-        ctx.last, ctx.shape = stages.last, given.shape
-        logits = given.contiguous() if stages.last else given.new_empty(*given.shape[:-1], width)
+    def forward(ctx: Any, hidden_or_logits: Tensor, width: int, stages: Stages) -> Tensor:
+        """`hidden_or_logits`: [..., V] in the last stage, [..., H] in others."""
+        ctx.last, ctx.shape = stages.last, hidden_or_logits.shape
+        logits = (
+            hidden_or_logits.contiguous()
+            if stages.last
+            else hidden_or_logits.new_empty(*hidden_or_logits.shape[:-1], width)
+        )
         dist.broadcast(logits, src=stages.last_rank, group=stages.group)
         return logits
 

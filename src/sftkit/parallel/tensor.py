@@ -2,7 +2,8 @@
 
 Ranks of a group hold the same rows. Each computes embedding, norms and loss for its own columns of them; attention and the
 feed-forward layer see whole rows and some of the heads and channels: an all-gather before, a reduce-scatter after
-(Megatron's sequence parallelism, arXiv 2205.05198). In `whole_rows`, for decoding and checks, nothing is cut by position.
+(Megatron's sequence parallelism, arXiv 2205.05198). `without_sequence_parallel`, for decoding and
+checks, turns that off.
 """
 
 from __future__ import annotations
@@ -28,33 +29,34 @@ HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 class Activations:
-    """How activations of a model lie between its attention and feed-forward layers; its hooks and `whole_rows` share it."""
+    """How activations of a model lie between its attention and feed-forward layers; its hooks and
+    `without_sequence_parallel` share it."""
 
     def __init__(self) -> None:
-        self.cut_by_position = True
+        self.sequence_parallel = True
 
     @property
     def placement(self) -> Placement:
         """Return how a row lies between its ranks."""
-        return Shard(1) if self.cut_by_position else Replicate()
+        return Shard(1) if self.sequence_parallel else Replicate()
 
 
 @contextmanager
-def whole_rows(orig_model: PreTrainedModel) -> Iterator[None]:
+def without_sequence_parallel(orig_model: PreTrainedModel) -> Iterator[None]:
     """Inside, every rank of a group has all positions of its rows: inputs of any length, as in decoding. Nothing for a
     model without tensor parallelism."""
     activations = getattr(orig_model, "_activations", None)
     if not isinstance(activations, Activations):
         yield
         return
-    before, activations.cut_by_position = activations.cut_by_position, False
+    before, activations.sequence_parallel = activations.sequence_parallel, False
     try:
         yield
     finally:
-        activations.cut_by_position = before
+        activations.sequence_parallel = before
 
 
-def cut_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mesh: DeviceMesh) -> None:
+def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mesh: DeviceMesh) -> None:
     """Turn the weights of the blocks into DTensors on the mesh, in place, and let them exchange activations.
 
     Raises:
@@ -68,24 +70,24 @@ def cut_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mes
     for block in blocks:
         for name, module in list(block.named_modules()):
             if name in COLUMNS:
-                _cut(module, mesh, Shard(0))
+                _distribute(module, mesh, Shard(0))
                 module.register_forward_hook(_to_local)
             elif name in ROWS:
-                _cut(module, mesh, Shard(1))
+                _distribute(module, mesh, Shard(1))
                 module.register_forward_pre_hook(channels)
                 module.register_forward_hook(add_up)
             elif name in NORMS:
-                _cut(module, mesh, Replicate())
+                _distribute(module, mesh, Replicate())
                 module.register_forward_pre_hook(between)
                 module.register_forward_hook(_gather)
             elif name in HEAD_NORMS:
-                _cut(module, mesh, Replicate())
+                _distribute(module, mesh, Replicate())
                 module.register_forward_pre_hook(heads)
                 module.register_forward_hook(_to_local)
 
 
 def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
-    """Raise what `cut_matrices` raises."""
+    """Raise what `shard_matrices` raises."""
     config = orig_model.config.get_text_config()
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
@@ -130,13 +132,13 @@ def check_known(block: torch.nn.Module, size: int, known: Collection[str]) -> No
         )
 
 
-def _cut(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, param in list(module.named_parameters(recurse=False)):
         along = placement
         if name == "bias" and placement == Shard(1):
             along = Replicate()
-        piece = distribute_tensor(param.data, mesh, [along], src_data_rank=None)
-        module.register_parameter(name, torch.nn.Parameter(piece, requires_grad=param.requires_grad))
+        distributed = distribute_tensor(param.data, mesh, [along], src_data_rank=None)
+        module.register_parameter(name, torch.nn.Parameter(distributed, requires_grad=param.requires_grad))
 
 
 def _as_dtensor(mesh: DeviceMesh, placement: Callable[[], Placement]) -> Any:

@@ -119,53 +119,53 @@ def machine_of(rt: Runtime) -> tuple[str, int]:
     return device_name(rt.device), rt.world_size
 
 
-def record(run_dir: Path, rt: Runtime, found: dict[str, Any]) -> None:
+def record(run_dir: Path, rt: Runtime, analysis: dict[str, Any]) -> None:
     """Write what `analyse` returned to preflight.json, print what was read in a few lines, and warn of data; for the main
     rank.
 
     Memory and disk are in the file alone; the memory plan and the checkpoints print lines of their own.
     """
     try:
-        replace_text(run_dir / PREFLIGHT, json.dumps(found, indent=1, ensure_ascii=False))
+        replace_text(run_dir / PREFLIGHT, json.dumps(analysis, indent=1, ensure_ascii=False))
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / PREFLIGHT, error)
-    for line in lines(found):
+    for line in lines(analysis):
         rt.print(line)
-    for warning in data_warnings(found):
+    for warning in data_warnings(analysis):
         log.warning("warning: %s", warning)
 
 
 # ---- in words --------------------------------------------------------------------------------------------------------
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(analysis: dict[str, Any]) -> list[str]:
     """Return a table for the console: a line per source, then lengths, roles, layout and time."""
-    shown = [f"{'train':<10}{source_text(source)}" for source in found["sources"]]
-    shown += [f"{'val':<10}{source_text(source)}" for source in found["validation"]]
-    shown += [f"{'answers':<10}{line}" for source in found["sources"] if (line := answers.text(source))]
-    lengths = found["lengths"]
+    shown = [f"{'train':<10}{source_text(source)}" for source in analysis["sources"]]
+    shown += [f"{'val':<10}{source_text(source)}" for source in analysis["validation"]]
+    shown += [f"{'answers':<10}{line}" for source in analysis["sources"] if (line := answers.text(source))]
+    lengths = analysis["lengths"]
     shown.append(
         f"{'lengths':<10}mean {lengths['mean']:,.0f}, median {lengths['p50']:,.0f}, p90 {lengths['p90']:,.0f}, "
-        f"p99 {lengths['p99']:,.0f}, max {lengths['max']:,} of {found['max_length']:,} positions"
+        f"p99 {lengths['p99']:,.0f}, max {lengths['max']:,} of {analysis['max_length']:,} positions"
     )
-    if found["roles"]:
-        roles = ", ".join(f"{count:,} {role}" for role, count in found["roles"].items())
+    if analysis["roles"]:
+        roles = ", ".join(f"{count:,} {role}" for role, count in analysis["roles"].items())
         shown.append(f"{'roles':<10}{roles} messages")
-        shown.append(f"{'chat':<10}template {template_text(found)}, end of turn learned in {end_text(found)}")
-    own = own_layout(found)
+        shown.append(f"{'chat':<10}template {template_text(analysis)}, end of turn learned in {end_text(analysis)}")
+    own = own_layout(analysis)
     shown.append(
         f"{'layout':<10}{own['layout']}, {own['shapes']}: {own['padding_pct']:.1f} % padding, "
         f"{counted(own['steps'], 'step')} an epoch"
     )
-    steps, _, measured = time_text(found["time"]).partition("; ")
+    steps, _, measured = time_text(analysis["time"]).partition("; ")
     return [*shown, f"{'time':<10}{steps}", f"{'':<10}{measured}"]
 
 
-def encoder_padding_text(found: dict[str, Any]) -> str:
+def encoder_padding_text(analysis: dict[str, Any]) -> str:
     """Return what empty places cost an encoder in each layout, which its padding does not say; empty without an
     encoder."""
     taken = [
-        f"{row['layout']} {row['taken_pct']:.1f} %" for row in found["layouts"] if row.get("taken_pct") is not None
+        f"{row['layout']} {row['taken_pct']:.1f} %" for row in analysis["layouts"] if row.get("taken_pct") is not None
     ]
     if not taken:
         return ""
@@ -192,21 +192,21 @@ def source_text(source: dict[str, Any]) -> str:
     )
 
 
-def finding_lines(found: dict[str, Any]) -> list[str]:
+def finding_lines(analysis: dict[str, Any]) -> list[str]:
     """Return a line for each reason for which rows of a source were left out, or are odd. The log of a run has them by
     itself."""
-    sources = [*found["sources"], *found["validation"]]
+    sources = [*analysis["sources"], *analysis["validation"]]
     return [f"{source['name']}: {findings.text(Finding(**one))}" for source in sources for one in source["findings"]]
 
 
-def template_text(found: dict[str, Any]) -> str:
+def template_text(analysis: dict[str, Any]) -> str:
     """Return the start of the chat template's hash."""
-    return found["template_sha256"][:12] if found["template_sha256"] else "none"
+    return analysis["template_sha256"][:12] if analysis["template_sha256"] else "none"
 
 
-def end_text(found: dict[str, Any]) -> str:
+def end_text(analysis: dict[str, Any]) -> str:
     """Return the share of conversations that learn their end of turn."""
-    share = found["end_of_turn_pct"]
+    share = analysis["end_of_turn_pct"]
     return "none: text only" if share is None else f"{share:.1f} % of conversations"
 
 
@@ -231,39 +231,39 @@ def size_text(gib: float) -> str:
     return f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2g} MiB"
 
 
-def own_layout(found: dict[str, Any]) -> dict[str, Any]:
+def own_layout(analysis: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of the layout that the recipe sets."""
-    return next(row for row in found["layouts"] if row["own"])
+    return next(row for row in analysis["layouts"] if row["own"])
 
 
-def data_warnings(found: dict[str, Any]) -> list[str]:
+def data_warnings(analysis: dict[str, Any]) -> list[str]:
     """Return what is wrong with the data or its layout, and what to do about it."""
-    warnings = [text for source in found["sources"] for text in _source_warnings(source, found["max_length"])]
-    warnings += [text for source in found["sources"] for text in answers.warnings(source)]
-    if found["target_pct"] < TARGET_PCT:
+    warnings = [text for source in analysis["sources"] for text in _source_warnings(source, analysis["max_length"])]
+    warnings += [text for source in analysis["sources"] for text in answers.warnings(source)]
+    if analysis["target_pct"] < TARGET_PCT:
         warnings.append(
-            f"only {found['target_pct']:.1f} % of all tokens are targets: most of each step computes what is not learned. "
+            f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step computes what is not learned. "
             "Look at the samples of scripts/inspect_data.py: are the answers in the assistant's turns?"
         )
-    share = found["end_of_turn_pct"]
+    share = analysis["end_of_turn_pct"]
     if share is not None and share < END_OF_TURN_PCT:
         warnings.append(
             f"{100 - share:.1f} % of the conversations are cut before the end of their last answer, so they do not teach the "
-            f"model to stop. Raise data.max_length ({found['max_length']}), or leave them out with data.too_long=drop"
+            f"model to stop. Raise data.max_length ({analysis['max_length']}), or leave them out with data.too_long=drop"
         )
-    if found["duplicate_pct"] > DUPLICATE_PCT:
+    if analysis["duplicate_pct"] > DUPLICATE_PCT:
         warnings.append(
-            f"{found['duplicate_pct']:.1f} % of the training documents are exact copies of others, which then weigh more: "
+            f"{analysis['duplicate_pct']:.1f} % of the training documents are exact copies of others, which then weigh more: "
             "remove them, or use repeat for a source that should"
         )
-    of_validation = {source["name"]: source["documents"] for source in found["validation"]}
-    for name, count in found["validation_in_train"].items():
+    of_validation = {source["name"]: source["documents"] for source in analysis["validation"]}
+    for name, count in analysis["validation_in_train"].items():
         if count > OVERLAP_PCT / 100 * of_validation[name]:
             warnings.append(
                 f"validation source {name}: {count:,} of its documents are also trained on, so its loss says too little "
                 "about new data. Take another split for data.val, or slices that do not overlap"
             )
-    return [*warnings, *_padding_warning(found)]
+    return [*warnings, *_padding_warning(analysis)]
 
 
 def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
@@ -280,8 +280,10 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     }
     dropped = sum(source[key] for key in reasons)
     if 100.0 * dropped > DROPPED_PCT * rows:
-        why = "; ".join(f"{source[key]:,} {text}" for key, text in reasons.items() if source[key])
-        found.append(f"source {source['name']}: {dropped:,} of {counted(source['rows'], 'row')} not used. {why}")
+        reasons_text = "; ".join(f"{source[key]:,} {text}" for key, text in reasons.items() if source[key])
+        found.append(
+            f"source {source['name']}: {dropped:,} of {counted(source['rows'], 'row')} not used. {reasons_text}"
+        )
     return found
 
 
@@ -289,11 +291,11 @@ def _reasons(source: dict[str, Any]) -> str:
     return ", ".join(f"{one['rows']:,} {one['reason']}" for one in source["findings"] if one["kind"] == "skipped")
 
 
-def _padding_warning(found: dict[str, Any]) -> list[str]:
-    own = own_layout(found)
+def _padding_warning(analysis: dict[str, Any]) -> list[str]:
+    own = own_layout(analysis)
     if own["padding_pct"] <= PADDING_PCT:
         return []
-    best = min(found["layouts"], key=lambda row: row["padding_pct"])
+    best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
     if own["steps"] == 1:
         advice = "The data fills no global batch: lower train.global_batch_size, or bring more data"
     elif best["own"]:
@@ -303,9 +305,9 @@ def _padding_warning(found: dict[str, Any]) -> list[str]:
     return [f"{own['padding_pct']:.1f} % of the positions are padding in the {own['layout']} layout. {advice}"]
 
 
-def machine_warnings(found: dict[str, Any]) -> list[str]:
+def machine_warnings(analysis: dict[str, Any]) -> list[str]:
     """Return warnings where the GPU or the disk is too small."""
-    warnings, memory, disk = [], found["memory"], found["disk"]
+    warnings, memory, disk = [], analysis["memory"], analysis["disk"]
     if memory and memory["fits"] is False:
         advice = "; ".join(memory["remedies"]) or "a smaller model or a larger GPU"
         warnings.append(

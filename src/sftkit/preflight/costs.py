@@ -143,14 +143,14 @@ def measured_speeds(cfg: Config, here: tuple[str, int] | None) -> dict[str, Spee
     """
     run_dir = Path(cfg.run.dir)
     folders = [run_dir, *run_dir.parent.glob(f"{run_dir.name}{ARCHIVED}*")]
-    found: dict[str, Speed] = {}
+    speeds: dict[str, Speed] = {}
     files = [file for folder in folders if (file := folder / METRICS_FILE).is_file()]
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         speed, kind = _speed(file), _comparable(file.with_name(CONFIG), cfg)
         if speed is None or kind is None or (here and (speed.device, speed.world_size) != here):
             continue
-        found.setdefault(kind, speed)
-    return found
+        speeds.setdefault(kind, speed)
+    return speeds
 
 
 def _speed(metrics: Path) -> Speed | None:

@@ -136,5 +136,9 @@ def _fingerprints(examples: Examples, documents: np.ndarray) -> list[int]:
     """
     ids = np.asarray(examples.ids)
     starts, ends = examples.offsets[:-1][documents].tolist(), examples.offsets[1:][documents].tolist()
-    given = [examples.given[i] for i in documents.tolist()] if examples.given else [""] * len(documents)
-    return [hash((ids[start:end].tobytes(), name)) for start, end, name in zip(starts, ends, given, strict=True)]
+    encoder_sources = (
+        [examples.encoder_sources[i] for i in documents.tolist()] if examples.encoder_sources else [""] * len(documents)
+    )
+    return [
+        hash((ids[start:end].tobytes(), name)) for start, end, name in zip(starts, ends, encoder_sources, strict=True)
+    ]

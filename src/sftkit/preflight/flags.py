@@ -8,11 +8,11 @@ from pathlib import Path
 
 from sftkit.config.command_line import Parser, path_or_id
 from sftkit.config.load import read_command_line
-from sftkit.config.schema import Config, TrainConfig, stages_of
+from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.stages import STAGE_SCRIPTS, stage_of_recipe
 from sftkit.config.topology import Topology, topology_of
 from sftkit.errors import ConfigError
-from sftkit.preflight.inputs import data_of
+from sftkit.preflight.inputs import data_rules
 
 
 def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
@@ -43,7 +43,7 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
 
     def launched(train: TrainConfig) -> Topology:
         one = not flags.config_file
-        return Topology() if one else topology_of(flags.config_file, flags.num_processes, stages_of(train))
+        return Topology() if one else topology_of(flags.config_file, flags.num_processes, num_stages(train))
 
     try:
         launched(TrainConfig())
@@ -52,7 +52,7 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
     text = f"{description}\n{parser.format_help().strip()}"
     cfg = read_command_line(
-        text, data_of(stage), lambda train: launched(train).row_ranks
+        text, data_rules(stage), lambda train: launched(train).row_ranks
     )  # what is left: recipe, key=value
     flags.topology = launched(cfg.train)
     flags.recipe = sys.argv[1]

@@ -55,13 +55,13 @@ REQUIRED: dict[str | None, Callable[[Row], object]] = {
     "base": rows.require_text,
     "mid": _learnable,
     "sft": _conversation,
-    "caption": rows.require_given,
+    "caption": rows.require_source_and_texts,
     None: _readable,
 }
 "Stage -> what refuses a row that it cannot learn from."
 
 
-def inputs_of(stage: str | None, made: Collection[str] | None = ()) -> list[Rule]:
+def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Rule]:
     """Return rules for all that a run of a stage starts from.
 
     Args:
@@ -74,14 +74,14 @@ def inputs_of(stage: str | None, made: Collection[str] | None = ()) -> list[Rule
         *first,
         _tokenizer,
         _chat_template,
-        *data_of(stage),
+        *data_rules(stage),
         _resume,
         _eval_data,
         partial(evaluated.best, stage=stage),
     ]
 
 
-def data_of(stage: str | None) -> list[Rule]:
+def data_rules(stage: str | None) -> list[Rule]:
     """Return rules for the sources that a stage reads."""
     learned = [partial(_sources, part=part, require=REQUIRED[stage]) for part in ("data.train", "data.val")]
     return [*learned, partial(_sources, part="model.train_tokenizer.sources", require=None)]
@@ -130,12 +130,12 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     Raises:
         DataError: the source has no rows, or none that can be learned from.
     """
-    found = find_here(source)
-    if found is None:
+    origin = find_here(source)
+    if origin is None:
         hub.check(source)
         return
     errors, seen = [], 0
-    for raw in itertools.islice(found.beginning(), min(FIRST_ROWS, source.max_rows or FIRST_ROWS)):
+    for raw in itertools.islice(origin.beginning(), min(FIRST_ROWS, source.max_rows or FIRST_ROWS)):
         seen += 1
         try:
             _check_row(raw, require)
@@ -143,7 +143,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
             errors.append(error)
             if not skips:
                 break
-    if not seen and _is_empty(found):
+    if not seen and _is_empty(origin):
         raise readers.no_rows(source)
     if not errors:
         return
@@ -154,9 +154,9 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
         raise DataError(f"{errors[0]}. The first {seen} rows are all like this, so it is not left to on_bad_row=skip")
 
 
-def _is_empty(found: Origin) -> bool:
+def _is_empty(origin: Origin) -> bool:
     """Return whether small files, whose beginning has no row, have none at all in the part that is asked for."""
-    return found.num_bytes is not None and found.num_bytes <= SMALL_BYTES and next(found.rows(), None) is None
+    return origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES and next(origin.rows(), None) is None
 
 
 def _check_row(raw: readers.RawRow, require: Callable[[Row], object] | None) -> None:
@@ -177,7 +177,7 @@ def _model(get: Get, made: Collection[str]) -> Iterator[Problem]:
 
 def _check_model(path: str, revision: str | None) -> str | None:
     folder = Path(find_model(path, revision))
-    if not folder.is_dir() or any(found for pattern in WEIGHTS for found in folder.glob(pattern)):
+    if not folder.is_dir() or any(origin for pattern in WEIGHTS for origin in folder.glob(pattern)):
         return None
     return f"{folder}: there are no weights in it ({', '.join(WEIGHTS)}): copy or download the model again"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sftkit.config.terminal import visible
 from sftkit.preflight import analysis as preflight
-from sftkit.preflight.terminal import Piece, Preview, disk_text, layout_notes, memory_text, preview_title
+from sftkit.preflight.terminal import Preview, TextSpan, disk_text, layout_notes, memory_text, preview_title
 from sftkit.reports import details
 from sftkit.reports.components import headline, section
 from sftkit.reports.markup import Html, el, join
@@ -24,18 +24,22 @@ _CSS = """
 """
 
 
-def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
+def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> str:
     """Return a whole HTML document.
 
     Args:
-        found: what preflight.analysis.analyse returned.
+        analysis: what preflight.analysis.analyse returned.
     """
     name = el("div", el("h1", title), class_="title")
-    header = el("header", el("div", name, details.warnings(found), headline(_tiles(found))))
-    costs = {"Memory": memory_text(found), "Disk": disk_text(found), "Time": preflight.time_text(found["time"])}
-    notes = [f"Layouts: {layout_notes(found)}", *(f"{name}: {text}" for name, text in costs.items())]
+    header = el("header", el("div", name, details.warnings(analysis), headline(_tiles(analysis))))
+    costs = {
+        "Memory": memory_text(analysis),
+        "Disk": disk_text(analysis),
+        "Time": preflight.time_text(analysis["time"]),
+    }
+    notes = [f"Layouts: {layout_notes(analysis)}", *(f"{name}: {text}" for name, text in costs.items())]
     parts = [
-        section("data", "Data", details.data_tables(found), [el("p", note, class_="soft small") for note in notes])
+        section("data", "Data", details.data_tables(analysis), [el("p", note, class_="soft small") for note in notes])
     ]
     if samples:
         legend = (el("span", "learned", class_="t"), " · context · ", el("span", "special token", class_="s"))
@@ -43,17 +47,17 @@ def page(title: str, found: dict[str, Any], samples: Sequence[Preview]) -> str:
     return visible(html_document(title, join(header, el("main", parts)), _CSS))
 
 
-def _tiles(found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _tiles(analysis: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield what a person looks at first: what it is, its value, and what belongs to it."""
-    own, time = preflight.own_layout(found), found["time"]
-    yield "documents", f"{sum(source['documents'] for source in found['sources']):,}", ""
-    yield "tokens", f"{sum(source['tokens'] for source in found['sources']):,}", ""
-    yield "targets", _percent(found["target_pct"]), "of tokens"
-    yield "end of turn", _percent(found["end_of_turn_pct"]), "of answers learn it"
+    own, time = preflight.own_layout(analysis), analysis["time"]
+    yield "documents", f"{sum(source['documents'] for source in analysis['sources']):,}", ""
+    yield "tokens", f"{sum(source['tokens'] for source in analysis['sources']):,}", ""
+    yield "targets", _percent(analysis["target_pct"]), "of tokens"
+    yield "end of turn", _percent(analysis["end_of_turn_pct"]), "of answers learn it"
     yield "padding", _percent(own["padding_pct"]), own["layout"]
     yield "step" if time["steps"] == 1 else "steps", f"{time['steps']:,}", f"{time['epochs']:.2f} epochs"
-    if found["memory"]:
-        yield "memory", preflight.size_text(found["memory"]["estimated_gib"]), "of a step"
+    if analysis["memory"]:
+        yield "memory", preflight.size_text(analysis["memory"]["estimated_gib"]), "of a step"
 
 
 def _percent(value: float | None) -> str:
@@ -62,9 +66,9 @@ def _percent(value: float | None) -> str:
 
 def _sample(preview: Preview) -> Html:
     """Return a document with what is learned and what is special marked."""
-    return el("div", el("b", preview_title(preview)), el("pre", list(map(_span, preview.pieces))), class_="doc")
+    return el("div", el("b", preview_title(preview)), el("pre", list(map(_span, preview.spans))), class_="doc")
 
 
-def _span(piece: Piece) -> str | Html:
-    names = [name for name, on in (("t", piece.target), ("s", piece.special)) if on]
-    return el("span", piece.text, class_=" ".join(names)) if names else piece.text
+def _span(span: TextSpan) -> str | Html:
+    names = [name for name, on in (("t", span.target), ("s", span.special)) if on]
+    return el("span", span.text, class_=" ".join(names)) if names else span.text

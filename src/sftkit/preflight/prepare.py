@@ -16,7 +16,7 @@ from sftkit.config.schema import Config, DataConfig, ModelConfig
 from sftkit.config.topology import Topology
 from sftkit.data import findings, loader, stages
 from sftkit.data.pack import Layout
-from sftkit.data.shard import check_part, part_of
+from sftkit.data.shard import check_row_shard, row_shard
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
@@ -69,9 +69,9 @@ def memory_plan(
         topology: of the processes that it would run on.
 
     Raises:
-        ConfigError: it cannot run like that: see make_plan, and check_part for rows that ranks share.
+        ConfigError: it cannot run like that: see make_plan, and check_row_shard for rows that ranks share.
     """
-    check_part(layout, part_of(topology, rank=0))
+    check_row_shard(layout, row_shard(topology, rank=0))
     if orig_model is None:
         return None
     total = None if gpu_gib is None else int(gpu_gib * 2**30)

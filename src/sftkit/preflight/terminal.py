@@ -32,7 +32,7 @@ WIDE = 110
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextSpan:
     """Neighbouring tokens of a document that are all learned or not, and all special or not."""
 
     text: str
@@ -53,31 +53,31 @@ class Preview:
     tokens: int
     "positions of rows that it takes, as tokens are counted everywhere: the last token shown is only ever a target"
     targets: int
-    pieces: tuple[Piece, ...]
-    given: str = ""
+    spans: tuple[TextSpan, ...]
+    encoder_source: str = ""
     "what an encoder reads for it: the file of a picture, or a text, both ends of a long one"
 
 
-def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Preview]:
-    """Return `count` documents spread over the data, or all of them if there are fewer."""
+def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, num_samples: int) -> list[Preview]:
+    """Return `num_samples` documents spread over the data, or all of them if there are fewer."""
     special = tokenizer.convert_tokens_to_ids(special_tokens_of(tokenizer))
-    chosen = np.linspace(0, len(examples) - 1, num=min(count, len(examples)), dtype=int)
+    chosen = np.linspace(0, len(examples) - 1, num=min(num_samples, len(examples)), dtype=int)
     return [_preview(examples, int(i), tokenizer, np.asarray(special)) for i in chosen]
 
 
 def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBase, special: np.ndarray) -> Preview:
     example = examples[document]
     is_special = np.isin(example.ids, special)
-    pieces = []
+    spans = []
     for start, end in runs(2 * example.is_target.astype(int) + is_special):
         text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
-        pieces.append(Piece(text, bool(example.is_target[start]), bool(is_special[start])))
+        spans.append(TextSpan(text, bool(example.is_target[start]), bool(is_special[start])))
     name = examples.source_names[examples.source[document]]
-    given = " ".join(examples.given[document].split()) if examples.given else ""
-    if len(given) > 2 * _SIDE:
-        given = f"{given[:_SIDE]}...{given[-_SIDE:]}"
+    encoder_source = " ".join(examples.encoder_sources[document].split()) if examples.encoder_sources else ""
+    if len(encoder_source) > 2 * _SIDE:
+        encoder_source = f"{encoder_source[:_SIDE]}...{encoder_source[-_SIDE:]}"
     counts = int(examples.lengths[document]), int(example.is_target.sum())
-    return Preview(name, document, *counts, tuple(pieces), given)
+    return Preview(name, document, *counts, tuple(spans), encoder_source)
 
 
 def runs(values: np.ndarray) -> list[tuple[int, int]]:
@@ -93,8 +93,8 @@ def runs(values: np.ndarray) -> list[tuple[int, int]]:
 def preview_title(preview: Preview) -> str:
     """Return where a document is from and how long it is."""
     size = f"{counted(preview.tokens, 'token')}, {counted(preview.targets, 'target')}"
-    given = f", of {preview.given}" if preview.given else ""
-    return f"{preview.source}, document {preview.document:,}{given}: {size}"
+    encoder_source = f", of {preview.encoder_source}" if preview.encoder_source else ""
+    return f"{preview.source}, document {preview.document:,}{encoder_source}: {size}"
 
 
 def preview_text(preview: Preview, *, marks: bool) -> Text:
@@ -105,13 +105,13 @@ def preview_text(preview: Preview, *, marks: bool) -> Text:
     """
     text = Text(f"\n--- {preview_title(preview)}\n", style="bold")
     inside = False
-    for piece in preview.pieces:
-        if marks and piece.target != inside:
-            text.append("[[" if piece.target else "]]", style="not bold")
-            inside = piece.target
-        style = "green underline" if piece.target else "dim"
-        words = piece.text
-        if piece.special:
+    for span in preview.spans:
+        if marks and span.target != inside:
+            text.append("[[" if span.target else "]]", style="not bold")
+            inside = span.target
+        style = "green underline" if span.target else "dim"
+        words = span.text
+        if span.special:
             style, words = f"{style} reverse", f"<{words}>" if marks else words
         text.append(words, style=f"not bold {style}")
     return text.append("]]" if inside else "", style="not bold")
@@ -125,17 +125,21 @@ def terminal() -> Console:
     return VisibleConsole(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) -> None:
+def show(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
     """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) marks stand in for them."""
     plain = console.no_color or not console.is_terminal
-    for line in [*preflight.lines(found), f"{'memory':<10}{memory_text(found)}", f"{'disk':<10}{disk_text(found)}"]:
+    for line in [
+        *preflight.lines(analysis),
+        f"{'memory':<10}{memory_text(analysis)}",
+        f"{'disk':<10}{disk_text(analysis)}",
+    ]:
         console.print(line, markup=False, soft_wrap=True)
-    for line in preflight.finding_lines(found):
+    for line in preflight.finding_lines(analysis):
         console.print(f"{'rows':<10}{line}", markup=False, soft_wrap=True)
-    for warning in found["warnings"]:
+    for warning in analysis["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    console.print(f"\n{_histogram(found['lengths'])}\n", markup=False, soft_wrap=True)
-    console.print(layout_table(found, console.width))
+    console.print(f"\n{_histogram(analysis['lengths'])}\n", markup=False, soft_wrap=True)
+    console.print(layout_table(analysis, console.width))
     if samples:
         legend = (
             "[[targets]] <<|special|>>" if plain else "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
@@ -148,13 +152,13 @@ def show(console: Console, found: dict[str, Any], samples: Sequence[Preview]) ->
 def stage_text(stage: str, *, by_name: bool) -> str:
     """Return which stage is shown, why, and how to see another."""
     others = " or ".join(name for name in DATA_OF_STAGES if name != stage)
-    why = "by the recipe's name" if by_name else "as asked"
-    return f"{'stage':<10}{stage}, {why}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} for another"
+    origin = "by the recipe's name" if by_name else "as asked"
+    return f"{'stage':<10}{stage}, {origin}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} for another"
 
 
-def memory_text(found: dict[str, Any]) -> str:
+def memory_text(analysis: dict[str, Any]) -> str:
     """Return the estimated peak with its larger parts, against the GPU's size if that is known."""
-    memory = found["memory"]
+    memory = analysis["memory"]
     if memory is None:
         return "unknown: the sizes of the model are"
     least = memory["estimated_gib"] / 200  # what would not show in the sum is left out
@@ -176,9 +180,9 @@ def memory_text(found: dict[str, Any]) -> str:
     return f"about {total} on {where}{size}: {parts}; optimizer {memory['optimizer']}{stages and f'; stages: {stages}'}"
 
 
-def disk_text(found: dict[str, Any]) -> str:
+def disk_text(analysis: dict[str, Any]) -> str:
     """Return what checkpoints take at most, and what is free."""
-    disk = found["disk"]
+    disk = analysis["disk"]
     free = f"{preflight.size_text(disk['free_gib'])} free in {disk['folder']}"
     if disk["checkpoint_gib"] is None:
         return f"{free}; size of a checkpoint unknown"
@@ -195,7 +199,7 @@ def _histogram(lengths: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def layout_table(found: dict[str, Any], width: int) -> Group:
+def layout_table(analysis: dict[str, Any], width: int) -> Group:
     """Return a table of each layout on this data: shapes, padding, steps and positions, and what compiling must gain
     for it to win.
 
@@ -204,7 +208,7 @@ def layout_table(found: dict[str, Any], width: int) -> Group:
             is left out where no run has measured it.
     """
     narrow = width < WIDE
-    measured = not narrow or any(row["tok_per_sec"] is not None for row in found["layouts"])
+    measured = not narrow or any(row["tok_per_sec"] is not None for row in analysis["layouts"])
     heads = ["padding", "steps", "positions", "x dynamic", "break-even", *(["tok/s"] if measured else [])]
     table = Table(box=None if narrow else HEAVY_HEAD, padding=(0, 2, 0, 0) if narrow else (0, 1))
     table.add_column("layout", no_wrap=True)
@@ -212,16 +216,16 @@ def layout_table(found: dict[str, Any], width: int) -> Group:
         table.add_column("shapes (rows x positions)")
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
-    for row in found["layouts"]:
+    for row in analysis["layouts"]:
         shapes = [] if narrow else [row["shapes"]]
         table.add_row(_layout_name(row), *shapes, *_layout_numbers(row)[: len(heads)])
     below = Table(box=None, padding=(0, 2, 0, 0))
     if narrow:
         below.add_column("layout", no_wrap=True)
         below.add_column("shapes (rows x positions)")
-        for row in found["layouts"]:
+        for row in analysis["layouts"]:
             below.add_row(_layout_name(row), row["shapes"])
-    notes = Text(f"* the recipe's own. {layout_notes(found)}", style="dim")
+    notes = Text(f"* the recipe's own. {layout_notes(analysis)}", style="dim")
     title = Text("layouts on this data (one epoch)", style="italic")
     return Group(title, table, "", below, "", notes) if narrow else Group(title, table, notes)
 
@@ -242,9 +246,9 @@ def _layout_numbers(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def layout_notes(found: dict[str, Any]) -> str:
+def layout_notes(analysis: dict[str, Any]) -> str:
     """Return what the columns mean, and what they leave out where there is an encoder."""
-    return f"{LAYOUT_NOTES} {preflight.encoder_padding_text(found)}".rstrip()
+    return f"{LAYOUT_NOTES} {preflight.encoder_padding_text(analysis)}".rstrip()
 
 
 LAYOUT_NOTES = (

@@ -24,7 +24,7 @@ from sftkit.errors import ConfigError, DataError
 
 ROWS_READ = 2_000
 "Rows of a source that are read again at most."
-_WHOLE = 0.95
+_ALL_LEARNED = 0.95
 """Share of targets in a source's tokens from which all of its tokens count as learned, but for marked answers; in chat
 SFT prompts are no targets."""
 ANSWERS = 200
@@ -46,9 +46,9 @@ def estimate_turns(
     Returns:
         conversations: those measured; tokens, documents: what would be added; factor: tokens then over tokens now.
     """
-    targets = data.targets or ("all" if facts["targets"] > _WHOLE * facts["tokens"] else "assistant")
-    left_out = facts["answers"].get(_left_out(targets), 0)
-    if data.split_turns or not left_out:
+    targets = data.targets or ("all" if facts["targets"] > _ALL_LEARNED * facts["tokens"] else "assistant")
+    excluded = facts["answers"].get(_excluded_count_name(targets), 0)
+    if data.split_turns or not excluded:
         return None
     tokenize = partial(
         chat.tokenize,
@@ -61,11 +61,11 @@ def estimate_turns(
     if not found:
         return None
     answers, tokens, documents = (sum(numbers) for numbers in zip(*found, strict=True))
-    more = round(tokens * left_out / answers)
+    more = round(tokens * excluded / answers)
     return {
         "conversations": len(found),
         "tokens": more,
-        "documents": round(documents * left_out / answers),
+        "documents": round(documents * excluded / answers),
         "factor": 1.0 + more / facts["tokens"],
     }
 
@@ -107,19 +107,19 @@ def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
 def _added(row: Row, tokenize: Callable[..., Tokenized], learning: chat.Learning) -> tuple[int, int, int] | None:
     """Return (answers left out now, tokens that would be added, documents that would be added) of a conversation; None:
     it leaves out none, or would be refused."""
-    left_out = _left_out(learning.targets)
+    excluded = _excluded_count_name(learning.targets)
     try:
         off = tokenize(row, learning=replace(learning, split_turns=False))
-        if not off.counts[left_out]:
+        if not off.counts[excluded]:
             return None
         on = tokenize(row, learning=replace(learning, split_turns=True))
     except DataError:
         return None
     tokens, before = (sum(len(example.ids) - 1 for example in one.examples) for one in (on, off))
-    return off.counts[left_out], tokens - before, len(on.examples) - len(off.examples)
+    return off.counts[excluded], tokens - before, len(on.examples) - len(off.examples)
 
 
-def _left_out(targets: Targets) -> str:
+def _excluded_count_name(targets: Targets) -> str:
     """Return the name of the count of answers that split_turns would add: of a conversation that is learned whole,
     those whose reasoning is dropped."""
     return "reasoning_left_out" if targets == "all" else HISTORY

@@ -68,9 +68,9 @@ class Axis:
         )
         return round(self.start + (self.end - self.start) * (at - low) / (high - low), 1)
 
-    def ticks(self, count: int) -> list[float]:
-        """Return round values on the axis, about `count` of them."""
-        return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, count)
+    def ticks(self, num_ticks: int) -> list[float]:
+        """Return round values on the axis, about `num_ticks` of them."""
+        return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, num_ticks)
 
 
 def is_log(series: Sequence[Series]) -> bool:
@@ -151,12 +151,12 @@ def line_class(one: Series, series: Sequence[Series]) -> str:
 
 def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     """Draw the line, its intervals, and points that say their value when pointed at."""
-    pieces: list[list[str]] = [[]]
+    segments: list[list[str]] = [[]]
     for step, value in one.points:
         if value is None:
-            pieces.append([])
+            segments.append([])
         else:
-            pieces[-1].append(f"{x(step)},{y(value)}")
+            segments[-1].append(f"{x(step)},{y(value)}")
     known = [(step, value) for step, value in one.points if value is not None]
     few = len(known) <= 24
     stride = -(-len(known) // _MOST_TITLES)
@@ -173,7 +173,7 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
         for step, value in told
     ]
     bars = [_line(x(step), y(low), x(step), y(high), "bar") for step, low, high in one.intervals]
-    lines = [el("polyline", points=" ".join(piece)) for piece in pieces if len(piece) > 1]
+    lines = [el("polyline", points=" ".join(segment)) for segment in segments if len(segment) > 1]
     return el("g", bars, lines, dots, class_=kind)
 
 

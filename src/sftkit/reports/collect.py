@@ -118,8 +118,8 @@ def runs_in(root: Path, levels: Sequence[str] = ("**/",)) -> list[Path]:
     marks = [
         f"{level}{name}" for level in levels for name in (STATUS, METRICS_FILE)
     ]  # without config.yaml, which wandb writes too
-    found = [path for mark in marks for path in root.glob(mark) if not _is_left_over(path.relative_to(root))]
-    return list(dict.fromkeys(path.parent for path in sorted(found, key=lambda path: -path.stat().st_mtime)))
+    paths = [path for mark in marks for path in root.glob(mark) if not _is_left_over(path.relative_to(root))]
+    return list(dict.fromkeys(path.parent for path in sorted(paths, key=lambda path: -path.stat().st_mtime)))
 
 
 def newest_run_under(root: Path) -> Path:

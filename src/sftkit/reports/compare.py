@@ -77,10 +77,10 @@ def _known(curves: Curves, metric: str) -> dict[float, float]:
     return {step: value for step, value in curves.get(metric, []) if step is not None and value is not None}
 
 
-def _steps(found: Mapping[float, float]) -> str:
+def _steps(curve: Mapping[float, float]) -> str:
     """Return the first three steps as text."""
-    first = ", ".join(f"{step:.0f}" for step in sorted(found)[:3])
-    return f"{first}{', ...' if len(found) > 3 else ''}"
+    first = ", ".join(f"{step:.0f}" for step in sorted(curve)[:3])
+    return f"{first}{', ...' if len(curve) > 3 else ''}"
 
 
 def _apart(mine: Curves, other: Curves, step: float) -> str | None:

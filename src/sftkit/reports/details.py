@@ -72,37 +72,42 @@ def data(report: Report) -> Html:
     return section("data", "Data", warnings(found), data_tables(found), _logged_data(report))
 
 
-def warnings(found: dict[str, Any]) -> list[Html]:
+def warnings(preflight: dict[str, Any]) -> list[Html]:
     """Return the warnings of preflight.json."""
-    texts = found["warnings"] if isinstance(found.get("warnings"), list) else []
+    texts = preflight["warnings"] if isinstance(preflight.get("warnings"), list) else []
     return [el("p", value_text(text), class_="warning") for text in texts]
 
 
-def data_tables(found: dict[str, Any]) -> list[Any]:
+def data_tables(preflight: dict[str, Any]) -> list[Any]:
     """Return the rest of preflight.json: lengths, masks, sources, answers, findings, layouts and costs."""
-    roles = [f"{show(count)} {role}" for role, count in mapping(found.get("roles")).items()]
+    roles = [f"{show(count)} {role}" for role, count in mapping(preflight.get("roles")).items()]
     masks = {
-        "target tokens": _percent(found.get("target_pct")),
-        "end of turn is the last target": _percent(found.get("end_of_turn_pct")),
-        "chat template sha256": found.get("template_sha256"),
+        "target tokens": _percent(preflight.get("target_pct")),
+        "end of turn is the last target": _percent(preflight.get("end_of_turn_pct")),
+        "chat template sha256": preflight.get("template_sha256"),
         "messages": ", ".join(roles) or None,
-        "duplicate documents": _percent(found.get("duplicate_pct")),
-        **{f"{name}: validation rows in training": n for name, n in mapping(found.get("validation_in_train")).items()},
+        "duplicate documents": _percent(preflight.get("duplicate_pct")),
+        **{
+            f"{name}: validation rows in training": n
+            for name, n in mapping(preflight.get("validation_in_train")).items()
+        },
     }
-    sources = [*dicts(found.get("sources")), *dicts(found.get("validation"))]
-    memory, disk, time = (facts(dict(_leaves(found.get(key))), key.capitalize()) for key in ("memory", "disk", "time"))
+    sources = [*dicts(preflight.get("sources")), *dicts(preflight.get("validation"))]
+    memory, disk, time = (
+        facts(dict(_leaves(preflight.get(key))), key.capitalize()) for key in ("memory", "disk", "time")
+    )
     return [
         el(
             "div",
-            _lengths(mapping(found.get("lengths"))),
+            _lengths(mapping(preflight.get("lengths"))),
             facts({name: value for name, value in masks.items() if value is not None}, "Masks and rows"),
             class_="two",
         ),
-        _table(found.get("sources"), SOURCES, "Sources"),
-        _table(found.get("validation"), SOURCES, "Validation sources"),
+        _table(preflight.get("sources"), SOURCES, "Sources"),
+        _table(preflight.get("validation"), SOURCES, "Validation sources"),
         _answers(sources),
         _findings(sources),
-        _layouts(found.get("layouts")),
+        _layouts(preflight.get("layouts")),
         el("div", memory, el("div", disk, time), class_="two"),
     ]
 

@@ -18,12 +18,12 @@ _MEANS = ("centred_mean", "families")
 def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
     """Return every evaluation of every task, by step: from evals/step-*/results.json, and
     evals.jsonl for what is not there."""
-    found: EvaluationTable = {}
+    table: EvaluationTable = {}
     told: set[tuple[float, str, str]] = set()
     for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
         of_step = step_of(path.parent.name)
         for row in dicts(read_json(path, notes)) if of_step is not None else []:
-            told |= _keep_task(found, float(of_step or 0), row)
+            told |= _keep_task(table, float(of_step or 0), row)
     for row in rows:
         step = number(row.get("step"))
         for name, value in row.items():
@@ -31,51 +31,51 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
             task, _, metric = rest.partition("/")
             if prefix != "eval" or metric in _BOUNDS or not task or step is None or number(value) is None:
                 continue
-            if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in found)):
+            if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
                 continue
             alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
             bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
-            _keep(found, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
-    return [found[key] for key in sorted(found)]
+            _keep(table, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
+    return [table[key] for key in sorted(table)]
 
 
 def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
     """Return what scripts/evaluate.py has found of the run's last checkpoint; nothing, with a note, if
     it was of an earlier one."""
-    found: EvaluationTable = {}
+    table: EvaluationTable = {}
     for row in dicts(read_json(run_dir / FINAL / RESULTS, notes, optional=True)):
         model = str(mapping(row.get("settings")).get("model") or step_name(round(last_step)))
         if step_of(Path(model).name) == last_step:
-            _keep_task(found, last_step, row)
+            _keep_task(table, last_step, row)
         else:
             notes.append(f"{FINAL}: {row.get('task')} is of {model}, not of step {last_step:.0f}, and is left out")
-    return [row | {"final": True} for _, row in sorted(found.items())]
+    return [row | {"final": True} for _, row in sorted(table.items())]
 
 
-def _keep_task(found: EvaluationTable, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
+def _keep_task(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
     """Keep a task and its parts.
 
     Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics.
     """
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
-    found.pop((step, task, metric), None)
-    _keep(found, step, row)
+    evaluations.pop((step, task, metric), None)
+    _keep(evaluations, step, row)
     told = set()
     for name, value in mapping(row.get("metrics")).items():
         kind, _, part = name.partition("/")
         told.add((step, part or task, kind))
         if part and kind == metric:
-            _keep(found, step, {"task": part, "metric": kind, "value": value})
+            _keep(evaluations, step, {"task": part, "metric": kind, "value": value})
     return told
 
 
-def _keep(found: EvaluationTable, step: float, row: dict[str, Any]) -> None:
+def _keep(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> None:
     """Add an evaluation, unless there is one of this step, task and metric."""
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
     numbers = {key: number(row.get(key)) for key in ("value", "stderr", "low", "high", "chance", "examples")}
     others = {"settings": mapping(row.get("settings")), "metrics": mapping(row.get("metrics"))}
     made = {"step": int(step), "task": task, "metric": metric} | numbers | others
-    found.setdefault((step, task, metric), made)
+    evaluations.setdefault((step, task, metric), made)
 
 
 def latest(evaluation_rows: Rows) -> Rows:

@@ -15,15 +15,15 @@ FULL = 2.0
 "Load, in even shares, from which on a cell is as dark as it gets."
 
 
-def load_of(found: dict[str, Any]) -> dict[str, Any]:
+def load_of(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of expert_load.json, {"step", "load"}, with the loads in even shares [L, E];
     empty if it is not usable."""
-    rows = found.get("load")
+    rows = content.get("load")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
         return {}
     if len({len(row) for row in rows}) > 1 or any(number(value) is None for row in rows for value in row):
         return {}
-    return {"step": number(found.get("step")), "load": rows}
+    return {"step": number(content.get("step")), "load": rows}
 
 
 def experts(report: dict[str, Any]) -> Html | None:

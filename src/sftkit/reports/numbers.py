@@ -36,9 +36,9 @@ def plain(text: str) -> str:
     return f"{mantissa}e{int(exponent)}" if e else text
 
 
-def parameters(count: Any) -> str:
+def parameters(num_parameters: Any) -> str:
     """Return 494,032,768 as `494 M`."""
-    found = number(count)
+    found = number(num_parameters)
     if found is None:
         return NONE
     size, suffix = next(((size, s) for size, s in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if found >= size), (1.0, ""))
@@ -66,11 +66,11 @@ def moment(unix_seconds: Any) -> str:
     return datetime.fromtimestamp(found, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) in [low, high], about `count` of them."""
+def ticks(low: float, high: float, num_ticks: int = 4) -> list[float]:
+    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) in [low, high], about `num_ticks` of them."""
     if not high > low:
         return [low]
-    rough = (high - low) / count
+    rough = (high - low) / num_ticks
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.75)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -76,9 +76,9 @@ def _check_room(folder: Path, *, resumes: bool) -> None:
     if resumes:
         return
     if has_begun(folder):
-        if why := _unmovable(folder):
+        if reason := _unmovable(folder):
             raise ConfigError(
-                f"run.dir={folder} holds an earlier run, which a new one renames, and {why}. Take a folder inside it "
+                f"run.dir={folder} holds an earlier run, which a new one renames, and {reason}. Take a folder inside it "
                 f"(run.dir={folder / 'NAME'}), go on with the earlier run (train.resume=auto), or move its files away"
             )
     elif names := sorted({path.name for name in WRITTEN_OVER for path in folder.glob(name)}):

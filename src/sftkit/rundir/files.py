@@ -32,7 +32,7 @@ def replace_shared(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def append_whole(path: Path, text: str) -> None:
+def append_all_or_nothing(path: Path, text: str) -> None:
     """Append all of a text to a file or, where the disk has no room for it, nothing.
 
     Raises:
@@ -52,10 +52,10 @@ def append_whole(path: Path, text: str) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds; empty where there is none that can be read."""
     try:
-        found = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def own_name(path: Path) -> Path:

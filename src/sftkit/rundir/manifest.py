@@ -62,7 +62,7 @@ def verify(folder: Path) -> str | None:
         return files
     if TRAINING_STATE not in files:
         return f"{folder}: {MANIFEST} lists no {TRAINING_STATE}"
-    if problem := _misplaced_or_cut(folder, files):
+    if problem := _misplaced_or_truncated(folder, files):
         return problem
     return _other_content(folder, files, sha256_of([folder / name for name in files]))
 
@@ -95,7 +95,7 @@ def _problem_of_loaded(folder: Path) -> str | None:
         return files
     state = {TRAINING_STATE} if (folder / STATE).is_dir() else set()  # may be deleted: the model loads without
     files = {name: entry for name, entry in files.items() if not name.startswith(f"{STATE}/") or name in state}
-    return _misplaced_or_cut(folder, files) or _other_content(folder, files, _hashes(folder, files))
+    return _misplaced_or_truncated(folder, files) or _other_content(folder, files, _hashes(folder, files))
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | str:
@@ -116,7 +116,7 @@ def digest(folder: Path) -> str | None:
         return None
 
 
-def _misplaced_or_cut(folder: Path, files: Mapping[str, Entry]) -> str | None:
+def _misplaced_or_truncated(folder: Path, files: Mapping[str, Entry]) -> str | None:
     for name, entry in files.items():
         if problem := _misplaced(folder, name):
             return problem

@@ -160,8 +160,8 @@ def step_number(folder: Path) -> int:
 
 def step_of(name: str) -> int | None:
     """Return the step in a name that anybody may have written; None: it is no step directory's."""
-    found = _STEP_NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def being_written(folder: Path, token: str) -> Path:
@@ -277,7 +277,7 @@ def newest_run(root: str = "runs") -> str:
     Raises:
         ConfigError: there is none.
     """
-    found = [path for path in Path(root).glob(f"**/{LATEST}") if ARCHIVED not in str(path)]
-    if not found:
+    markers = [path for path in Path(root).glob(f"**/{LATEST}") if ARCHIVED not in str(path)]
+    if not markers:
         raise ConfigError(f"{root}/: no run with a checkpoint; {first_run()}, or name a model")
-    return str(max(found, key=lambda path: path.stat().st_mtime).parent)
+    return str(max(markers, key=lambda path: path.stat().st_mtime).parent)

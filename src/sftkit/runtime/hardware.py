@@ -53,14 +53,14 @@ def peak_flops_by_name(name: str) -> float | None:
     table."""
     words = re.compile("|".join(rf"(?<![\w]){re.escape(part)}(?![\w])" for part, _ in PEAK_BF16_FLOPS))
     # A laptop's GPU has the name of a faster desktop card in its own.
-    found = None if "Laptop" in name else words.search(name)
-    if found is None:
+    match = None if "Laptop" in name else words.search(name)
+    if match is None:
         log.warning("%s: peak FLOP/s unknown, so no MFU; add it to PEAK_BF16_FLOPS in runtime/hardware.py", name)
         return None
-    return dict(PEAK_BF16_FLOPS)[found.group()]
+    return dict(PEAK_BF16_FLOPS)[match.group()]
 
 
-def why_no_gpu() -> str | None:
+def gpu_unavailable_reason() -> str | None:
     """Return why torch can use no GPU, in its own words; None: it can."""
     if torch.cuda.is_available():
         return None
@@ -105,11 +105,11 @@ def memory_counters(device: torch.device) -> dict[str, float | None]:
     other devices."""
     if device.type != "cuda":
         return {"mem/reserved_gib": None, "mem/alloc_retries": None, "mem/ooms": None}
-    found = torch.cuda.memory_stats(device)
+    stats = torch.cuda.memory_stats(device)
     return {
-        "mem/reserved_gib": found["reserved_bytes.all.current"] / 2**30,
-        "mem/alloc_retries": found["num_alloc_retries"],
-        "mem/ooms": found["num_ooms"],
+        "mem/reserved_gib": stats["reserved_bytes.all.current"] / 2**30,
+        "mem/alloc_retries": stats["num_alloc_retries"],
+        "mem/ooms": stats["num_ooms"],
     }
 
 

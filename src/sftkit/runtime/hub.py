@@ -50,7 +50,7 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
     return ended[0] if ended else TimeoutError()
 
 
-def why_not_there(name: str, kind: HubKind, revision: str | None = None) -> str | None:
+def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) -> str | None:
     """Return why a repository can be had neither from the hub nor from this machine's cache; None: it can, or nobody
     knows.
 
@@ -143,18 +143,18 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def not_found(name: str, kind: HubKind, why: str, download: str) -> str:
+def not_found(name: str, kind: HubKind, reason: str, download: str) -> str:
     """Return the message for a name that is neither a path nor one of the hub, the more likely of the two first.
 
     Args:
-        why: what why_not_there says.
+        reason: what unavailable_reason returns.
         download: what to do if the hub was meant and cannot be reached.
     """
     what = "folder" if kind == "model" else "file or folder"
     missing = f"no such {what} (looked in {Path.cwd()})"
     if meant := did_you_mean(name):
-        return f"{missing}{meant} As a {kind} of the hub: {why}"
-    return f"{missing}, and as a {kind} of the hub {why}{f'. {download}' if why.endswith(unreachable()) else ''}"
+        return f"{missing}{meant} As a {kind} of the hub: {reason}"
+    return f"{missing}, and as a {kind} of the hub {reason}{f'. {download}' if reason.endswith(unreachable()) else ''}"
 
 
 def find_model(path: str, revision: str | None = None) -> str:
@@ -163,14 +163,14 @@ def find_model(path: str, revision: str | None = None) -> str:
     Raises:
         ConfigError: it is neither of them.
     """
-    found = resolve(path)
-    if Path(found).is_file():
+    resolved = resolve(path)
+    if Path(resolved).is_file():
         raise ConfigError(
             f"{path}: a file, and a model is a folder or a name on the hub. Of a recipe name its run (run.dir)"
         )
-    if Path(found).is_dir() or (why := why_not_there(found, "model", revision)) is None:
-        return found
-    raise ConfigError(f"{path}: {not_found(path, 'model', why, download_help(path))}")
+    if Path(resolved).is_dir() or (reason := unavailable_reason(resolved, "model", revision)) is None:
+        return resolved
+    raise ConfigError(f"{path}: {not_found(path, 'model', reason, download_help(path))}")
 
 
 def download_help(path: str) -> str:

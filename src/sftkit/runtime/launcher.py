@@ -45,12 +45,12 @@ def check_variables(environ: Mapping[str, str]) -> None:
         )
 
 
-def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable[[], str | None]) -> None:
+def check_group(environ: Mapping[str, str], processes: int, gpu_unavailable_reason: Callable[[], str | None]) -> None:
     """Check that the launcher's processes form one group: else each would train alone and write over the others' files.
 
     Args:
         processes: in the group that was formed; 1: none was.
-        why_no_gpu: tells why torch can use no GPU; None: it can.
+        gpu_unavailable_reason: tells why torch can use no GPU; None: it can.
 
     Raises:
         ConfigError: with the cause, as far as it is known.
@@ -60,9 +60,9 @@ def check_group(environ: Mapping[str, str], processes: int, why_no_gpu: Callable
         return
     if "LOCAL_RANK" not in environ:
         cause = f"LOCAL_RANK is not set. {_HOW}"
-    elif processes == 1 and (why := why_no_gpu()) is not None:
+    elif processes == 1 and (reason := gpu_unavailable_reason()) is not None:
         cause = (
-            f"no GPU can be used ({why}). Mend the driver or CUDA_VISIBLE_DEVICES; to train on CPUs set "
+            f"no GPU can be used ({reason}). Mend the driver or CUDA_VISIBLE_DEVICES; to train on CPUs set "
             "ACCELERATE_USE_CPU=true"
         )
     else:

@@ -27,7 +27,7 @@ from accelerate.utils import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sftkit.config.schema import RunConfig, TrainConfig, stages_of
+from sftkit.config.schema import RunConfig, TrainConfig, num_stages
 from sftkit.config.terminal import Level, TerminalHandler, print_text
 from sftkit.config.topology import Topology, take_topology
 from sftkit.errors import ConfigError, Stopped
@@ -35,7 +35,7 @@ from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
 from sftkit.runtime.gloo import use_one_worker_per_group
-from sftkit.runtime.hardware import device_name, why_no_gpu
+from sftkit.runtime.hardware import device_name, gpu_unavailable_reason
 from sftkit.runtime.launcher import check_group, check_variables
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 
@@ -136,12 +136,12 @@ class Runtime:
     def data_world_size(self) -> int:
         """Return the number of groups of ranks that hold different rows; fewer than ranks in a pipeline and under
         tensor and context parallelism."""
-        return self.world_size // (self.topology.stages * self.topology.parts)
+        return self.world_size // (self.topology.stages * self.topology.ranks_per_row)
 
     @property
     def data_rank(self) -> int:
         """Return which of the `data_world_size` groups this rank belongs to, from 0."""
-        return self.rank // self.topology.parts % self.data_world_size
+        return self.rank // self.topology.ranks_per_row % self.data_world_size
 
     @property
     def has_loss(self) -> bool:
@@ -256,7 +256,7 @@ def start(
     check_variables(os.environ)
     precision = resolve_precision(train.precision)
     use_one_worker_per_group()
-    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), stages_of(train))
+    topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), num_stages(train))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
         log_with=dashboard,
@@ -268,7 +268,7 @@ def start(
             InitProcessGroupKwargs(timeout=timedelta(minutes=60)),  # a skewed cold compile outlasts NCCL's 10 minutes
         ],
     )
-    check_group(os.environ, accelerator.num_processes, why_no_gpu)
+    check_group(os.environ, accelerator.num_processes, gpu_unavailable_reason)
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
     seed_everything(run.seed + accelerator.process_index)
     rt = Runtime(accelerator, precision, topology, page=page)

@@ -103,16 +103,16 @@ class DelayedFlags:
 
     def read(self, *, wait: bool) -> list[StepRecord]:
         """Return the steps whose flags can be read by now, oldest first; `wait`: all steps."""
-        found = []
+        records = []
         while len(self._waiting) > (0 if wait else self._late):
             launched, host, arrived = self._waiting.popleft()
             if arrived is not None:
                 arrived.synchronize()
             flags = Flags(host)
-            stop, finite, left_out = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
+            stop, finite, skipped = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
             spikes = spikes_in(flags.verdict)
-            found.append(replace(launched, stop=stop, finite=finite, skipped=left_out, spikes=spikes))
-        return found
+            records.append(replace(launched, stop=stop, finite=finite, skipped=skipped, spikes=spikes))
+        return records
 
 
 _COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
@@ -141,11 +141,11 @@ class Health:
         reports: Reports,
     ) -> None:
         """Begin to count."""
-        self._watched = objective.watched
+        self._monitored = objective.monitored
         self._numerics, self._rt, self._batches = numerics, rt, batches
         self._status, self._tracker = reports.status, reports.tracker
         self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
-        self.spikes = Spikes(numerics.on_spike, objective.watched, rt.device)
+        self.spikes = Spikes(numerics.on_spike, objective.monitored, rt.device)
         "for the engine, which asks it to judge each step before the update"
         self._nonfinite = self._in_a_row = self._in_window = self._spiked = 0
 
@@ -163,13 +163,13 @@ class Health:
             NumericsError: on every rank; the weights are as they were before that step.
         """
         steps = self._flags.read(wait=wait)
-        stop, left_out = any(known.stop for known in steps), 0
+        stop, skipped = any(known.stop for known in steps), 0
         if stop:  # this step is the last one, which is logged and saved
             steps += self._flags.read(wait=True)
         for known in steps:
             self._in_a_row = self._in_a_row + 1 if known.skipped else 0
             self._in_window += known.skipped
-            left_out += known.step_batches.divisor * known.skipped
+            skipped += known.step_batches.divisor * known.skipped
             if not known.finite:
                 self._nonfinite += 1
                 self._leave_out(known, "nonfinite", self._numerics.on_nonfinite)
@@ -179,16 +179,20 @@ class Health:
                     self._leave_out(known, "spike", self._numerics.on_spike)
                 else:
                     self._tracker.event("spike", known.step, f"step {known.step}: {'; '.join(map(str, known.spikes))}")
-        return stop, left_out
+        return stop, skipped
 
     def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
         """Report a step that was left out, and end training if that is asked for or too many were."""
         self._write_documents(known, kind)
-        found = self._of_all_ranks(known)
-        why = spike_cause(found, known.spikes) if known.finite else cause(found, float(known.outcome.grad_norm))
+        losses_of_ranks = self._of_all_ranks(known)
+        reason = (
+            spike_cause(losses_of_ranks, known.spikes)
+            if known.finite
+            else cause(losses_of_ranks, float(known.outcome.grad_norm))
+        )
         if then == "error" or self._in_a_row > self._numerics.max_skips:
-            raise self._error(known, kind, why, found)
-        self._tracker.event(kind, known.step, f"step {known.step}: {why}; left out")
+            raise self._error(known, kind, reason, losses_of_ranks)
+        self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
 
     def read(self) -> dict[str, float | None]:
         """Return the window's counts; every rank must call it."""
@@ -213,50 +217,50 @@ class Health:
 
     def _write_documents(self, known: StepRecord, kind: Literal["nonfinite", "spike"]) -> None:
         """Write this rank's documents of a step that was left out to a file."""
-        found = {
+        content = {
             "step": known.step,
             "epoch": known.step_batches.epoch,
-            "loss": float(known.outcome.sums[self._watched]) / max(sum(known.own_divisors), 1),
+            "loss": float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1),
             "losses": losses_of(known),
             "grad_norm": float(known.outcome.grad_norm),
-            "documents": _documents_of(self._batches, known.step_batches, broken_micro_batches(known.outcome)),
+            "documents": _document_records(self._batches, known.step_batches, nonfinite_micro_batches(known.outcome)),
         }
         file = skipped_documents_file(self._status.run_dir, kind, known.step, self._rt.rank)
         with suppress(OSError):  # a full disk must not hide the error that this is about
-            file.write_text(json.dumps(found, indent=1))
+            file.write_text(json.dumps(content, indent=1))
 
     def _of_all_ranks(self, known: StepRecord) -> list[RankLoss]:
         """Return what each rank knows of its loss in a step that is left out; every rank must call it."""
         losses = losses_of(known)
-        named = [losses.index(max(losses))] if known.finite else broken_micro_batches(known.outcome)
+        named = [losses.index(max(losses))] if known.finite else nonfinite_micro_batches(known.outcome)
         own = RankLoss(
-            loss=float(known.outcome.sums[self._watched]) / max(sum(known.own_divisors), 1),
+            loss=float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1),
             micro_batches=[number + 1 for number in named],
             largest=max(losses) if known.finite else -math.inf,
             of=len(losses),
             documents=names_in(self._batches, known.step_batches, named),
         )
-        found = [own] * self._rt.world_size
+        losses_of_ranks = [own] * self._rt.world_size
         if self._rt.world_size > 1:
-            torch.distributed.all_gather_object(found, own)
-        return found
+            torch.distributed.all_gather_object(losses_of_ranks, own)
+        return losses_of_ranks
 
     def _error(
-        self, known: StepRecord, kind: Literal["nonfinite", "spike"], why: str, found: list[RankLoss]
+        self, known: StepRecord, kind: Literal["nonfinite", "spike"], reason: str, losses_of_ranks: list[RankLoss]
     ) -> NumericsError:
         """Build the error, with the loss of every rank, and write it to the run's status."""
         norm = float(known.outcome.grad_norm)
-        values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(found))
+        values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
         text = (
-            f"step {known.step}: {why}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
+            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
             f"out. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
             "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
             f"numerics.on_{kind}=skip"
         )
-        broken = [rank for rank, one in enumerate(found) if one.micro_batches]
+        nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
         error = SpikeError(text) if known.finite else NonFiniteError(text)
-        self._status.failed(error, symptom=not known.finite and bool(broken) and self._rt.rank not in broken)
+        self._status.failed(error, symptom=not known.finite and bool(nonfinite) and self._rt.rank not in nonfinite)
         return error
 
 
@@ -266,20 +270,20 @@ def losses_of(known: StepRecord) -> list[float]:
     return [loss / max(divisor, 1) for loss, divisor in pairs]
 
 
-def broken_micro_batches(outcome: StepOutcome) -> list[int]:
+def nonfinite_micro_batches(outcome: StepOutcome) -> list[int]:
     """Return the micro-batches of this rank, from 0, whose loss is not finite. Waits for the device."""
     return [number for number, loss in enumerate(outcome.losses.tolist()) if not math.isfinite(loss)]
 
 
-def cause(found: list[RankLoss], norm: float) -> str:
+def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
     """Return what is not finite in a step: losses, with their documents; or only the sum of a
     rank's losses, or the norm.
 
     Args:
         norm: of all gradients. It adds up squares, so it is NaN only if a gradient is; an infinite norm says no more.
     """
-    broken = [rank for rank, one in enumerate(found) if one.micro_batches]
-    if not broken:
+    nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
+    if not nonfinite:
         if math.isfinite(norm):
             return "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond fp32"
         which = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
@@ -288,16 +292,16 @@ def cause(found: list[RankLoss], norm: float) -> str:
             f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be at "
             "fault, or a document whose gradient explodes"
         )
-    places = [found[rank].describe(rank) for rank in broken]
-    names = f"rank{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}"
+    places = [losses_of_ranks[rank].describe(rank) for rank in nonfinite]
+    names = f"rank{'s' * (len(nonfinite) > 1)} {', '.join(map(str, nonfinite))}"
     return f"the loss of {names} is not finite ({'; '.join(places)})"
 
 
-def spike_cause(found: list[RankLoss], spikes: list[Spike]) -> str:
+def spike_cause(losses_of_ranks: list[RankLoss], spikes: list[Spike]) -> str:
     """Return what is far above the steps before, and which micro-batch of all ranks has the largest loss per
     target, with its documents."""
-    rank = max(range(len(found)), key=lambda one: found[one].largest)
-    where = f"the largest loss per target, {found[rank].largest:.4g}, is that of {found[rank].describe(rank)}"
+    rank = max(range(len(losses_of_ranks)), key=lambda one: losses_of_ranks[one].largest)
+    where = f"the largest loss per target, {losses_of_ranks[rank].largest:.4g}, is that of {losses_of_ranks[rank].describe(rank)}"
     return f"{'; '.join(map(str, spikes))}; {where}"
 
 
@@ -312,11 +316,11 @@ def names_in(batches: Batches, step_batches: StepBatches, numbers: list[int]) ->
     return [batches.examples.name(i) for i, number in micro_batches_of(step_batches) if number in numbers]
 
 
-def _documents_of(batches: Batches, step_batches: StepBatches, broken: list[int]) -> list[dict[str, object]]:
+def _document_records(batches: Batches, step_batches: StepBatches, nonfinite: list[int]) -> list[dict[str, object]]:
     """Return this rank's documents of a step: index, source, micro-batch from 1, whether its loss is finite, token ids.
 
     Args:
-        broken: micro-batches whose loss is not finite, from 0.
+        nonfinite: micro-batches whose loss is not finite, from 0.
     """
     examples = batches.examples
     return [
@@ -324,7 +328,7 @@ def _documents_of(batches: Batches, step_batches: StepBatches, broken: list[int]
             "index": i,
             "source": examples.source_names[int(examples.source[i])],
             "micro_batch": number + 1,
-            "loss_is_finite": number not in broken,
+            "loss_is_finite": number not in nonfinite,
             "ids": examples[i].ids.tolist(),
         }
         for i, number in micro_batches_of(step_batches)

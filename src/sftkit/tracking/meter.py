@@ -45,7 +45,7 @@ class Meter:
         if self._peak and self._windows is None:
             self._peak = None
             rt.print("no MFU: the model has layers of a kind whose work is not counted")
-        self.shapes = ShapeCounts(batches.layout, rt.topology.parts)
+        self.shapes = ShapeCounts(batches.layout, rt.topology.ranks_per_row)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
         self._before = Progress()
@@ -150,14 +150,14 @@ class Meter:
             "perf/step_p50_seconds": p50,
             "perf/step_p95_seconds": p95,
             "perf/data_wait_pct": 100.0 * max(waits) / seconds,
-            "perf/host_syncs": self.syncs.count,
+            "perf/host_syncs": self.syncs.num_syncs,
             "mem/peak_gib": max(peaks),
             **memory_counters(self._rt.device),
             "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
             **self._encoded_values(seconds),
             **self._source_shares(),
-            **left_out_rows(self._examples),
+            **skipped_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
             **self._before.axes(
@@ -288,7 +288,7 @@ class ShapeCounts:
         return {"shape/id": known, **counts, "shape/undeclared": self.undeclared}
 
 
-def left_out_rows(examples: Examples) -> dict[str, float | None]:
+def skipped_rows(examples: Examples) -> dict[str, float | None]:
     """Return data/dropped_rows and data/truncated_rows: what became of the training rows before the first step."""
     totals: Counter[str] = Counter()
     for counts in examples.counts.values():

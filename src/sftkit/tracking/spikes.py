@@ -42,13 +42,13 @@ class Spikes:
     left out are not kept: a loss that stays high is left out until numerics.max_skips ends the run.
     """
 
-    def __init__(self, on_spike: Literal["warn", "skip", "error"], watched: str, device: torch.device) -> None:
+    def __init__(self, on_spike: Literal["warn", "skip", "error"], monitored: str, device: torch.device) -> None:
         """Begin without a history.
 
         Args:
-            watched: the sum of the objective whose mean is judged.
+            monitored: the sum of the objective whose mean is judged.
         """
-        self.watched = watched
+        self.monitored = monitored
         self._leaves_out = on_spike != "warn"
         self._history = torch.full((_WINDOW, len(JUDGED)), math.nan, dtype=torch.float64, device=device)
 
@@ -72,10 +72,10 @@ class Spikes:
         deviation = torch.maximum(variance.sqrt(), LEAST * mean.abs())
         usable = finite & values.isfinite().all()
         spikes = usable & (count >= ENOUGH) & (values > mean + SIGMAS * deviation)
-        left_out = ~finite | spikes.any() if self._leaves_out else ~finite
+        skipped = ~finite | spikes.any() if self._leaves_out else ~finite
         later = torch.cat([self._history[1:], values[None]])
-        self._history.copy_(torch.where(usable & ~left_out, later, self._history))
-        return torch.stack([values, mean, deviation, spikes.double()], dim=1).float(), left_out
+        self._history.copy_(torch.where(usable & ~skipped, later, self._history))
+        return torch.stack([values, mean, deviation, spikes.double()], dim=1).float(), skipped
 
     def window(self) -> Window:
         """Return the history, for a checkpoint. Waits for the device."""

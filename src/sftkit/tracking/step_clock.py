@@ -78,14 +78,14 @@ class SyncCounter:
     """Counts how often the host waits for the GPU, from torch's own sync debug mode."""
 
     def __init__(self, device: torch.device) -> None:
-        self.count: int | None = 0 if device.type == "cuda" else None
+        self.num_syncs: int | None = 0 if device.type == "cuda" else None
         "waits so far; None: there is no GPU to wait for"
         self._shown: set[tuple[str, str, int]] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count waits within the context. Every other warning is passed on, once."""
-        if self.count is None:
+        if self.num_syncs is None:
             yield
             return
         # A switch of the whole process, put back afterwards. Warnings are recorded here, so others
@@ -102,7 +102,7 @@ class SyncCounter:
         for warning in seen:
             known = (str(warning.message), warning.filename, warning.lineno)
             if SYNC in known[0]:
-                self.count += 1
+                self.num_syncs += 1
             elif known not in self._shown:
                 self._shown.add(known)
                 warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)

@@ -90,24 +90,24 @@ class Trace:
         assert self._first is not None
         name = f"rank{self._rt.rank}"
         steps = self._last - self._first + 1
-        found: dict[str, Any] = {"steps": [self._first, self._last], "seconds": wall / 1e6 / max(steps, 1)}
+        summary: dict[str, Any] = {"steps": [self._first, self._last], "seconds": wall / 1e6 / max(steps, 1)}
         if self._on_gpu:
-            found["device"] = shares(_kernels(recorded.events() or ()), wall)
+            summary["device"] = shares(_kernels(recorded.events() or ()), wall)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
-            (self._folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+            (self._folder / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
         except OSError as error:
             self._rt.print(f"log.trace_at: the trace cannot be written: {error}", "warning")
             return
-        self._rt.print(line(found) + f": {self._folder / name}.json.gz, for ui.perfetto.dev")
+        self._rt.print(line(summary) + f": {self._folder / name}.json.gz, for ui.perfetto.dev")
 
 
-def line(found: dict[str, Any]) -> str:
+def line(summary: dict[str, Any]) -> str:
     """Return what a trace says, in a sentence."""
-    first, last = found["steps"]
-    text = f"trace of steps {first} to {last}: {found['seconds']:.3f} s a step"
-    if device := found.get("device"):
+    first, last = summary["steps"]
+    text = f"trace of steps {first} to {last}: {summary['seconds']:.3f} s a step"
+    if device := summary.get("device"):
         text += f", the GPU computes {device['computing']:.1%} of it, communicates {device['communicating']:.1%}"
         text += f" ({device['exposed']:.1%} with nothing beside it), idles {device['idle']:.1%}"
     return text

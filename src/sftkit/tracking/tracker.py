@@ -19,7 +19,7 @@ from typing import Any, Literal
 from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import Level
 from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
-from sftkit.rundir.files import append_whole
+from sftkit.rundir.files import append_all_or_nothing
 from sftkit.rundir.names import (
     EVALS,
     EVALUATIONS,
@@ -268,7 +268,7 @@ class Tracker:
         checkpoint may find room."""
         try:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            append_whole(self._run_dir / name, text)
+            append_all_or_nothing(self._run_dir / name, text)
         except OSError as error:
             log.warning("%s: %d lines %s (%s)", self._run_dir / name, len(rows), otherwise, first_line(error))
             return False

@@ -38,7 +38,7 @@ def resolved(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Set
         "dtype": str(orig_model.dtype).removeprefix("torch."),
         "precision": rt.precision,
         "attention": setup.attention,
-        "attention_why": setup.attention_why,
+        "attention_why": setup.attention_reason,
         "optimizer": setup.optimizer,
         "memory_plan": setup.memory_plan,
         "checkpoint_bytes": round(setup.checkpoint_bytes),

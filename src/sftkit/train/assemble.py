@@ -26,7 +26,7 @@ from sftkit.data import chat, loader
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.pack import DocumentLengths, make_layout
 from sftkit.data.prompts import check_prompted_targets
-from sftkit.data.shard import RankRows, part_of
+from sftkit.data.shard import RankRows, row_shard
 from sftkit.data.types import Tokenized
 from sftkit.engine import blocks, reference
 from sftkit.engine.engine import Engine, Training
@@ -142,7 +142,7 @@ def lay_out(
     layout = make_layout(
         cfg.data, cfg.train, DocumentLengths(lengths, max_length, encoded=encoded), rt.data_world_size, earlier
     )
-    share = RankRows(rt.data_rank, part_of(rt.topology, rt.rank))
+    share = RankRows(rt.data_rank, row_shard(rt.topology, rt.rank))
     dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples))
     workers, step = cfg.data.num_workers, resume.state["step"]
     return Batches(dataset, cfg.run.seed, num_workers=workers, earlier=earlier, first_step=step)

@@ -28,7 +28,7 @@ from sftkit.models.kinds import kind_of
 from sftkit.models.structure import positions, vocab_size
 from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.stagewise import stagewise
-from sftkit.parallel.tensor import whole_rows
+from sftkit.parallel.tensor import without_sequence_parallel
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import MANIFEST, PROOF
@@ -135,7 +135,7 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
             torch.no_grad(),
             run_eagerly(),
             sdpa_kernel(SDPBackend.MATH),
-            whole_rows(orig_model),
+            without_sequence_parallel(orig_model),
         ):
             batch = torch.tensor([ids], device=orig_model.device)
             kind = kind_of(orig_model.config)

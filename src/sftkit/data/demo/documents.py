@@ -79,13 +79,13 @@ def _documents_of_file(path: Path) -> Iterator[str]:
     except (OSError, SyntaxError, ValueError):
         return
     lines = source.split("\n")  # as ast counts them; splitlines would also split at form feeds
-    pieces = [(ast.get_docstring(module) or "",), *(_pieces(node, lines) for node in module.body)]
-    for text in map("\n\n".join, pieces):
+    chunks = [(ast.get_docstring(module) or "",), *(_chunks(node, lines) for node in module.body)]
+    for text in map("\n\n".join, chunks):
         if len(text) >= SHORTEST_DOCUMENT:
             yield textwrap.dedent(text).strip()
 
 
-def _pieces(node: ast.AST, lines: list[str]) -> Sequence[str]:
+def _chunks(node: ast.AST, lines: list[str]) -> Sequence[str]:
     """Return the source of a documented function, or of a class's head and its documented methods;
     nothing for anything else."""
     if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -96,4 +96,4 @@ def _pieces(node: ast.AST, lines: list[str]) -> Sequence[str]:
         if is_class or last_line - node.lineno >= LONGEST_WHOLE_FUNCTION:
             last_line = node.body[0].end_lineno or node.lineno
         own = ["\n".join(lines[node.lineno - 1 : last_line])]
-    return own + [piece for child in node.body if is_class for piece in _pieces(child, lines)]
+    return own + [chunk for child in node.body if is_class for chunk in _chunks(child, lines)]

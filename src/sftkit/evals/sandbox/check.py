@@ -70,7 +70,7 @@ def check_sandbox() -> str | None:
         verdict = run(ProgramTests(PROBE.format(processes=ProgramLimits().processes, **numbers), ""))
     except ConfigError as error:
         return str(error)
-    return None if verdict.passed else f"the sandbox for model-written code does not hold: {verdict.why}; {ADVICE}"
+    return None if verdict.passed else f"the sandbox for model-written code does not hold: {verdict.reason}; {ADVICE}"
 
 
 def memory_bound() -> str:

@@ -32,9 +32,9 @@ class Remote:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *given: object, **named: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call it in its process; like every operation here, by `Program.ask`."""
-        return self._program.ask("call", self, given, named)
+        return self._program.ask("call", self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return self._program.ask("get", self, name)
@@ -130,9 +130,9 @@ def program_exit_code(status: int) -> int:
 def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
     """Run the program and its tests. The nonce, which is read only after them, proves that they passed."""
 
-    def end(why: str) -> NoReturn:
+    def end(reason: str) -> NoReturn:
         """Write the verdict, and end at once: os._exit, as no test or finally may run any more."""
-        os.write(verdict, why.encode("utf-8", "replace")[:MOST_SAID])
+        os.write(verdict, reason.encode("utf-8", "replace")[:MOST_SAID])
         os._exit(0)
 
     def look(*_: object) -> None:
@@ -158,7 +158,7 @@ def _run(job: dict[str, Any], program: Program) -> None:
     """Execute what the tests are given, the program in its process, and the tests; what any of them raises is
     raised."""
     names: dict[str, Any] = {"__name__": "tests"}
-    exec(compile(job["given"], "given", "exec"), names)
+    exec(compile(job["preamble"], "given", "exec"), names)
     program.ask("run", job["program"])
     names |= {name: program.ask("name", name) for name in job["names"]}
     exec(compile(job["tests"], "tests", "exec"), names)

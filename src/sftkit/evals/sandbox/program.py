@@ -19,7 +19,7 @@ from sftkit.evals.sandbox.channel import Channel
 from sftkit.evals.sandbox.values import RequestAndReply
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, given, named: function(*given, **named),
+    "call": lambda function, args, kwargs: function(*args, **kwargs),
     "get": getattr,
     "set": setattr,
     "item": operator.getitem,

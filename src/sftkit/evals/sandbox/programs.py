@@ -46,7 +46,7 @@ class ProgramTests:
     tests: str
     names: tuple[str, ...] = ()
     "what the tests take from the program: its functions, classes and constants; all else is Python's own"
-    given: str = ""
+    preamble: str = ""
     "code that the tests need besides and no model wrote: imports, helpers; `names` go before its names"
 
 
@@ -72,7 +72,7 @@ class ProgramVerdict:
     """What became of a program."""
 
     passed: bool
-    why: str
+    reason: str
     "empty if it passed; else its error, the limit that it met, or that it ended before its tests did"
     seconds: float
     "wall time, with the start of the sandbox (0.1 s)"

@@ -44,7 +44,7 @@ class Item:
 class Shots:
     """The worked examples before each question."""
 
-    count: int
+    num_shots: int
     pool: Sequence[CheckedRow]
     "where they come from"
     drawn: str
@@ -116,9 +116,9 @@ def build(design: Design, read: Read, shots: int | None, format: str, max_exampl
 
 def settings_of(rows: Sequence[CheckedRow], shots: Shots, format: str, selection: str) -> dict[str, Any]:
     """Return what it takes to ask the same questions again. `selection`: which rows were taken, in words."""
-    settings: dict[str, Any] = {"format": format, "shots": shots.count, "data": rows[0].origin, "rows": len(rows)}
+    settings: dict[str, Any] = {"format": format, "shots": shots.num_shots, "data": rows[0].origin, "rows": len(rows)}
     settings["selection"] = selection
-    if shots.count:
+    if shots.num_shots:
         settings |= {"shots_from": shots.pool[0].origin, "shots_drawn": shots.drawn}
     return settings
 
@@ -206,18 +206,18 @@ def options(item: Item) -> str:
 # ---- how answers are judged ------------------------------------------------------------------------------------------
 
 
-def judge_acc(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
+def judge_acc(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
     """Mark acc: 1 if a right choice is the most likely one, else 0."""
     return [
         {"acc": float(_best(likelihoods.sums) in example.gold)}
-        for example, likelihoods in zip(asked, given, strict=True)
+        for example, likelihoods in zip(examples, outputs, strict=True)
     ]
 
 
-def judge_acc_norm(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
+def judge_acc_norm(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
     """Mark acc, and acc_norm: the same with log-likelihoods divided by the characters of their choices."""
-    marks = judge_acc(asked, given)
-    for mark, example, likelihoods in zip(marks, asked, given, strict=True):
+    marks = judge_acc(examples, outputs)
+    for mark, example, likelihoods in zip(marks, examples, outputs, strict=True):
         each = zip(likelihoods.sums, example.lengths, strict=True)
         mark["acc_norm"] = float(
             _best([nats / length if length else -math.inf for nats, length in each]) in example.gold

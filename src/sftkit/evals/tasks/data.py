@@ -94,11 +94,11 @@ def _files(split: DatasetSplit, folder: Path) -> list[Path]:
         exact = [path for path in present if _stem(path) == name]
         parts = [path for path in present if re.fullmatch(rf"{name}-\d+-of-\d+", _stem(path))]
         samples = [path for path in present if re.fullmatch(rf"{name}_\d+", _stem(path))]
-        found = exact or samples
-        if len(found) > 1 or (parts and found):
-            raise DataError(f"{folder}: which one is it? {_listed([*found, *parts])}: leave one there")
-        if found or parts:
-            return found or parts
+        files = exact or samples
+        if len(files) > 1 or (parts and files):
+            raise DataError(f"{folder}: which one is it? {_listed([*files, *parts])}: leave one there")
+        if files or parts:
+            return files or parts
     looked_for = " or ".join(f"{name}{{{','.join(READERS)}}}" for name in split.files)
     raise DataError(
         f"eval.data {folder}: no file {looked_for} (also .gz, or with the number of rows: {split.files[0]}_1000.jsonl)"

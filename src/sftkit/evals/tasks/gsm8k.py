@@ -50,13 +50,13 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
 
 def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question:
     prompt: Any
-    if number_of(row.text("answer")) is None:
+    if parse_number(row.text("answer")) is None:
         raise DataError(f'{row.where}: column "answer": there is no number in {row["answer"]!r}')
     if format == "chat":
         turns = [_turns(shot) for shot in shots]
         prompt = (*(message for turn in turns for message in turn), _turns(row)[0])
     else:
-        prompt = "".join(f"{_asked(shot)} {shot.text('answer')}\n\n" for shot in shots) + _asked(row)
+        prompt = "".join(f"{_question_text(shot)} {shot.text('answer')}\n\n" for shot in shots) + _question_text(row)
     return Question(
         id=f"gsm8k/{row.index}",
         prompt=prompt,
@@ -68,7 +68,7 @@ def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Ques
     )
 
 
-def _asked(row: CheckedRow) -> str:
+def _question_text(row: CheckedRow) -> str:
     return f"Question: {row.text('question')}\nAnswer:"
 
 
@@ -79,7 +79,7 @@ def _turns(row: CheckedRow) -> list[Message]:
 # ---- how answers are judged ------------------------------------------------------------------------------------------
 
 
-def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
+def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark exact_match: the number after ####; and exact_match_flexible: the last number. As
     lm-evaluation-harness reads them."""
     return [
@@ -87,15 +87,15 @@ def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleSco
             "exact_match": float(_normal(strict(answer.text)) == _normal(question.target)),
             "exact_match_flexible": float(_normal(flexible(answer.text)) == _normal(question.target)),
         }
-        for question, answer in zip(asked, given, strict=True)
+        for question, answer in zip(questions, answers, strict=True)
     ]
 
 
-def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
+def judge_chat(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark exact_match: the number after ####, or the last number if there is no ####, has the right value."""
     return [
-        {"exact_match": float(number_of(answer.text) == number_of(question.target))}
-        for question, answer in zip(asked, given, strict=True)
+        {"exact_match": float(parse_number(answer.text) == parse_number(question.target))}
+        for question, answer in zip(questions, answers, strict=True)
     ]
 
 
@@ -107,8 +107,8 @@ def strict(text: str) -> str:
 
 def flexible(text: str) -> str:
     """Return what its filter flexible-extract takes."""
-    found = FLEXIBLE.findall(text)
-    return next(part for part in found[-1] if part).strip() if found else "[invalid]"
+    matches = FLEXIBLE.findall(text)
+    return next(part for part in matches[-1] if part).strip() if matches else "[invalid]"
 
 
 def _normal(text: str) -> str:
@@ -119,9 +119,9 @@ def _normal(text: str) -> str:
     return text.lower()
 
 
-def number_of(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     """Return the value of the number after the last ####, or else of the last number; None if there is none."""
     _, marker, after = text.rpartition("####")
     marked = NUMBER.search(after) if marker else None
-    found = [marked[0]] if marked else NUMBER.findall(text)
-    return float(found[-1].replace(",", "").replace("$", "")) if found else None
+    numbers = [marked[0]] if marked else NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "").replace("$", "")) if numbers else None

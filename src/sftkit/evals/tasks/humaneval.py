@@ -54,15 +54,15 @@ def _question(row: CheckedRow, format: str) -> Question:
     )
 
 
-def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
+def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark pass_at_1: the prompt with its completion passes the tests."""
-    pairs = zip(asked, given, strict=True)
+    pairs = zip(questions, answers, strict=True)
     return code.pass_at_1([job(question, question.target["prompt"] + answer.text) for question, answer in pairs])
 
 
-def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
+def judge_chat(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark pass_at_1: the function in the answer passes the tests; imports and helpers of the prompt are there."""
-    pairs = zip(asked, given, strict=True)
+    pairs = zip(questions, answers, strict=True)
     return code.pass_at_1([job(question, program(question, answer.text)) for question, answer in pairs])
 
 
@@ -70,7 +70,7 @@ def job(question: Question, program: str) -> ProgramTests:
     """Return a program with its tests, which take the asked function from the program; imports and helpers, which some
     use, come from the prompt itself."""
     target = question.target
-    return ProgramTests(program, target["tests"], names=(target["name"],), given=target["prompt"])
+    return ProgramTests(program, target["tests"], names=(target["name"],), preamble=target["prompt"])
 
 
 def program(question: Question, answer: str) -> str:

@@ -77,11 +77,11 @@ def _question(row: CheckedRow, rules: list[tuple[str, dict[str, Any]]], format: 
     )
 
 
-def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
+def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark prompt_*: all instructions are followed; inst_*: each one; strict: as answered,
     loose: in some trimmed form."""
     marks: list[ExampleScores] = []
-    for question, answer in zip(asked, given, strict=True):
+    for question, answer in zip(questions, answers, strict=True):
         strict = [float(_follows(answer.text, *rule)) for rule in question.target]
         forms = loose_forms(answer.text)
         loose = [float(any(_follows(form, *rule) for form in forms)) for rule in question.target]

@@ -122,10 +122,10 @@ def _is_abbreviation(token: str) -> bool:
     return token.endswith(".") and (bare in ABBREVIATIONS or bare.split("-")[-1] in ABBREVIATIONS)
 
 
-def _with_closing(found: list[str]) -> list[str]:
+def _with_closing(sentences: list[str]) -> list[str]:
     """Move quotes and brackets right after an end mark to the sentence before; sentences left empty are dropped."""
     whole: list[str] = []
-    for sentence in found:
+    for sentence in sentences:
         match = _CLOSING.match(sentence) if whole else None
         if match:
             whole[-1] += match[0].rstrip()

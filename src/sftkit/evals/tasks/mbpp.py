@@ -101,14 +101,14 @@ def _ask(row: CheckedRow) -> Message:
     return {"role": "user", "content": f"{ask}\n{tests}"}
 
 
-def judge(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
+def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark pass_at_1: what was written before [DONE] passes the tests."""
-    return code.pass_at_1([job(question, answer.text) for question, answer in zip(asked, given, strict=True)])
+    return code.pass_at_1([job(question, answer.text) for question, answer in zip(questions, answers, strict=True)])
 
 
-def judge_chat(asked: Sequence[Question], given: Sequence[Answer]) -> list[ExampleScores]:
+def judge_chat(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark pass_at_1: the code in the answer passes the tests."""
-    pairs = zip(asked, given, strict=True)
+    pairs = zip(questions, answers, strict=True)
     return code.pass_at_1([job(question, code.code_of(answer.text)) for question, answer in pairs])
 
 

@@ -74,10 +74,10 @@ def _answers(row: CheckedRow, column: str) -> list[str]:
     return answers
 
 
-def judge_mc2(asked: Sequence[Choices], given: Sequence[Likelihoods]) -> list[ExampleScores]:
+def judge_mc2(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
     """Mark mc2: the share of the true choices in the summed probability of all choices."""
     marks: list[ExampleScores] = []
-    for example, likelihoods in zip(asked, given, strict=True):
+    for example, likelihoods in zip(examples, outputs, strict=True):
         most = max(likelihoods.sums)
         probabilities = [math.exp(nats - most) for nats in likelihoods.sums]
         marks.append({"mc2": sum(probabilities[i] for i in example.gold) / sum(probabilities)})

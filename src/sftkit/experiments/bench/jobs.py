@@ -161,7 +161,7 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
         ConfigError: with the places in the plan, not in the recipe that is made of it.
     """
     flat = dict(_leaves(plan.defaults)) | run.set
-    own = [f"{path}: run {run.name}: {key}: is not set here, {why}" for key, why in _OWN.items() if key in flat]
+    own = [f"{path}: run {run.name}: {key}: is not set here, {reason}" for key, reason in _OWN.items() if key in flat]
     if own:
         raise ConfigError("\n".join(own))
     packed = flat.get("data.layout", "packed") == "packed"

@@ -157,8 +157,8 @@ def read_plan(path: Path) -> BenchPlan:
     try:
         return TypeAdapter(BenchPlan).validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-    lines = [f"{tree.nearest(k).origin}: {dotted(k)}: {_wrong(e, k)}" for e in found if (k := tuple(e["loc"]))]
+        errors = error.errors(include_url=False)
+    lines = [f"{tree.nearest(k).origin}: {dotted(k)}: {_wrong(e, k)}" for e in errors if (k := tuple(e["loc"]))]
     raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 

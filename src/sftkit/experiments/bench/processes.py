@@ -19,7 +19,7 @@ from typing import Any
 import psutil  # comes with accelerate
 import yaml
 
-from sftkit.config.schema import Positive, TrainConfig, settings, stages_of
+from sftkit.config.schema import Positive, TrainConfig, num_stages, settings
 from sftkit.launch.hardware import cpu_cores
 from sftkit.launch.launch import CONFIGS, Launch, command
 from sftkit.runtime.signals import exit_on_signals
@@ -61,7 +61,7 @@ class Processes:
     def data_ranks(self, train: TrainConfig) -> int:
         """Return the number of groups of processes that train different rows: those of tensor and context parallelism
         and the stages of a pipeline share theirs."""
-        stages = stages_of(train) or self.count
+        stages = num_stages(train) or self.count
         return max(1, self.count // (stages * self.sizes.get("tp_size", 1) * self.sizes.get("cp_size", 1)))
 
 

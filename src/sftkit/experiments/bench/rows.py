@@ -61,10 +61,10 @@ def row_head(job: Job) -> dict[str, Any]:
 def graphs_of(folder: Path) -> list[dict[str, str]]:
     """Return what graph.dump has written of a run's largest shape: each graph, the pass that it comes from and its
     size, in order."""
-    found = sorted((folder / GRAPHS).glob("*/*.txt"))
-    largest = max((path.parent.name for path in found), key=_positions, default=None)
+    files = sorted((folder / GRAPHS).glob("*/*.txt"))
+    largest = max((path.parent.name for path in files), key=_positions, default=None)
     rows = []
-    for path in found:
+    for path in files:
         if path.parent.name == largest:
             _, graph, after = path.stem.split("-", 2)
             with path.open() as file:

@@ -195,7 +195,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "precision": rt.precision,
-        "attention": {"backend": engine.setup.attention, "why": engine.setup.attention_why},
+        "attention": {"backend": engine.setup.attention, "why": engine.setup.attention_reason},
         "optimizer": engine.setup.optimizer,
         "memory_plan": engine.setup.memory_plan,
         "compiled": trained.compiled,

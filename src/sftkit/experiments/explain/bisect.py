@@ -72,31 +72,31 @@ class BisectAnswer:
     without them"""
 
 
-def _breaks(part: ProbedModule, backend: str) -> str | None:
+def _breaks(probed: ProbedModule, backend: str) -> str | None:
     """Return the first graph break of one call; None: there is none."""
-    heard = _compiled(part, part.call, None, backend, dynamic=False)
+    heard = _compiled(probed, probed.call, None, backend, dynamic=False)
     found = [one for one in heard.breaks() if DISABLED not in one.kind]
     return f"{found[0].kind} at {found[0].file}:{found[0].line}: {found[0].code}" if found else None
 
 
-def recompiles_on_values(part: ProbedModule, backend: str) -> str | None:
+def recompiles_on_values(probed: ProbedModule, backend: str) -> str | None:
     """Return the guard that fails when shapes are the same and values differ; None: none does."""
-    return next(iter(_compiled(part, part.call, part.again, backend, dynamic=False).recompiles()), None)
+    return next(iter(_compiled(probed, probed.call, probed.again, backend, dynamic=False).recompiles()), None)
 
 
-def recompiles_on_shapes(part: ProbedModule, backend: str) -> str | None:
+def recompiles_on_shapes(probed: ProbedModule, backend: str) -> str | None:
     """Return the guard that fails at another shape, although sizes are symbols from the start; None: none does."""
-    if part.other is None:
+    if probed.other is None:
         return None
-    return next(iter(_compiled(part, part.call, part.other, backend, dynamic=True).recompiles()), None)
+    return next(iter(_compiled(probed, probed.call, probed.other, backend, dynamic=True).recompiles()), None)
 
 
-def differs(part: ProbedModule, backend: str) -> str | None:
+def differs(probed: ProbedModule, backend: str) -> str | None:
     """Return the output or gradient that is farther from eager than its dtype explains; None: none is."""
     # Dynamo keeps compiled code by Python function, which modules share: each question starts, and leaves, without any.
     torch._dynamo.reset()
     with listening():
-        found = difference(part.module, part.call, torch.compile(part.module, backend=backend, dynamic=False))
+        found = difference(probed.module, probed.call, torch.compile(probed.module, backend=backend, dynamic=False))
     torch._dynamo.reset()
     return str(found) if found.beyond else None
 
@@ -117,36 +117,36 @@ def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAn
         backend: of torch.compile.
     """
     with subject.around():
-        parts = called_modules(subject)
+        modules_by_path = called_modules(subject)
         # Answers are kept by path, and by what modules that look alike have in common.
         steps: list[tuple[str, str | None]] = []
         answers: dict[Any, str | None] = {}
 
-        def ask(part: ProbedModule, *, known: bool = True) -> str | None:
-            if part.path not in answers and not (known and _alike(part) in answers):
-                answers[part.path] = answers[_alike(part)] = question.ask(part, backend)
-                steps.append((part.name, answers[part.path]))
-            return answers.get(part.path, answers[_alike(part)])
+        def ask(probed: ProbedModule, *, known: bool = True) -> str | None:
+            if probed.path not in answers and not (known and _alike(probed) in answers):
+                answers[probed.path] = answers[_alike(probed)] = question.ask(probed, backend)
+                steps.append((probed.name, answers[probed.path]))
+            return answers.get(probed.path, answers[_alike(probed)])
 
-        def smallest(part: ProbedModule) -> list[tuple[ProbedModule, str]]:
+        def smallest(probed: ProbedModule) -> list[tuple[ProbedModule, str]]:
             """Return the smallest modules inside one that have the fault, each with what was found."""
-            children = children_of(part.path, parts)
+            children = children_of(probed.path, modules_by_path)
             # Blocks that look alike are asked once, and one by one where none of those has the fault.
             for known in (True, False):
                 found = [one for child in children if ask(child, known=known) for one in smallest(child)]
                 if found:
                     return found
-            return [(part, ask(part) or "")]
+            return [(probed, ask(probed) or "")]
 
-        whole = parts[""]
+        whole = modules_by_path[""]
         if ask(whole) is None:
             return BisectAnswer(question.name, (), "", tuple(steps), None)
         guilty = sorted(smallest(whole), key=lambda found: len(list(found[0].module.modules())))
         # The other direction: without them the whole must be without fault.
-        modules = tuple(part for part, _ in guilty)
+        modules = tuple(probed for probed, _ in guilty)
         confirmed = None
         if whole not in modules:
-            with left_out(modules):
+            with excluded(modules):
                 confirmed = question.ask(whole, backend) is None
         return BisectAnswer(question.name, modules, guilty[0][1], tuple(steps), confirmed)
 
@@ -182,26 +182,28 @@ def _inputs(module: torch.nn.Module, call: ModuleCall) -> dict[str, ModuleCall]:
     return found
 
 
-def children_of(path: str, parts: dict[str, ProbedModule]) -> list[ProbedModule]:
+def children_of(path: str, modules_by_path: dict[str, ProbedModule]) -> list[ProbedModule]:
     """Return the nearest modules inside one that were called: a list of modules is none."""
-    inside = [name for name in parts if name != path and (not path or name.startswith(f"{path}."))]
+    inside = [name for name in modules_by_path if name != path and (not path or name.startswith(f"{path}."))]
     return [
-        parts[name] for name in inside if not any(name.startswith(f"{other}.") for other in inside if other != name)
+        modules_by_path[name]
+        for name in inside
+        if not any(name.startswith(f"{other}.") for other in inside if other != name)
     ]
 
 
 @contextmanager
-def left_out(parts: tuple[ProbedModule, ...]) -> Iterator[None]:
+def excluded(modules: tuple[ProbedModule, ...]) -> Iterator[None]:
     """Run these modules, inside, as plain Python in a graph around them."""
     with ExitStack() as stack:
-        for part in parts:
-            part.module.forward = torch.compiler.disable(part.module.forward)  # type: ignore[method-assign]
-            stack.callback(part.module.__dict__.pop, "forward")
+        for probed in modules:
+            probed.module.forward = torch.compiler.disable(probed.module.forward)  # type: ignore[method-assign]
+            stack.callback(probed.module.__dict__.pop, "forward")
         yield
 
 
 def _compiled(
-    part: ProbedModule, first: ModuleCall, second: ModuleCall | None, backend: str, *, dynamic: bool
+    probed: ProbedModule, first: ModuleCall, second: ModuleCall | None, backend: str, *, dynamic: bool
 ) -> TorchLogHandler:
     """Return what is heard while a module, compiled by itself, is called: of recompiles those of the second call. In
     the first, code that several modules share is compiled once for each of them.
@@ -212,7 +214,7 @@ def _compiled(
     """
     torch._dynamo.reset()
     with compiler_switches(CompileConfig(), dynamic_layout=dynamic), listening() as heard:
-        compiled = torch.compile(part.module, backend=backend, dynamic=dynamic)
+        compiled = torch.compile(probed.module, backend=backend, dynamic=dynamic)
         compiled(*first.args, **first.kwargs)
         heard.messages["recompiles"].clear()
         if second is not None:
@@ -221,8 +223,8 @@ def _compiled(
     return heard
 
 
-def _alike(part: ProbedModule) -> tuple[Any, ...]:
+def _alike(probed: ProbedModule) -> tuple[Any, ...]:
     """Return what modules have in common that run the same code on the same shapes."""
-    tensors = pytree.tree_leaves((part.call.args, part.call.kwargs))
+    tensors = pytree.tree_leaves((probed.call.args, probed.call.kwargs))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors if isinstance(tensor, torch.Tensor))
-    return type(part.module), repr(part.module), shapes
+    return type(probed.module), repr(probed.module), shapes

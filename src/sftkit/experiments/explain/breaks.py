@@ -107,10 +107,10 @@ def _first_error(subject: Subject) -> Seen:
     return Seen("fullgraph", (), "passes: the whole module is one graph")
 
 
-def _row(found: list[tuple[str, Break]], *, first: bool) -> dict[str, Any]:
+def _row(breaks: list[tuple[str, Break]], *, first: bool) -> dict[str, Any]:
     """Return what the instruments say of one place: that of the most words, the others' kinds beside it."""
-    best = max((one for _, one in found), key=lambda one: len(one.explanation) + sum(map(len, one.hints)))
-    best = replace(best, given_up=any(one.given_up for _, one in found))
+    best = max((one for _, one in breaks), key=lambda one: len(one.explanation) + sum(map(len, one.hints)))
+    best = replace(best, given_up=any(one.given_up for _, one in breaks))
     return {
         "file": best.file,
         "line": best.line,
@@ -120,5 +120,5 @@ def _row(found: list[tuple[str, Break]], *, first: bool) -> dict[str, Any]:
         "remedy": remedy_of(best) or (NONE_KNOWN if first else FOLLOWS),
         "dynamo_says": list(best.hints),
         "given_up": best.given_up,
-        "seen_by": list(dict.fromkeys(instrument for instrument, _ in found)),
+        "seen_by": list(dict.fromkeys(instrument for instrument, _ in breaks)),
     }

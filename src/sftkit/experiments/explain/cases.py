@@ -24,8 +24,8 @@ class GraphBreakCase:
     name: str
     kinds: tuple[str, ...]
     "how the reasons begin that Dynamo gives"
-    broken: Function
-    mended: Function
+    breaking: Function
+    fixed: Function
     remedy: str
 
 
@@ -209,8 +209,8 @@ class LossByTensor(LossByValue):
         return torch.where(far, F.l1_loss(out, target), F.mse_loss(out, target))
 
 
-def remedy_of(found: Break) -> str:
+def remedy_of(graph_break: Break) -> str:
     """Return what to do about a break: what was tried here for breaks of its kind, else what Dynamo proposes, if
     anything."""
-    ours = [case.remedy for case in GRAPH_BREAK_CASES if found.kind.startswith(case.kinds)]
-    return ". ".join(ours or (hint.rstrip(".") for hint in found.hints))
+    ours = [case.remedy for case in GRAPH_BREAK_CASES if graph_break.kind.startswith(case.kinds)]
+    return ". ".join(ours or (hint.rstrip(".") for hint in graph_break.hints))

@@ -39,14 +39,14 @@ def what_breaks() -> list[dict[str, Any]]:
     """Return the breaks of each case as it is and with its remedy, and what Dynamo calls the first."""
     rows = []
     for case in GRAPH_BREAK_CASES:
-        broken, mended = captured_graphs(case.broken), captured_graphs(case.mended)
+        breaking, fixed = captured_graphs(case.breaking), captured_graphs(case.fixed)
         rows.append(
             {
                 "name": case.name,
-                "reasons": broken["reasons"],
-                "broken": broken["breaks"],
-                "graphs": broken["graphs"],
-                "mended": mended["breaks"],
+                "reasons": breaking["reasons"],
+                "broken": breaking["breaks"],
+                "graphs": breaking["graphs"],
+                "mended": fixed["breaks"],
                 "remedy": case.remedy,
             }
         )

@@ -46,7 +46,7 @@ def render(result: dict[str, Any]) -> str:
     return html_document(title, join(header, el("main", parts)), PICTURE_CSS)
 
 
-def _breaks(found: dict[str, Any]) -> Html:
+def _breaks(breaks: dict[str, Any]) -> Html:
     rows = [
         [
             el("span", el("code", f"{row['file']}:{row['line']}"), el("br"), el("code", row["code"])),
@@ -55,9 +55,9 @@ def _breaks(found: dict[str, Any]) -> Html:
             " ".join(row["dynamo_says"]),
             ", ".join(row["seen_by"]),
         ]
-        for row in found["rows"]
+        for row in breaks["rows"]
     ]
-    seen = [[one["name"], one["said"], one["adds"]] for one in found["instruments"]]
+    seen = [[one["name"], one["said"], one["adds"]] for one in breaks["instruments"]]
     verdict = badge("one graph" if not rows else f"{len(rows)} place{'s' * (len(rows) > 1)}", ok=not rows)
     return section(
         "breaks",
@@ -70,8 +70,8 @@ def _breaks(found: dict[str, Any]) -> Html:
             "Three instruments",
             text=(1, 2),
         ),
-        el("h3", "Compiled again") if found["recompiles"] else None,
-        [el("p", el("code", text)) for text in found["recompiles"]],
+        el("h3", "Compiled again") if breaks["recompiles"] else None,
+        [el("p", el("code", text)) for text in breaks["recompiles"]],
         lead="The whole module, called with one shape, with other values of it, and with another shape.",
     )
 
@@ -125,10 +125,10 @@ def _tree(row: dict[str, Any]) -> list[Html]:
     return parts
 
 
-def time(found: dict[str, Any]) -> Html:
+def time(result: dict[str, Any]) -> Html:
     """Return the section on where a step's time goes."""
     # The same step both ways, as bars of milliseconds by kind of work.
-    profiles, counts = found["profiles"], found["counts"]
+    profiles, counts = result["profiles"], result["counts"]
     rows = [
         Bar(
             way,
@@ -161,7 +161,7 @@ def time(found: dict[str, Any]) -> Html:
         "time",
         "Where a step's time goes",
         el("p", f"Compiled it is {ratio:.2f} times as fast; compiling took {counts['seconds']:.1f} s."),
-        el("p", _BUSY, class_="warning") if found["busy"] else None,
+        el("p", _BUSY, class_="warning") if result["busy"] else None,
         bars(
             rows,
             "A forward and backward pass in milliseconds, by kind of work",
@@ -176,10 +176,10 @@ def time(found: dict[str, Any]) -> Html:
     )
 
 
-def stages(found: dict[str, Any]) -> Html:
+def stages(result: dict[str, Any]) -> Html:
     """Return the section on graphs, ATen operators and kernels."""
     rows, kernels = [], []
-    for graph in found["graphs"]:
+    for graph in result["graphs"]:
         made = graph["kernels"] or []
         library = sum(kernel["launches"] for kernel in made if kernel["kind"] == "library")
         own = len([kernel for kernel in made if kernel["kind"] != "library"])
@@ -200,10 +200,10 @@ def stages(found: dict[str, Any]) -> Html:
             "Kernels",
             text=(1, 2, 4),
         ),
-        el("h3", "Performance hints") if found["hints"] else None,
-        [el("p", el("code", hint)) for hint in found["hints"] if hint.strip()],
+        el("h3", "Performance hints") if result["hints"] else None,
+        [el("p", el("code", hint)) for hint in result["hints"] if hint.strip()],
         lead=f"Dynamo captures, AOTAutograd makes ATen operators, Inductor fuses them. "
-        f"{counted(found['counts']['graphs'], 'graph')}, {counted(found['counts']['breaks'], 'break')}.",
+        f"{counted(result['counts']['graphs'], 'graph')}, {counted(result['counts']['breaks'], 'break')}.",
     )
 
 
@@ -241,15 +241,15 @@ def _pays(pays: dict[str, Any]) -> Html:
     )
 
 
-def _labs(found: dict[str, Any]) -> list[Html]:
+def _labs(labs: dict[str, Any]) -> list[Html]:
     kernels = [
-        [el("code", k["name"]), k["kind"], k["launches"], ", ".join(k["aten"])] for k in found["softmax"]["kernels"]
+        [el("code", k["name"]), k["kind"], k["launches"], ", ".join(k["aten"])] for k in labs["softmax"]["kernels"]
     ]
-    calls = [[el("code", "· " * c["depth"] + c["name"]), ", ".join(c["keys"]) or "-"] for c in found["dispatch"]]
-    broken = [[r["name"], r["broken"], r["mended"], r["remedy"], "; ".join(r["reasons"])] for r in found["breaks"]]
-    losses = [[r["name"], r["graphs"], r["breaks"], r["recompiles"]] for r in found["loss"]]
+    calls = [[el("code", "· " * c["depth"] + c["name"]), ", ".join(c["keys"]) or "-"] for c in labs["dispatch"]]
+    broken = [[r["name"], r["broken"], r["mended"], r["remedy"], "; ".join(r["reasons"])] for r in labs["breaks"]]
+    losses = [[r["name"], r["graphs"], r["breaks"], r["recompiles"]] for r in labs["loss"]]
     return [
-        _pays(found["pays"]),
+        _pays(labs["pays"]),
         section(
             "softmax",
             "One softmax kernel",

@@ -148,14 +148,14 @@ def reproduce(subject: Subject, finding: BisectAnswer, title: str, backend: str,
     return Reproduction(path, (ended or "").startswith(f"ended with code {SHOWS}"), lines[0] if lines else ended or "")
 
 
-def script_of(subject: Subject, part: ProbedModule, finding: BisectAnswer, title: str, backend: str) -> str:
+def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, title: str, backend: str) -> str:
     """Return the script of one module.
 
     Raises:
         NotWritable: an argument has no text.
     """
-    second = {"values": part.again, "shapes": part.other}.get(finding.question)
-    values = (part.call.args, part.call.kwargs, second)
+    second = {"values": probed.again, "shapes": probed.other}.get(finding.question)
+    values = (probed.call.args, probed.call.kwargs, second)
     # Classes of named tuples among the arguments, and our attention, if the model's calls are made for it.
     imports = sorted({f"from {kind.__module__} import {kind.__name__}" for kind in _kinds(values)})
     attention = ""
@@ -165,21 +165,21 @@ def script_of(subject: Subject, part: ProbedModule, finding: BisectAnswer, title
     code = {"backend": backend, "code": SHOWS}
     head = HEAD.format(
         title=f"A module that {title}",
-        name=part.name,
-        where=part.where,
+        name=probed.name,
+        where=probed.where,
         said="\n".join(line.replace("\\", "\\\\").replace('"""', "'''") for line in finding.message.splitlines()),
         version=torch.__version__,
         imports="\n".join(imports) + "\n" if imports else "",
-        device=str(_device(part)),
+        device=str(_device(probed)),
         source=subject.source,
         attention=attention,
-        submodule=f"module = module.get_submodule({part.path!r})\n" if part.path else "",
-        args=written(part.call.args),
-        kwargs=written(part.call.kwargs),
+        submodule=f"module = module.get_submodule({probed.path!r})\n" if probed.path else "",
+        args=written(probed.call.args),
+        kwargs=written(probed.call.kwargs),
         **code,
     )
     more = {"again_args": written(second.args), "again_kwargs": written(second.kwargs)} if second else {}
-    dtypes = [tensor.dtype for tensor in part.module.parameters()] or [torch.float32]
+    dtypes = [tensor.dtype for tensor in probed.module.parameters()] or [torch.float32]
     return head + BODY[finding.question].format(
         dynamic=finding.question == "shapes", allowed=max(ALLOWED.get(dtype, 0.0) for dtype in dtypes), **code, **more
     )
@@ -238,6 +238,6 @@ def _kinds(values: Any) -> set[type]:
     return set()
 
 
-def _device(part: ProbedModule) -> torch.device:
-    tensors = [*part.module.parameters(), *pytree.tree_leaves((part.call.args, part.call.kwargs))]
+def _device(probed: ProbedModule) -> torch.device:
+    tensors = [*probed.module.parameters(), *pytree.tree_leaves((probed.call.args, probed.call.kwargs))]
     return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)), torch.device("cpu"))

@@ -17,7 +17,7 @@ from sftkit.config.schema import Config
 from sftkit.config.terminal import print_text, visible
 from sftkit.experiments.explain.bisect import QUESTIONS, BisectAnswer, bisect
 from sftkit.experiments.explain.breaks import ADDS, breaks_of
-from sftkit.experiments.explain.flags import folder_of
+from sftkit.experiments.explain.flags import report_dir
 from sftkit.experiments.explain.kernels import kernels_of
 from sftkit.experiments.explain.labs import labs
 from sftkit.experiments.explain.page import render
@@ -43,7 +43,7 @@ def run(args: Namespace, cfg: Config | None) -> int:
     Raises:
         ConfigError: what is wrong with the file or the model.
     """
-    out = folder_of(args)
+    out = report_dir(args)
     quiet_profiler()
     if args.labs:
         quiet_libraries()
@@ -53,7 +53,7 @@ def run(args: Namespace, cfg: Config | None) -> int:
     with subject_of(args, cfg) as subject:
         out.mkdir(parents=True, exist_ok=True)
         result = _facts(subject.name, device_of(subject)) | {"beside": subject.beside, "shapes": shapes_of(subject)}
-        result["breaks"] = broken(subject)
+        result["breaks"] = graph_breaks(subject)
         if args.bisect:
             result["bisect"] = _bisected(subject, cfg.compile.backend if cfg else "inductor", out)
         if args.kernels:
@@ -87,7 +87,7 @@ def shapes_of(subject: Subject) -> list[str]:
     return [call.shape for call in (subject.call, subject.other) if call]
 
 
-def broken(subject: Subject) -> dict[str, Any]:
+def graph_breaks(subject: Subject) -> dict[str, Any]:
     """Return the section on breaks."""
     with working("capturing graphs"):
         found = breaks_of(subject)
@@ -111,11 +111,13 @@ def _bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]
                 if finding.guilty
                 else None
             )
-        rows.append({"question": question.name, "title": question.title, "backend": used} | _found(finding, script))
+        rows.append(
+            {"question": question.name, "title": question.title, "backend": used} | _bisect_result(finding, script)
+        )
     return rows
 
 
-def _found(finding: BisectAnswer, script: Reproduction | None) -> dict[str, Any]:
+def _bisect_result(finding: BisectAnswer, script: Reproduction | None) -> dict[str, Any]:
     first = finding.guilty[0] if finding.guilty else None
     others, asked = [part.name for part in finding.guilty[1:]], {name for name, _ in finding.steps}
     return {

@@ -22,7 +22,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.experiments.explain.flags import file_of
 from sftkit.models.kinds import kind_of
-from sftkit.models.load import DTYPES, load_options, offline_help, scratch_config, trained_part
+from sftkit.models.load import DTYPES, load_options, offline_help, scratch_config, trained_config
 from sftkit.models.structure import decoder, encoder, vocab_size
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.caption import Caption
@@ -49,13 +49,13 @@ class ModuleCall:
 class Tokens:
     """What of a tokenizer decides a new model."""
 
-    count: int
+    num_tokens: int
     bos_token_id: int | None = None
     eos_token_id: int = 0
     pad_token_id: int | None = None
 
     def __len__(self) -> int:
-        return self.count
+        return self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _config_there(model: ModelConfig) -> PretrainedConfig:
     """
     path = resolve(model.path or "")
     try:
-        return trained_part(AutoConfig.from_pretrained(path, **load_options(path, model)))
+        return trained_config(AutoConfig.from_pretrained(path, **load_options(path, model)))
     except (OSError, ValueError) as error:
         raise offline_help(path, error) from error
 
@@ -271,11 +271,11 @@ def _call(model: ModelWithLoss, batch: Batch) -> ModuleCall:
 def _source(config: PretrainedConfig, cfg: Config, orig_model: PreTrainedModel) -> str:
     """Return Python that makes the same decoder from its config: by itself, or of code that comes with the model from
     its folder."""
-    cut = config.get_text_config().num_hidden_layers
+    num_blocks = config.get_text_config().num_hidden_layers
     if cfg.model.trust_remote_code and cfg.model.path:
         path = str(Path(resolve(cfg.model.path)).absolute())
         make = f"config = AutoConfig.from_pretrained({path!r}, trust_remote_code=True)\n"
-        make += f"config.get_text_config().num_hidden_layers = {cut}\n"
+        make += f"config.get_text_config().num_hidden_layers = {num_blocks}\n"
     else:
         fields = {k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
         kind = fields.pop("model_type", config.model_type)

@@ -32,16 +32,16 @@ def wrapped(line: str, width: int) -> Iterator[str]:
     yield from parts or [""]
 
 
-def _breaks(found: dict[str, Any]) -> Iterator[str]:
-    yield f"\ngraph breaks: {len(found['rows'])}"
-    for row in found["rows"]:
+def _breaks(breaks: dict[str, Any]) -> Iterator[str]:
+    yield f"\ngraph breaks: {len(breaks['rows'])}"
+    for row in breaks["rows"]:
         yield f"  {row['file']}:{row['line']}: {row['code']}"
         yield f"    why     {row['reason']}" + ("; the rest of the function runs as Python" if row["given_up"] else "")
         yield f"    remedy  {row['remedy']}"
         yield f"    seen by {', '.join(row['seen_by'])}"
-    for one in found["instruments"]:
+    for one in breaks["instruments"]:
         yield f"  {one['name']}: {one['said']}"
-    for text in found["recompiles"]:
+    for text in breaks["recompiles"]:
         yield f"  compiled again: {text}"
 
 
@@ -66,41 +66,41 @@ def _bisected(row: dict[str, Any]) -> Iterator[str]:
         yield f"  {row['printed']}"
 
 
-def _kernels(found: dict[str, Any]) -> Iterator[str]:
-    counts = found["counts"]
+def _kernels(result: dict[str, Any]) -> Iterator[str]:
+    counts = result["counts"]
     yield (
         f"\na training step: {counts['dispatches']:,} operators dispatched in eager ({counts['views']:,} of them views), "
         f"{counts['launches']:,} launches compiled; {counted(counts['graphs'], 'graph')}, "
         f"{counted(counts['breaks'], 'break')}"
     )
-    if found["busy"]:
+    if result["busy"]:
         yield "  the machine did other work meanwhile: these times say little"
     for way in ("eager", "compiled"):
-        profile = found["profiles"][way]
+        profile = result["profiles"][way]
         shares = (f"{kind} {share:.0%}" for kind, share in profile["shares"].items() if share >= 0.005)
         yield f"  {way:8}  {1e3 * profile['seconds']:8.2f} ms  {', '.join(shares)}"
-    for graph in found["graphs"]:
+    for graph in result["graphs"]:
         kernels = graph["kernels"] or []
         known = graph["aten_ops"] is not None
         operators = counted(graph["aten_ops"], "ATen operator") if known else "ATen operators not known"
         yield f"  graph {graph['id']} {graph['pass']}: {graph['function']}, {operators}, {counted(len(kernels), 'kernel')}"
 
 
-def _labs(found: dict[str, Any]) -> Iterator[str]:
-    softmax = found["softmax"]
+def _labs(labs: dict[str, Any]) -> Iterator[str]:
+    softmax = labs["softmax"]
     yield f"\nlinear + softmax: {', '.join(k['name'] for k in softmax['kernels'])}"
     yield "\na linear layer, as the dispatcher sees it:"
-    for call in found["dispatch"]:
+    for call in labs["dispatch"]:
         yield f"  {'  ' * call['depth']}{call['name']}"
     yield "\nwhat breaks graphs (breaks before and after the remedy)"
-    for row in found["breaks"]:
+    for row in labs["breaks"]:
         yield f"  {row['broken']} -> {row['mended']}  {row['name']}: {row['remedy']}"
     yield "\na loss function chosen in forward"
-    for row in found["loss"]:
+    for row in labs["loss"]:
         numbers = (counted(row[f"{noun}s"], noun) for noun in ("graph", "break", "recompile"))
         yield f"  {row['name']}: {', '.join(numbers)}"
-    yield f"\nwhen does compiling help? {found['pays']['machine']}"
-    if any(row["busy"] for row in found["pays"]["rows"]):
+    yield f"\nwhen does compiling help? {labs['pays']['machine']}"
+    if any(row["busy"] for row in labs["pays"]["rows"]):
         yield "  the machine did other work meanwhile: these times say little"
-    for row in found["pays"]["rows"]:
+    for row in labs["pays"]["rows"]:
         yield f"  {row['name']:34}  {row['speedup']:5.2f}x  (claimed {row['claim']})"

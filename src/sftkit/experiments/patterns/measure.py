@@ -82,7 +82,7 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
         at_update = _gradients_at_update(engine.optimizer, orig_model)
         for step in batches.steps(0, TRAINED_STEPS):
             recorder.begin_step()
-            with saved.watched():
+            with saved.measuring():
                 outcome = engine.step(step, LEARNING_RATE)
             exchanged, most = recorder.exchanged(), recorder.most_alive
             losses.append(float(rt.sum(outcome.sums["nll"])) / step.num_targets)

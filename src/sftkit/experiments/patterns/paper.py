@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 "Of Llama 3.1, as published."
 PAPER_MODELS: dict[str, Callable[[Topology], bool]] = {
     "ddp": lambda t: not t.partial,
-    "fsdp2, hsdp": lambda t: t.sharded and t.parts == t.stages == 1,
+    "fsdp2, hsdp": lambda t: t.sharded and t.ranks_per_row == t.stages == 1,
     "tp": lambda t: t.tensor > 1,
     "cp": lambda t: t.context > 1,
     "pp": lambda t: t.stages > 1,
@@ -67,7 +67,7 @@ def chosen() -> Table:
             settings = f"{s.optimizer}, {way.memory}"
             rows = f"{s.layout.micro_batch_size} x {s.layout.accumulation}"
             numbers = [
-                f"{way.found.total / GIB:.0f}",
+                f"{way.estimate.total / GIB:.0f}",
                 f"{way.sent / 1e9:,.0f}",
                 f"{way.hidden:.0%}",
                 f"{way.share:.0%}",
@@ -95,7 +95,7 @@ def families() -> Table:
                 own = [way for way in found if belongs(way.setup.topology)]
                 best = max(own, key=lambda way: way.share, default=None)
                 row.append(
-                    f"{best.share:.0%}, {best.found.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
+                    f"{best.share:.0%}, {best.estimate.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
                 )
             cells.append(row)
     return ["model", "GPUs", *PAPER_MODELS], cells

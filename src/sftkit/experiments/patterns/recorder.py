@@ -134,7 +134,7 @@ class Saved:
         self.alive = self.most_alive = 0
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def measuring(self) -> Iterator[None]:
         """Count, inside, what is saved until it is freed, and note the most of it anew."""
         self.most_alive = self.alive
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor):

@@ -93,9 +93,9 @@ def machine(results: Results) -> str:
     return f"{found['device']}, {packages}, commit {found['git']}, {results['started']}"
 
 
-def markdown(found: Table) -> str:
+def markdown(content: Table) -> str:
     """Return the table for a page."""
-    return table(*found)
+    return table(*content)
 
 
 def terminal(results: Results) -> str:
@@ -113,9 +113,9 @@ def terminal(results: Results) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _plain(found: Table) -> str:
+def _plain(content: Table) -> str:
     """Return the table in columns: names left, numbers right."""
-    header, cells = found
+    header, cells = content
     widths = [max(len(row[i]) for row in (header, *cells)) for i in range(len(header))]
     lines = []
     for row in (header, *cells):

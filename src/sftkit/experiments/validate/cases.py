@@ -104,7 +104,7 @@ def cases(
 ) -> list[ValidationRun]:
     """Return for each layout and number of processes an eager and a compiled run; with the fewest also a second eager
     seed, and the reference engine where it has the recipe's optimizer."""
-    found = []
+    made = []
     for layout in plan.layouts:
         for count in plan.processes:
             fewest = count == plan.processes[0]
@@ -116,10 +116,10 @@ def cases(
                 folder = out / "runs" / slug
                 words = command(launch, plan.script, [plan.recipe, *_settings_of(plan, cfg, layout, kind, folder)])
                 caches = out.resolve() / "caches" / slug
-                found.append(
+                made.append(
                     ValidationRun(layout, count, kind, folder, tuple(words), environment_of(count, caches, launch))
                 )
-    return found
+    return made
 
 
 def has_reference(cfg: Config, hardware: Hardware, replica: Replica | None) -> bool:
@@ -130,25 +130,27 @@ def has_reference(cfg: Config, hardware: Hardware, replica: Replica | None) -> b
     return known and (hardware.gpu_memory_bytes is None or needed <= USABLE * hardware.gpu_memory_bytes)
 
 
-def launch_of(count: int, cfg: Config, hardware: Hardware, replica: Replica | None) -> Launch:
+def launch_of(processes: int, cfg: Config, hardware: Hardware, replica: Replica | None) -> Launch:
     """Return how so many processes are started here: as `make` does on a machine with so many GPUs."""
-    if hardware.gpus or count == 1:
-        return choose(replace(hardware, gpus=count if hardware.gpus else 0), cfg.train.global_batch_size, {}, replica)
-    threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // count)), "ACCELERATE_USE_CPU": "true"}
-    return Launch(CONFIGS / "cpu_ddp.yaml", count, "", threads)
+    if hardware.gpus or processes == 1:
+        return choose(
+            replace(hardware, gpus=processes if hardware.gpus else 0), cfg.train.global_batch_size, {}, replica
+        )
+    threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // processes)), "ACCELERATE_USE_CPU": "true"}
+    return Launch(CONFIGS / "cpu_ddp.yaml", processes, "", threads)
 
 
-def environment_of(count: int, caches: Path, launch: Launch) -> dict[str, str]:
+def environment_of(processes: int, caches: Path, launch: Launch) -> dict[str, str]:
     """Return the environment variables of a run: compiler caches of its own, but the user's cache of the hub; and the
     first GPUs of those that are visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(i) for i in range(count)]
+    devices = visible.split(",") if visible else [str(i) for i in range(processes)]
     return {
         **own_caches(caches),
         "HF_HOME": os.environ.get(
             "HF_HOME", str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface")
         ),
-        "CUDA_VISIBLE_DEVICES": ",".join(devices[:count]),
+        "CUDA_VISIBLE_DEVICES": ",".join(devices[:processes]),
         **launch.env,
         **signal_env(os.environ),
     }

@@ -43,7 +43,7 @@ def parse(description: str | None) -> Namespace:
     return args
 
 
-def plan_of(args: Namespace) -> ValidationPlan:
+def validation_plan(args: Namespace) -> ValidationPlan:
     """Return the plan that the flags ask for.
 
     Raises:
@@ -64,7 +64,7 @@ def plan_of(args: Namespace) -> ValidationPlan:
     )
 
 
-def folder_of(args: Namespace) -> Path:
+def results_dir(args: Namespace) -> Path:
     """Return where the result goes: --out, or a new folder named after recipe and time."""
     name = "-".join(Path(args.recipe).with_suffix("").parts[-2:])
     return args.out or Path("runs/validate") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -62,19 +62,19 @@ class Trio:
 def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
     """Return the runs that are compared, layout by layout, the fewest processes first."""
     plan = result["plan"]
-    found = []
+    all_trios = []
     for layout in plan["layouts"]:
         runs = {(run["processes"], run["kind"]): run for run in result["runs"] if run["layout"] == layout}
 
-        def measured(count: int, kind: str, runs: dict[tuple[int, str], dict[str, Any]] = runs) -> Measured:
+        def measured(processes: int, kind: str, runs: dict[tuple[int, str], dict[str, Any]] = runs) -> Measured:
             missing = Measured("it was not run", [], {}, [], {}, {}, {}, {}, [])
-            return Measured(**runs[count, kind]["measured"]) if (count, kind) in runs else missing
+            return Measured(**runs[processes, kind]["measured"]) if (processes, kind) in runs else missing
 
         fewest = plan["processes"][0]
         other_seed = measured(fewest, "eager, other seed")
         # Results of earlier versions have none, and neither has a recipe whose optimizer it does not know.
         reference = measured(fewest, "reference") if (fewest, "reference") in runs else None
-        found.append(
+        all_trios.append(
             [
                 Trio(
                     layout,
@@ -89,7 +89,7 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
                 for count in plan["processes"]
             ]
         )
-    return found
+    return all_trios
 
 
 def judge(trio: Trio) -> list[Verdict]:
@@ -106,9 +106,9 @@ def judge(trio: Trio) -> list[Verdict]:
     return verdicts
 
 
-def trio_verdict(trio: Trio, criterion: str, found: str, wanted: str, *, ok: bool | None) -> Verdict:
+def trio_verdict(trio: Trio, criterion: str, actual: str, wanted: str, *, ok: bool | None) -> Verdict:
     """Return a verdict on this trio."""
-    return Verdict(trio.layout, trio.processes, criterion, ok, found, wanted)
+    return Verdict(trio.layout, trio.processes, criterion, ok, actual, wanted)
 
 
 def _finished(trio: Trio) -> tuple[bool, str, str]:

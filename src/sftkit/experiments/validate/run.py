@@ -125,13 +125,13 @@ def logits_row(case: ValidationRun) -> dict[str, Any]:
 
 def verdicts(result: dict[str, Any], layouts: list[list[Trio]], ledger: Ledger | None) -> list[Verdict]:
     """Return the verdicts on every criterion of every layout and number of processes that was run."""
-    found = []
+    results = []
     for of_layout in layouts:
         for trio in of_layout:
-            found += judge(trio)
-            found += [as_in_ledger(trio, result, ledger)] if ledger else []
-        found += scaling(of_layout)
-    return found
+            results += judge(trio)
+            results += [as_in_ledger(trio, result, ledger)] if ledger else []
+        results += scaling(of_layout)
+    return results
 
 
 def times(layouts: list[list[Trio]]) -> list[dict[str, Any]]:

@@ -17,14 +17,14 @@ from sftkit.graph import compat
 from sftkit.parallel.tensor import Activations
 
 
-def gather(piece: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the shards of all ranks of a group, joined along a dimension."""
-    return _Gather.apply(piece, dim, group)  # type: ignore[no-any-return]
+    return _Gather.apply(shard, dim, group)  # type: ignore[no-any-return]
 
 
-def add_and_scatter(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def add_and_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's shard, along a dimension, of the sum over the ranks of a group."""
-    return _Scatter.apply(whole, dim, group)  # type: ignore[no-any-return]
+    return _Scatter.apply(tensor, dim, group)  # type: ignore[no-any-return]
 
 
 def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def send(rows: Tensor, sizes: Tensor, room: int, group: ProcessGroup, *, back: b
 
 
 class Exchange(Activations):
-    """Between the layers of a tensor-parallel model; in `whole_rows` every rank has all positions."""
+    """Between the layers of a tensor-parallel model; in `without_sequence_parallel` every rank has all positions."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -59,18 +59,18 @@ class Exchange(Activations):
 
     def gather(self, positions: Tensor) -> Tensor:
         """Whole rows, [B, T, H], of this rank's columns of them, [B, C, H]."""
-        return gather(positions, 1, self.group) if self.cut_by_position else positions
+        return gather(positions, 1, self.group) if self.sequence_parallel else positions
 
-    def add_up(self, parts: Tensor) -> Tensor:
+    def add_up(self, partial: Tensor) -> Tensor:
         """Return the sum of the ranks' parts of whole rows, [B, T, H]: this rank's columns of it, [B, C, H]."""
-        return add_and_scatter(parts, 1, self.group) if self.cut_by_position else _Sum.apply(parts, self.group)  # type: ignore[no-any-return]
+        return add_and_scatter(partial, 1, self.group) if self.sequence_parallel else _Sum.apply(partial, self.group)  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return compat.all_gather(piece, dim, group)
+        return compat.all_gather(shard, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -79,9 +79,9 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return compat.reduce_scatter(whole, dim, group)
+        return compat.reduce_scatter(tensor, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -90,9 +90,9 @@ class _Scatter(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return compat.all_reduce(part, group)
+        return compat.all_reduce(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

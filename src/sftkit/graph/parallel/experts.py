@@ -99,17 +99,17 @@ DISPATCHERS: dict[str, Callable[..., Tensor]] = {"allgather": by_all_gather, "al
 "By graph.token_dispatcher."
 
 
-def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first: int) -> Tensor:
+def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first_expert: int) -> Tensor:
     """Return what a rank's experts add to tokens, [N, H]: 0 to those that visit none of them.
 
     Args:
         experts: of grouped.computed.
         hidden: [N, H]. chosen: int64 [N, K], numbers of experts. weights: [N, K].
-        first: number of its first expert.
+        first_expert: number of its first expert.
     """
-    count, visits = len(experts.gate_up_proj), chosen.shape[1]
-    numbers = chosen.flatten() - first
-    numbers = torch.where((numbers >= 0) & (numbers < count), numbers, count)
+    num_experts, visits = len(experts.gate_up_proj), chosen.shape[1]
+    numbers = chosen.flatten() - first_expert
+    numbers = torch.where((numbers >= 0) & (numbers < num_experts), numbers, num_experts)
     return _weighted(computed(experts, hidden, numbers, visits), weights).to(hidden.dtype)
 
 

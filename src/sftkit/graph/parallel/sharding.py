@@ -27,7 +27,7 @@ _READS = "_sftkit_reads"
 "Attribute of a module while its own parameters are read: then they come gathered."
 
 
-class Pieces(NamedTuple):
+class ShardingSpec(NamedTuple):
     """How a weight lies over the ranks."""
 
     mesh: DeviceMesh
@@ -66,22 +66,22 @@ class _Gathered(torch.autograd.Function):
         return summed.to(ctx.dtype), None
 
 
-def shard(model: ModelWithLoss, pieces_of: Callable[[torch.nn.Module, str], Pieces], precision: str) -> None:
+def shard(model: ModelWithLoss, spec_of: Callable[[torch.nn.Module, str], ShardingSpec], precision: str) -> None:
     """Cut every weight of the model, in place.
 
     Args:
-        pieces_of: of a module and the name of one of its own parameters how that lies over the ranks.
+        spec_of: of a module and the name of one of its own parameters how that lies over the ranks.
         precision: of the weights; bf16 gradients are summed over the ranks in fp32.
     """
     gather = Gather(torch.float32 if precision == "bf16" else None)
-    found: dict[int, torch.nn.Parameter] = {}  # tied weights stay one
+    sharded: dict[int, torch.nn.Parameter] = {}  # tied weights stay one
     for module in model.orig_model.modules():
         names = []
         for name, param in list(module.named_parameters(recurse=False)):
-            if id(param) not in found:
-                piece = distribute_tensor(param.data, *pieces_of(module, name), src_data_rank=None)
-                found[id(param)] = torch.nn.Parameter(piece, requires_grad=param.requires_grad)
-            module.register_parameter(name, found[id(param)])
+            if id(param) not in sharded:
+                distributed = distribute_tensor(param.data, *spec_of(module, name), src_data_rank=None)
+                sharded[id(param)] = torch.nn.Parameter(distributed, requires_grad=param.requires_grad)
+            module.register_parameter(name, sharded[id(param)])
             names.append(name)
         if names:
             module.__class__ = _gathering(type(module), tuple(names))  # type: ignore[arg-type]  # torch hashes modules

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 from sftkit.graph.parallel.exchange import Exchange
-from sftkit.graph.parallel.sharding import Pieces
+from sftkit.graph.parallel.sharding import ShardingSpec
 from sftkit.models.structure import decoder_blocks
 from sftkit.parallel.tensor import (
     COLUMNS,
@@ -81,7 +81,7 @@ class GraphMeshes:
 
     every: DeviceMesh
     "[ranks] or [replicas, ranks]: what weights are cut over that ranks have use for whole"
-    parts: DeviceMesh | None
+    tensor_parallel: DeviceMesh | None
     "[tensor, shards] or [replicas, tensor, shards]: what matrices of tensor-parallel blocks are cut over, by tensor first"
 
 
@@ -97,13 +97,13 @@ def check_plan(orig_model: PreTrainedModel, size: int) -> None:
             f"parallelism_config_tp_size={size}: {model_type} has no tensor-parallel plan with train.engine=graph, "
             f"{', '.join(PLANS)} have: set it to 1"
         )
-    plan = plan_of(orig_model)
+    plan = tensor_plan(orig_model)
     check_divides(orig_model, size, *plan.divided)
     for block in decoder_blocks(orig_model):
         check_known(block, size, plan.known)
 
 
-def plan_of(orig_model: PreTrainedModel) -> TensorPlan:
+def tensor_plan(orig_model: PreTrainedModel) -> TensorPlan:
     """Return the plan of a model that `check_plan` does not refuse."""
     return PLANS[orig_model.config.model_type]
 
@@ -117,29 +117,29 @@ def make_meshes(topology: Topology, device_type: str) -> GraphMeshes:
         return GraphMeshes(every, None)
     ranks = torch.arange(t.world_size).view(t.replicas, t.shards, t.tensor).transpose(1, 2)
     # As a list: a transposed tensor keeps odd strides where a size is 1, and torch 2.11 then refuses to slice the mesh.
-    parts = DeviceMesh(device_type, ranks.tolist(), mesh_dim_names=("replicas", "tensor", "shards"))
-    return GraphMeshes(every, parts["tensor", "shards"] if t.replicas == 1 else parts)
+    tensor_parallel = DeviceMesh(device_type, ranks.tolist(), mesh_dim_names=("replicas", "tensor", "shards"))
+    return GraphMeshes(every, tensor_parallel["tensor", "shards"] if t.replicas == 1 else tensor_parallel)
 
 
 class WeightPlacement:
     """How every weight of a model lies over the ranks."""
 
     def __init__(self, orig_model: PreTrainedModel, meshes: GraphMeshes) -> None:
-        self._every, self._parts = meshes.every, meshes.parts
-        self._cut: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
+        self._every, self._tensor_parallel = meshes.every, meshes.tensor_parallel
+        self._placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
         "parameters that are cut by tensor parallelism, and then by shards"
-        if meshes.parts is not None:
-            plan, shards = plan_of(orig_model), meshes.parts.size(-1)
+        if meshes.tensor_parallel is not None:
+            plan, shards = tensor_plan(orig_model), meshes.tensor_parallel.size(-1)
             for block in decoder_blocks(orig_model):
-                self._cut |= _cuts(plan, block, meshes.parts["tensor"].size(), shards)
+                self._placements |= _block_placements(plan, block, meshes.tensor_parallel["tensor"].size(), shards)
 
-    def __call__(self, module: torch.nn.Module, name: str) -> Pieces:
+    def __call__(self, module: torch.nn.Module, name: str) -> ShardingSpec:
         """Of a module's own parameter."""
-        cuts = self._cut.get((module, name))
-        if cuts is None:
-            return _pieces(self._every, Shard(0))
-        assert self._parts is not None
-        return _pieces(self._parts, *cuts)
+        placements = self._placements.get((module, name))
+        if placements is None:
+            return _spec(self._every, Shard(0))
+        assert self._tensor_parallel is not None
+        return _spec(self._tensor_parallel, *placements)
 
 
 def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -148,7 +148,7 @@ def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Args:
         mesh: that has a dimension "tensor".
     """
-    plan, exchange = plan_of(orig_model), Exchange(mesh.get_group("tensor"))
+    plan, exchange = tensor_plan(orig_model), Exchange(mesh.get_group("tensor"))
     orig_model._activations = exchange  # type: ignore[assignment]
     for block in decoder_blocks(orig_model):
         for name, module in _of_plan(block, plan.gathered).items():
@@ -174,19 +174,19 @@ def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def _cuts(
+def _block_placements(
     plan: TensorPlan, block: torch.nn.Module, ranks: int, shards: int
 ) -> dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]]:
     """Parameters of a block that are cut over `ranks` tensor-parallel ranks, by module and name, and along which dimensions."""
-    found: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
+    placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
     for module in _of_plan(block, plan.columns).values():
-        found |= {(module, name): (Shard(0), Shard(0)) for name, _ in module.named_parameters()}
+        placements |= {(module, name): (Shard(0), Shard(0)) for name, _ in module.named_parameters()}
     for module in _of_plan(block, plan.rows).values():
-        found[module, "weight"] = Shard(1), Shard(0)
+        placements[module, "weight"] = Shard(1), Shard(0)
     for module in _of_plan(block, plan.experts).values():
         for name, param in module.named_parameters():  # of few experts there is a part on every shard, too
-            found[module, name] = Shard(0), Shard(int((len(param) // ranks) % shards > 0))
-    return found
+            placements[module, name] = Shard(0), Shard(int((len(param) // ranks) % shards > 0))
+    return placements
 
 
 def _of_plan(block: torch.nn.Module, names: Sequence[str]) -> dict[str, torch.nn.Module]:
@@ -194,5 +194,5 @@ def _of_plan(block: torch.nn.Module, names: Sequence[str]) -> dict[str, torch.nn
     return {name: module for name, module in block.named_modules() if name in names}
 
 
-def _pieces(mesh: DeviceMesh, *cuts: Any) -> Pieces:
-    return Pieces(mesh, [*[Replicate()] * (mesh.ndim - len(cuts)), *cuts])
+def _spec(mesh: DeviceMesh, *placements: Any) -> ShardingSpec:
+    return ShardingSpec(mesh, [*[Replicate()] * (mesh.ndim - len(placements)), *placements])

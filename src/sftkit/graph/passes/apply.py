@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from sftkit.config.graph_passes import PASSES, Pass
 from sftkit.graph import compat
-from sftkit.graph.graphs import Counts, bytes_of, counts_of
+from sftkit.graph.graphs import Counts, counts_of, tensor_bytes
 from sftkit.graph.passes.regions import flex_attention
 from sftkit.graph.passes.replay import RecordGraph, Replayed
 from sftkit.rundir.files import replace_text
@@ -56,7 +56,7 @@ class Passes:
 
     def on_half(self, half: str, graph: GraphModule) -> None:
         """Change the forward or the backward half, in place."""
-        kept = bytes_of(compat.kept_for_backward(graph)) if half == "backward" else None
+        kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
         for spec in (*self._at("split"), *self._at("regions")):
             _function(spec)(graph, for_inductor=self.for_inductor)

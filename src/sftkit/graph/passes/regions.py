@@ -104,7 +104,7 @@ def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
     known: dict[Any, Callable[..., Any]] = {}
     for run in runs:
         left, outputs = _left(run)
-        code, inputs = _cut_out(graph, run, outputs)
+        code, inputs = _extract(graph, run, outputs)
         examples = [node.meta["val"] for node in inputs]
         key = (_text(code), tuple((v.shape, v.stride(), v.dtype, v.device) for v in examples))
         if key not in known:
@@ -128,7 +128,7 @@ def _left(run: NodeRun) -> tuple[set[Node], NodeRun]:
     return left, [node for node in run if node not in left and read_outside(node)]
 
 
-def _cut_out(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphModule, NodeRun]:
+def _extract(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphModule, NodeRun]:
     """Return a copy of some nodes as a graph of its own, whose names say nothing of where they were; and its inputs."""
     needed, inside = dict.fromkeys(outputs), set(run)
     for node in reversed(run):
@@ -136,20 +136,20 @@ def _cut_out(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphM
             needed |= dict.fromkeys(node.all_input_nodes)
     read = dict.fromkeys(source for node in run if node in needed for source in node.all_input_nodes)
     inputs = [node for node in read if node not in inside and node.op != "get_attr"]
-    part, copies, functions = Graph(), dict[Node, Node](), dict[str, Any]()
+    extracted, copies, functions = Graph(), dict[Node, Node](), dict[str, Any]()
     for number, node in enumerate(inputs):
-        copies[node] = part.placeholder(f"input_{number}")
+        copies[node] = extracted.placeholder(f"input_{number}")
         copies[node].meta["val"] = node.meta["val"]
     for node in (node for node in needed if node.op == "get_attr"):
         name = f"function_{len(functions)}"
         functions[name] = getattr(graph, str(node.target))
-        copies[node] = part.get_attr(name)
+        copies[node] = extracted.get_attr(name)
     for node in (node for node in run if node in needed):
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)  # type: ignore[attr-defined]
-        copies[node] = part.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copies[node] = extracted.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copies[node].meta["val"] = node.meta.get("val")
-    part.output(tuple(copies[node] for node in outputs))
-    return GraphModule(functions, part), inputs
+    extracted.output(tuple(copies[node] for node in outputs))
+    return GraphModule(functions, extracted), inputs
 
 
 def _text(region: GraphModule) -> str:

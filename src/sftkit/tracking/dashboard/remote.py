@@ -173,10 +173,10 @@ class DashboardWriter:
         except queue.Full:
             self._lose(f"has not answered for {QUEUE_ROWS} rows")
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         """Count what did not get there; warn of the first."""
         if self.dropped == 0:
-            log.warning("%s %s; metrics.jsonl is kept all the same", self.dashboard.name, why)
+            log.warning("%s %s; metrics.jsonl is kept all the same", self.dashboard.name, reason)
         self.dropped += 1
 
     def _work(self) -> None:
