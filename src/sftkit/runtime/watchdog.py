@@ -50,7 +50,7 @@ class Watchdog:
         self._rt, self._status, self._run = rt, status, run
         self._first_step = status.step + 1
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="watchdog", daemon=True)
         self._last_flush = 0.0
         self._others_failed_at: float | None = None
 
