@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from sftkit.data.loader import Batches
 from sftkit.engine.engine import Engine, WarmUp
+from sftkit.rundir.names import step_dir
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.open import claim_run_dir
 from sftkit.runtime.signals import Deadline
@@ -14,6 +16,7 @@ from sftkit.tracking.checks import Check
 from sftkit.train import proof
 from sftkit.train.evaluation import Evaluation, record_evaluation
 from sftkit.train.parts import TrainServices
+from sftkit.train.summary import Trained
 
 
 def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minutes: float | None) -> RunStatus:
@@ -29,25 +32,48 @@ def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minu
     return status
 
 
-def warm_up(engine: Engine, batches: Batches, services: TrainServices, status: RunStatus) -> tuple[WarmUp, list[Check]]:
-    """Warm the engine up; return what it tells of it, and all checks that can be made before the first step.
+def warm_up(
+    engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime
+) -> tuple[WarmUp, list[Check]]:
+    """Warm the engine up, make all checks that need no step, and write them to proof.json.
 
     Raises:
         ConfigError: the run cannot work like this.
     """
     status.at(status.step, "warm-up")
-    tracker, checkpoints = services.tracker, services.checkpoints
-    ready = engine.warm_up(tracker.print)
+    ready = engine.warm_up(services.tracker.print)
     checks = [
         *ready.checks,
         *services.data_checks,
         proof.mask_check(batches.examples, proof.eos_token_ids_of(engine.model.orig_model)),
-        proof.resume_check(status.step, checkpoints.resumed_from),
+        proof.resume_check(status.step, services.checkpoints.resumed_from),
     ]
     for check in checks:
         if check.ok is False:
-            tracker.print(f"check failed: {check.name}: {check.found} (expected: {check.expected})", "warning")
+            text = f"check failed: {check.name}: {check.found} (expected: {check.expected})"
+            services.tracker.print(text, "warning")
+    if rt.is_main and status.step != status.total_steps:
+        proof.write(status.run_dir, checks)
     return ready, checks
+
+
+def start_summary(status: RunStatus, ready: WarmUp, evaluation: Evaluation, run_dir: Path) -> Trained:
+    """Return the summary of a start that has done no step yet.
+
+    Args:
+        evaluation: the one before the first step, empty without one.
+    """
+    assert status.total_steps is not None
+    return Trained(
+        status.step,
+        status.total_steps,
+        warm_up_seconds=ready.seconds,
+        compiled=ready.compiled,
+        evals=evaluation.metrics,
+        samples=evaluation.samples,
+        evals_at_start={} if status.step else evaluation.metrics,
+        checkpoint=str(step_dir(run_dir, status.step)) if status.step else "",
+    )
 
 
 def begin_writing(

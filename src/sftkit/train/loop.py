@@ -11,13 +11,12 @@ from sftkit.data.loader import Batches
 from sftkit.engine.engine import Engine
 from sftkit.engine.replicas import Replicas
 from sftkit.optim.schedule import learning_rate
-from sftkit.rundir.names import step_dir
 from sftkit.runtime.consistency import assert_same_on_ranks, data_identity
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import watchdog
 from sftkit.tracking.trace import Trace
 from sftkit.train import proof
-from sftkit.train.begin import begin_writing, open_status, warm_up
+from sftkit.train.begin import begin_writing, open_status, start_summary, warm_up
 from sftkit.train.due import due_after
 from sftkit.train.evaluation import evaluate_at, first_evaluation, record_evaluation
 from sftkit.train.monitor import log_window, start_monitor
@@ -25,7 +24,7 @@ from sftkit.train.parts import TrainServices
 from sftkit.train.prefetch import on_device
 from sftkit.train.saves import finish_checkpoint_on_error, report_saves
 from sftkit.train.state import LoopPosition, checkpoint_state
-from sftkit.train.summary import Trained
+from sftkit.train.summary import Trained, write_end
 
 
 def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> Trained:
@@ -48,17 +47,10 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     already_done = step == total_steps  # then the proof.json of the start that trained it stays
     with watchdog(rt, status, cfg.run), closing(engine):
         # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data go to proof.json.
-        ready, checks = warm_up(engine, batches, services, status)
-        if rt.is_main and not already_done:
-            proof.write(status.run_dir, checks)
-        # After the warm-up, so that a run that cannot train is refused before an evaluation is spent on it.
+        ready, checks = warm_up(engine, batches, services, status, rt)
+        # After it, so that a run that cannot train is refused before an evaluation is spent on it.
         evaluation = first_evaluation(cfg, status, rt, engine, services)
-        trained = Trained(step, total_steps, warm_up_seconds=ready.seconds, compiled=ready.compiled)
-        trained.evals, trained.samples = evaluation.metrics, evaluation.samples
-        if step == 0:
-            trained.evals_at_start = evaluation.metrics
-        else:
-            trained.checkpoint = str(step_dir(checkpoints.run_dir, step))
+        trained = start_summary(status, ready, evaluation, checkpoints.run_dir)
 
         # What is measured, watched and written; the run directory is claimed when the first step is done.
         orig_model.train()
@@ -146,10 +138,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         checks += closing_checks(None)
         if rt.is_main and not already_done:
             proof.write(status.run_dir, checks, logits)
-        # Only one rank may have received the signal.
-        number = rt.agreed_signal() if stopped else None
-        if rt.is_main:
-            status.write_end(number, stopped=stopped)
+        write_end(status, rt, stopped=stopped)
     trained.step, trained.stopped = step, stopped
     trained.tokens, trained.train_seconds = monitor.meter.progress.tokens, monitor.meter.total_step_seconds
     return trained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sftkit.config.schema import Config
@@ -62,7 +63,7 @@ def start_monitor(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, se
 
 
 def log_window(
-    monitor: Monitor, engine: Engine, services: TrainServices, status: RunStatus, values: dict[str, float | None]
+    monitor: Monitor, engine: Engine, services: TrainServices, status: RunStatus, values: Mapping[str, float | None]
 ) -> dict[str, float | None]:
     """Close the window of steps since the last line, and log it; every rank calls it. Waits for the device.
 

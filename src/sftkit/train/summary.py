@@ -10,6 +10,7 @@ from typing import Any
 from sftkit.reports.write import try_report
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import LATEST, SUMMARY
+from sftkit.rundir.status import RunStatus
 from sftkit.runtime.start import Runtime
 
 
@@ -36,6 +37,17 @@ class Trained:
     "the evaluation before the first step, empty without eval.at_start"
     checkpoint: str = ""
     "the newest step directory; empty if no step was done"
+
+
+def write_end(status: RunStatus, rt: Runtime, *, stopped: bool) -> None:
+    """Write to run_status.json that training has ended; every rank calls it.
+
+    Args:
+        stopped: before its last step; then the signal is written, too, which only one rank may have received.
+    """
+    number = rt.agreed_signal() if stopped else None
+    if rt.is_main:
+        status.write_end(number, stopped=stopped)
 
 
 def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
