@@ -39,7 +39,8 @@ from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.train.assemble import make_engine
-from sftkit.train.loop import Bookkeeping, train
+from sftkit.train.loop import train
+from sftkit.train.parts import TrainServices
 from sftkit.train.summary import write_summary
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 40
@@ -217,7 +218,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
         return {}, []
 
     with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
-        trained = train(cfg, rt, engine, batches, Bookkeeping(evaluate, checkpoints, tracker, resumed))
+        trained = train(cfg, rt, engine, batches, TrainServices(evaluate, checkpoints, tracker, resumed))
     write_summary(folder, trained, rt)
     weights = {name: value.double().sum().item() for name, value in orig_model.state_dict().items()}
     Path(f"{run_dir}.weights{rt.rank}").write_text(json.dumps(weights))

@@ -43,8 +43,8 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.assemble import lay_out, make_engine
-from sftkit.train.loop import Bookkeeping, train
-from sftkit.train.parts import Documents
+from sftkit.train.loop import train
+from sftkit.train.parts import Documents, TrainServices
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 STEPS, LOG_EVERY, SAVE_EVERY, BROKEN = 14, 4, 5, 9
@@ -109,7 +109,7 @@ def run(
     rt.stopping.stop_requested = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
     try:
         with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"], open_window=is_open(resumed))) as tracker:
-            train(cfg, rt, engine, batches, Bookkeeping(lambda _: ({}, []), checkpoints, tracker, resumed))
+            train(cfg, rt, engine, batches, TrainServices(lambda _: ({}, []), checkpoints, tracker, resumed))
     finally:
         ModelWithLoss.forward = forward  # type: ignore[method-assign]
     return taken

@@ -38,7 +38,8 @@ from sftkit.rundir.names import LATEST, OPTIMIZER, newest_run, resolve, step_dir
 from sftkit.runtime.rng import random_state, restore_random_state
 from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.train.assemble import make_engine
-from sftkit.train.loop import Bookkeeping, train
+from sftkit.train.loop import train
+from sftkit.train.parts import TrainServices
 from sftkit.train.summary import Trained, write_summary
 
 
@@ -80,7 +81,7 @@ def run(
     )
     resumed = checkpoints.resume(resume)
     with closing(engine), Tracker(run_dir, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
-        return train(cfg, rt, engine, batches, Bookkeeping(lambda _: ({}, []), checkpoints, tracker, resumed))
+        return train(cfg, rt, engine, batches, TrainServices(lambda _: ({}, []), checkpoints, tracker, resumed))
 
 
 def losses(run_dir: Path) -> list[tuple[int, float, float]]:

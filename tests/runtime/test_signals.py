@@ -269,7 +269,7 @@ def test_the_time_limit_keeps_room_for_the_steps_on_their_way_and_a_checkpoint()
     deadline = Deadline(60, started=0.0)
     assert not deadline.due(now=3600 - 1.1 * 120 - 1)
     assert deadline.due(now=3600 - 1.1 * 120 + 1), "the first checkpoint's time is not known: 120 s"
-    deadline.stepped(10.0, {"block_seconds": 1.0, "write_seconds": 9.0, "bytes": 1e9})
+    deadline.add_step(10.0, {"block_seconds": 1.0, "write_seconds": 9.0, "bytes": 1e9})
     assert not deadline.due(now=3600 - 1.1 * 40 - 1)
     assert deadline.due(now=3600 - 1.1 * 40 + 1)
 

@@ -33,7 +33,9 @@ from sftkit.generation.decode import Prompts, generate
 from sftkit.objectives.next_token import NextToken
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
-from sftkit.train.loop import Bookkeeping, evaluates_first, train
+from sftkit.train.evaluation import first_evaluation_due
+from sftkit.train.loop import train
+from sftkit.train.parts import TrainServices
 from sftkit.train.summary import Trained
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
@@ -108,7 +110,7 @@ def run(
 
     with closing(engine), Tracker(folder, cfg.log, rt, {}) as tracker:
         return train(
-            cfg, rt, engine, batches, Bookkeeping(evaluate, NoCheckpoints(folder), tracker, {"step": from_step})
+            cfg, rt, engine, batches, TrainServices(evaluate, NoCheckpoints(folder), tracker, {"step": from_step})
         )
 
 
@@ -193,12 +195,12 @@ def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for(
     config = EvalConfig(every=2, at_start=True)
     rt = cpu_runtime()
     rt.resumes = True
-    assert evaluates_first(config, step, 5, rt, tmp_path) is first
+    assert first_evaluation_due(config, step, 5, rt, tmp_path) is first
 
 
 def test_an_evaluation_of_an_earlier_run_is_not_taken_for_that_of_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "evals.jsonl").write_text('{"step": 4}\n')
-    assert evaluates_first(EvalConfig(every=2), 4, 8, cpu_runtime(), tmp_path)
+    assert first_evaluation_due(EvalConfig(every=2), 4, 8, cpu_runtime(), tmp_path)
 
 
 def test_a_start_that_finds_training_finished_leaves_the_proof_of_it_alone(tmp_path: Path) -> None:

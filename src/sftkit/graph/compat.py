@@ -179,6 +179,10 @@ def overlap_collectives(
         for_inductor: the order is written into the graph as dependencies, as Inductor orders anew what has none.
     """
     schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
+    # torch 2.11 has no such option. Its scheduler keeps the time of a matrix product or of attention on disk, under operator, sizes,
+    # strides and dtype (fx_passes/overlap_scheduling.py benchmark_node_with_cache_key), in a folder by the GPU's name (codecache.py
+    # LocalCache): asked before `estimate`, and without the device in the key, so on a machine with a GPU that has also trained on its
+    # CPU one of them gets the other's time. Ranks still take the same, their median. No version keeps times of collectives here.
     options = accepted(schedule, compute_estimator="analytical")
     with _quiet(), _without_gpu():
         schedule(

@@ -54,7 +54,7 @@ class Deadline:
         self._step_seconds: deque[float] = deque([0.0], maxlen=64)
         self._save_seconds = min(6.0 * max_minutes, _UNKNOWN_SAVE_SECONDS) if save_seconds is None else save_seconds
 
-    def stepped(self, seconds: float, last_save: Mapping[str, float]) -> None:
+    def add_step(self, seconds: float, last_save: Mapping[str, float]) -> None:
         """Note how many seconds a step took, and the newest checkpoint (Checkpoints.last_save)."""
         self._step_seconds.append(seconds)
         self._save_seconds = save_seconds(last_save) or self._save_seconds
@@ -93,6 +93,11 @@ class Stopping:
     def stop_requested(self) -> bool:
         """Return whether this rank requests a stop."""
         return self.signal is not None or (self.deadline is not None and self.deadline.due())
+
+    def add_step(self, seconds: float, last_save: Mapping[str, float]) -> None:
+        """Tell the time limit, if there is one, how long a step took; see Deadline.add_step."""
+        if self.deadline is not None:
+            self.deadline.add_step(seconds, last_save)
 
     def end_at_once(self, end: Callable[[int], None]) -> None:
         """Have a signal end the process until `save_first`: there is nothing to save, and compilers that it interrupts

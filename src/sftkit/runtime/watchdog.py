@@ -21,37 +21,37 @@ from sftkit.runtime.signals import end_process
 from sftkit.runtime.start import Runtime
 
 _FLUSH_SECONDS = 10.0
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _STOPPED_SECONDS = 5.0
-"Between two looks: whoever has not looked for so long was stopped, or had no processor."
+"Between two polls: a thread that has not polled for so long was stopped, or had no processor."
 _GRACE_SECONDS = 5.0
 _STOP_SECONDS = 30.0
-_IN_LOOP = ("data", "step")
+_LOOP_PHASES = ("data", "step")
 
 
 @contextmanager
-def watched(rt: Runtime, status: RunStatus, run: RunConfig) -> Iterator[None]:
+def watchdog(rt: Runtime, status: RunStatus, run: RunConfig) -> Iterator[None]:
     """End the process, inside, on a hang or another rank's failure, and write an error down for the other ranks."""
-    dog = Watchdog(rt, status, run)
-    dog.start()
+    thread = Watchdog(rt, status, run)
+    thread.start()
     try:
         yield
     except BaseException as error:
         status.failed(error)
         raise
     finally:
-        dog.stop()
+        thread.stop()
 
 
 class Watchdog:
-    """A thread that looks once a second at what the main thread last noted in `status`."""
+    """A thread that checks once a second what the main thread last noted in `status`."""
 
     def __init__(self, rt: Runtime, status: RunStatus, run: RunConfig) -> None:
         self._rt, self._status, self._run = rt, status, run
         self._first_step = status.step + 1
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._flushed = 0.0
+        self._thread = threading.Thread(target=self._poll, name="watchdog", daemon=True)
+        self._last_flush = 0.0
         self._others_failed_at: float | None = None
 
     def start(self) -> None:
@@ -69,60 +69,60 @@ class Watchdog:
     def limit(self) -> float:
         """Return the seconds that the present phase may take."""
         status = self._status
-        if status.phase not in _IN_LOOP or status.step <= self._first_step:
+        if status.phase not in _LOOP_PHASES or status.step <= self._first_step:
             return self._run.start_timeout_seconds
         if self._rt.stopping.signal is not None:  # the launcher may end us because another rank is dead
             return min(self._run.step_timeout_seconds, max(_STOP_SECONDS, 3 * status.longest_step_seconds))
         return self._run.step_timeout_seconds
 
-    def _watch(self) -> None:
+    def _poll(self) -> None:
         if self._status.world_size > 1:
             with suppress(OSError):  # the directory may not be there yet, or be a disk that stumbles; later again
-                self._beat()  # at once: who is stopped within the first second has been somewhere, too
-        looked = time.monotonic()
-        while not self._stopped.wait(_LOOK_SECONDS):
+                self._write_heartbeat()  # at once: who is stopped within the first second has been somewhere, too
+        last_poll = time.monotonic()
+        while not self._stopped.wait(_POLL_SECONDS):
             now = time.monotonic()
-            if now - looked > _STOPPED_SECONDS:  # a debugger, Ctrl-Z, a queue that suspends: no hang of this rank
+            if now - last_poll > _STOPPED_SECONDS:  # a debugger, Ctrl-Z, a queue that suspends: no hang of this rank
                 self._status.progress()
-            looked = now
+            last_poll = now
             try:
                 if self._status.world_size > 1:
-                    self._beat()
-                    self._look_at_others()
+                    self._write_heartbeat()
+                    self._check_other_ranks()
             except OSError:  # a shared disk that stumbles is no reason to end training
                 pass
             idle = time.monotonic() - self._status.since
             if idle > self.limit():
-                self._bite(idle)
+                self._report_hang(idle)
 
-    def _beat(self, *, flush: bool = False) -> None:
-        """Say that this rank lives. Machines that share the disk read it when it is flushed, those that share memory at
+    def _write_heartbeat(self, *, flush: bool = False) -> None:
+        """Show that this rank lives. Machines that share the disk read it when it is flushed, those that share memory at
         once."""
         if self._status.heartbeat is None:
             self._status.heartbeat = open_heartbeat(self._status)
         self._status.beat()
         period = min(_FLUSH_SECONDS, self._run.step_timeout_seconds / 3)
-        if flush or time.monotonic() - self._flushed > period:
+        if flush or time.monotonic() - self._last_flush > period:
             os.fsync(self._status.heartbeat)
-            self._flushed = time.monotonic()
+            self._last_flush = time.monotonic()
 
-    def _look_at_others(self) -> None:
+    def _check_other_ranks(self) -> None:
         """End this rank some seconds after another one has failed or died. Before, it may notice by itself, in a
         collective that fails. NCCL's do not fail: they wait, and the launcher kills who waits for 30 s."""
         own = error_file(self._status.run_dir, self._status.rank)
-        told = any(path != own for path in error_files(self._status.run_dir))
-        gone = self._status.gone() if self._rt.stopping.signal is not None and not told else []
-        if not (told or gone):
+        failed = any(path != own for path in error_files(self._status.run_dir))
+        dead = self._status.gone() if self._rt.stopping.signal is not None and not failed else []
+        if not (failed or dead):
             return
         self._others_failed_at = self._others_failed_at or time.monotonic()
         if time.monotonic() - self._others_failed_at > _GRACE_SECONDS and not self._stopped.is_set():
-            if gone:
-                self._status.failed(f"rank {', '.join(map(str, gone))} has ended", symptom=True)
+            if dead:
+                self._status.failed(f"rank {', '.join(map(str, dead))} has ended", symptom=True)
             first = self._status.write_failed()
             print_text(f"\nrank {self._status.rank} ends: {first}", error=True, level="error")
-            self._end()
+            self._end_process()
 
-    def _bite(self, idle: float) -> None:
+    def _report_hang(self, idle: float) -> None:
         """Write down that this rank hangs, where it is and who keeps it waiting, and end the process.
 
         Args:
@@ -134,7 +134,7 @@ class Watchdog:
         behind: list[int] = []
         if status.world_size > 1:
             with suppress(OSError):
-                self._beat(flush=True)
+                self._write_heartbeat(flush=True)
             time.sleep(2.0)  # the others, whose time is up as well, say where they are
             behind, where = find_blocking_ranks(status.run_dir / HEARTBEATS, status.world_size, silent_after=idle / 2)
             text += f"; {where}"
@@ -144,12 +144,12 @@ class Watchdog:
         status.failed(f"{text}\n{stack}", symptom=culprit != status.rank)
         with suppress(OSError):
             status.end("failed", first_failing_rank=culprit, error=text)
-        limit = "run.step_timeout_seconds" if status.phase in _IN_LOOP else "run.start_timeout_seconds"
+        limit = "run.step_timeout_seconds" if status.phase in _LOOP_PHASES else "run.start_timeout_seconds"
         print_text(f"\nerror: {text} ({limit} is {self.limit():.0f})", error=True, level="error")
         print_text(stack, error=True)
-        self._end()
+        self._end_process()
 
-    def _end(self) -> NoReturn:
+    def _end_process(self) -> NoReturn:
         self._rt.withdraw()
         end_process(1)
 
@@ -169,7 +169,7 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tu
     """Find who keeps the others waiting.
 
     Args:
-        silent_after: seconds; who was not heard of for so long is stopped or gone, whatever it was last seen at.
+        silent_after: seconds; a rank without a heartbeat for so long is stopped or dead, wherever it was last.
 
     Returns:
         (the ranks that are silent, else those that are behind the others, none if all are at the same place; where
@@ -182,12 +182,12 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tu
         except (OSError, ValueError):
             beat = {"step": 0, "phase": "start", "time": 0.0}
         phase = beat["phase"]
-        order = _IN_LOOP.index(phase) if phase in _IN_LOOP else len(_IN_LOOP)
-        heard = time.time() - beat["time"] < silent_after
-        places.setdefault((heard, beat["step"], order, phase), []).append(rank)
+        order = _LOOP_PHASES.index(phase) if phase in _LOOP_PHASES else len(_LOOP_PHASES)
+        responds = time.time() - beat["time"] < silent_after
+        places.setdefault((responds, beat["step"], order, phase), []).append(rank)
     words = [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at step {step} (in {phase}{'' if heard else ', silent'})"
-        for (heard, step, _, phase), ranks in sorted(places.items())
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at step {step} (in {phase}{'' if responds else ', silent'})"
+        for (responds, step, _, phase), ranks in sorted(places.items())
     ]
     behind = places[min(places)] if len(places) > 1 else []
     return behind, "; ".join(words)

@@ -54,8 +54,8 @@ from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.about import about_run
-from sftkit.train.loop import Bookkeeping, train
-from sftkit.train.parts import Data, Documents, Run, Start
+from sftkit.train.loop import train
+from sftkit.train.parts import Data, Documents, Run, Start, TrainServices
 from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
 
@@ -241,8 +241,8 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
     about = about_run(run, start.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, point) as tracker:
-        books = Bookkeeping(suite.evaluate, checkpoints, tracker, resumed, [prompt_check(data.prompted_targets)])
-        trained = train(cfg, rt, engine, data.batches, books)
+        services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, [prompt_check(data.prompted_targets)])
+        trained = train(cfg, rt, engine, data.batches, services)
     write_summary(run_dir, trained, rt)
 
 

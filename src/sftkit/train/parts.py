@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,6 +15,12 @@ from sftkit.data.loader import Batches
 from sftkit.data.prompts import PromptedTargets
 from sftkit.data.types import Examples, Row
 from sftkit.runtime.start import Runtime
+from sftkit.tracking.checks import Check
+from sftkit.tracking.tracker import Tracker
+from sftkit.train.saves import Saves
+
+Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
+"step -> (metrics, sample answers)"
 
 
 @dataclass(frozen=True)
@@ -60,3 +68,17 @@ class Documents:
     max_length: int
     "positions of one at most"
     pad_id: int = 0
+
+
+@dataclass(frozen=True)
+class TrainServices:
+    """What the loop evaluates, saves and logs with, beside the engine and the batches of its steps."""
+
+    evaluate: Evaluate
+    "evaluates orig_model at a step; every rank calls it"
+    checkpoints: Saves
+    tracker: Tracker
+    resumed: Mapping[str, Any]
+    "what Checkpoints.resume returned"
+    data_checks: Sequence[Check] = ()
+    "what was checked of the data before, for proof.json"

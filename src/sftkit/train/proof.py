@@ -58,11 +58,17 @@ def prompt_check(found: PromptedTargets | None) -> Check:
     return Check(name, not found.unasked, "; ".join((words, *found.unasked[:2])), expected, how)
 
 
-def mask_check(examples: Examples, ends: Sequence[int]) -> Check:
+def eos_token_ids_of(orig_model: PreTrainedModel) -> list[int]:
+    """Return the tokens that end a turn or text, as generation knows them."""
+    ids = orig_model.generation_config.eos_token_id if orig_model.generation_config else None
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def mask_check(examples: Examples, eos_token_ids: Sequence[int]) -> Check:
     """Check that documents with a loss mask teach to end the turn, and measure the share of target tokens.
 
     Args:
-        ends: tokens that end a turn.
+        eos_token_ids: tokens that end a turn.
     """
     name, how = "Answers end with a learned end of turn", "the mask of the tokenized training data"
     # int64 [tokens + 1]: running count of targets
@@ -75,7 +81,7 @@ def mask_check(examples: Examples, ends: Sequence[int]) -> Check:
     )
     if not masked.any():
         return Check(name, None, share, "-", how)
-    ended = examples.is_target[last] & np.isin(examples.ids[last], list(ends))
+    ended = examples.is_target[last] & np.isin(examples.ids[last], list(eos_token_ids))
     percent = 100.0 * float(ended[masked].mean())
     return Check(name, percent >= 99.0, f"{percent:.1f} % of documents with a mask; {share}", "99 % or more", how)
 

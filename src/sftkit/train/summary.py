@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sftkit.reports.write import try_report
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import LATEST, SUMMARY
+from sftkit.rundir.status import RunStatus
 from sftkit.runtime.start import Runtime
 
 
 @dataclass
 class Trained:
-    """What the loop reports when it ends."""
+    """What the loop reports when it ends; on its way, the newest values of each."""
 
     step: int
     total_steps: int
-    tokens: int
-    train_seconds: float
+    tokens: int = 0
+    train_seconds: float = 0.0
     "time in steps, without evaluation, checkpoints and warm-up"
-    warm_up_seconds: float
-    compiled: bool
-    stopped: bool
+    warm_up_seconds: float = 0.0
+    compiled: bool = False
+    stopped: bool = False
     "ended early, by a signal or train.max_minutes"
-    metrics: dict[str, float | None]
+    metrics: dict[str, float | None] = field(default_factory=dict)
     "the last logged line"
-    evals: dict[str, float | None]
+    evals: dict[str, float | None] = field(default_factory=dict)
     "the last evaluation"
-    samples: list[dict[str, Any]]
+    samples: list[dict[str, Any]] = field(default_factory=list)
     "the last sample answers"
-    evals_at_start: dict[str, float | None]
+    evals_at_start: dict[str, float | None] = field(default_factory=dict)
     "the evaluation before the first step, empty without eval.at_start"
-    checkpoint: str
+    checkpoint: str = ""
     "the newest step directory; empty if no step was done"
+
+
+def write_end(status: RunStatus, rt: Runtime, *, stopped: bool) -> None:
+    """Write to run_status.json that training has ended; every rank calls it.
+
+    Args:
+        stopped: before its last step; then the signal is written, too, which only one rank may have received.
+    """
+    number = rt.agreed_signal() if stopped else None
+    if rt.is_main:
+        status.write_end(number, stopped=stopped)
 
 
 def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:

@@ -35,8 +35,8 @@ from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import Training, lay_out, load_data, make_engine
-from sftkit.train.loop import Bookkeeping, train
-from sftkit.train.parts import Documents, Run, Start
+from sftkit.train.loop import train
+from sftkit.train.parts import Documents, Run, Start, TrainServices
 
 OBJECTIVES: dict[str, type[NextToken]] = {"caption": Caption}
 "Stage -> its objective, where its script names another one than NextToken."
@@ -189,8 +189,8 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
     probe.noted, probe.ended = (1, job.steps.warm_up), {}
     with probe:
-        books = Bookkeeping(lambda _: ({}, []), NoCheckpoints(job.folder), probe, resumed={"step": 0})
-        trained = train(cfg, rt, engine, batches, books)
+        services = TrainServices(lambda _: ({}, []), NoCheckpoints(job.folder), probe, resumed={"step": 0})
+        trained = train(cfg, rt, engine, batches, services)
     waited = {step: ended - started for step, ended in probe.ended.items()}
     return {
         "parameters": parameters,

@@ -1,0 +1,99 @@
+"""What a start does before its first step, and when it has done that: then the run directory is its own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from sftkit.data.loader import Batches
+from sftkit.engine.engine import Engine, WarmUp
+from sftkit.rundir.names import step_dir
+from sftkit.rundir.status import RunStatus
+from sftkit.runtime.open import claim_run_dir
+from sftkit.runtime.signals import Deadline
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.checks import Check
+from sftkit.train import proof
+from sftkit.train.evaluation import Evaluation, record_evaluation
+from sftkit.train.parts import TrainServices
+from sftkit.train.summary import Trained
+
+
+def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minutes: float | None) -> RunStatus:
+    """Return the status of the run, at the step that this start goes on from; the main rank's time limit begins.
+
+    Args:
+        max_minutes: train.max_minutes.
+    """
+    status = rt.open_status(rt.output_dir(services.checkpoints.run_dir))
+    status.step, status.total_steps = services.resumed["step"], total_steps
+    if max_minutes is not None and rt.is_main:
+        rt.stopping.deadline = Deadline(max_minutes, save_seconds=services.resumed.get("save_seconds"))
+    return status
+
+
+def warm_up(
+    engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime
+) -> tuple[WarmUp, list[Check]]:
+    """Warm the engine up, make all checks that need no step, and write them to proof.json.
+
+    Raises:
+        ConfigError: the run cannot work like this.
+    """
+    status.at(status.step, "warm-up")
+    ready = engine.warm_up(services.tracker.print)
+    checks = [
+        *ready.checks,
+        *services.data_checks,
+        proof.mask_check(batches.examples, proof.eos_token_ids_of(engine.model.orig_model)),
+        proof.resume_check(status.step, services.checkpoints.resumed_from),
+    ]
+    for check in checks:
+        if check.ok is False:
+            text = f"check failed: {check.name}: {check.found} (expected: {check.expected})"
+            services.tracker.print(text, "warning")
+    if rt.is_main and status.step != status.total_steps:
+        proof.write(status.run_dir, checks)
+    return ready, checks
+
+
+def start_summary(status: RunStatus, ready: WarmUp, evaluation: Evaluation, run_dir: Path) -> Trained:
+    """Return the summary of a start that has done no step yet.
+
+    Args:
+        evaluation: the one before the first step, empty without one.
+    """
+    assert status.total_steps is not None
+    return Trained(
+        status.step,
+        status.total_steps,
+        warm_up_seconds=ready.seconds,
+        compiled=ready.compiled,
+        evals=evaluation.metrics,
+        samples=evaluation.samples,
+        evals_at_start={} if status.step else evaluation.metrics,
+        checkpoint=str(step_dir(run_dir, status.step)) if status.step else "",
+    )
+
+
+def begin_writing(
+    rt: Runtime, services: TrainServices, step: int, evaluation: Evaluation, axes: dict[str, float | None]
+) -> float:
+    """Claim the run directory and begin to write in it: the first step of this start is done, or none is left to do.
+
+    Args:
+        step: the last one before this start. evaluation: the one at it, empty without one. axes: see Meter.axes.
+
+    Returns:
+        the seconds that this took.
+    """
+    started = time.perf_counter()
+    claim_run_dir(rt)
+    services.checkpoints.archive_later_steps(step)
+    services.tracker.open()
+    for problem in services.checkpoints.skipped_checkpoints:
+        services.tracker.event("checkpoint_fallback", step, problem)
+    if evaluation.metrics or evaluation.samples:
+        record_evaluation(services, step, evaluation, axes)
+    rt.barrier()
+    return time.perf_counter() - started

@@ -1,0 +1,49 @@
+"""What is due after a step, by the recipe, and if training ends at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sftkit.config.schema import Config, EvalConfig
+
+
+@dataclass(frozen=True)
+class Due:
+    """What follows a step, in this order."""
+
+    window: bool
+    """keep the steps since the last logged line, before a line reports them: a resumed run then writes the lines of an
+    uninterrupted one"""
+    log: bool
+    save: bool
+    wait_for_save: bool
+    "go on only when the checkpoint is published"
+    evaluate: bool
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Return whether the weights of this step are saved or evaluated."""
+        return self.save or self.evaluate
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the host is about to wait for the device."""
+        return self.log or self.keeps_weights
+
+    def if_stopped(self) -> Due:
+        """Return what is due if training ends early at this step: a line and a checkpoint, no evaluation."""
+        return Due(window=not self.log, log=True, save=True, wait_for_save=True, evaluate=False)
+
+
+def due_after(step: int, total_steps: int, cfg: Config) -> Due:
+    """Return what the recipe has follow a step."""
+    last = step == total_steps
+    log = last or step % cfg.log.every == 0
+    save = last or bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
+    evaluate = evaluation_due(cfg.eval, step, total_steps)
+    return Due(window=(save or evaluate) and not log, log=log, save=save, wait_for_save=last, evaluate=evaluate)
+
+
+def evaluation_due(cfg: EvalConfig, step: int, total_steps: int) -> bool:
+    """Return whether a step is followed by an evaluation."""
+    return step == total_steps or bool(cfg.every and step % cfg.every == 0)

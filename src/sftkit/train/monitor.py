@@ -1,0 +1,91 @@
+"""What is measured and watched of the steps, and the lines that tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sftkit.config.schema import Config
+from sftkit.data.loader import Batches, StepBatches
+from sftkit.engine.engine import Engine
+from sftkit.rundir.status import RunStatus
+from sftkit.runtime.start import Runtime
+from sftkit.tracking import window
+from sftkit.tracking.experts import ExpertLoad
+from sftkit.tracking.health import Health, Reports
+from sftkit.tracking.meter import Meter
+from sftkit.tracking.outcome import StepOutcome
+from sftkit.tracking.window import Window
+from sftkit.train.parts import TrainServices
+from sftkit.train.saves import save_metrics
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Meter, health and load of experts, which are given the same steps. Every rank has one and calls it alike."""
+
+    meter: Meter
+    health: Health
+    expert_load: ExpertLoad
+
+    def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
+        """Take a step that has been launched."""
+        self.meter.add(step_batches, outcome)
+        self.health.add(step, step_batches, outcome)
+
+    def read_flags(self, *, wait: bool) -> bool:
+        """Judge the steps whose flags have arrived; `wait`: all steps.
+
+        Returns:
+            whether a rank requests a stop
+
+        Raises:
+            NumericsError: see Health.read_flags.
+        """
+        stopped, skipped_divisor = self.health.read_flags(wait=wait)
+        self.meter.add_skipped(skipped_divisor)
+        return stopped
+
+    def open_window(self) -> Window:
+        """Return what a checkpoint keeps of the steps that no line has reported yet. Waits for the device."""
+        return window.open_window(self.meter, self.health)
+
+
+def start_monitor(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> Monitor:
+    """Return the monitor of this start; a resumed run takes over counts and the window of steps not yet logged."""
+    assert rt.status is not None
+    model = engine.model
+    meter = Meter(model.orig_model, model.objective, batches, rt)
+    health = Health(cfg.numerics, rt, batches, model.objective, Reports(services.tracker, rt.status))
+    if line := window.resume_window(services.resumed, meter, health, rt, cfg.log.every):
+        rt.print(line)
+    return Monitor(meter, health, ExpertLoad(model.routing, rt))
+
+
+def log_window(
+    monitor: Monitor, engine: Engine, services: TrainServices, status: RunStatus, values: Mapping[str, float | None]
+) -> dict[str, float | None]:
+    """Close the window of steps since the last line, and log it; every rank calls it. Waits for the device.
+
+    Args:
+        values: of the last step.
+
+    Returns:
+        the metrics of the line
+    """
+    assert status.total_steps is not None
+    tracker, checkpoints = services.tracker, services.checkpoints
+    loads = monitor.expert_load.read(status.step, checkpoints.run_dir)
+    report = engine.report()
+    metrics = {
+        **monitor.meter.read(),
+        **values,
+        **loads,
+        **report.metrics,
+        **save_metrics(checkpoints),
+        **monitor.health.read(),
+    }
+    tracker.log_metrics(status.step, status.total_steps, metrics)
+    for kind, texts in report.events:
+        tracker.new_events(kind, status.step, texts)
+    return metrics

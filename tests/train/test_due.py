@@ -1,0 +1,50 @@
+"""What follows a step: a line, a checkpoint, an evaluation; and what a stop changes of it."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+from helpers import tiny_recipe
+
+from sftkit.config.schema import CheckpointConfig, Config, EvalConfig, LogConfig
+from sftkit.train.due import Due, due_after
+
+LAST = 11
+
+
+def recipe(folder: Path, save: int | None = 4, evaluate: int | None = 5) -> Config:
+    return tiny_recipe(
+        folder,
+        log=LogConfig(every=3, wandb="off"),
+        checkpoint=CheckpointConfig(every=save),
+        eval=EvalConfig(every=evaluate),
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "due"),
+    [
+        (1, Due(window=False, log=False, save=False, wait_for_save=False, evaluate=False)),
+        (3, Due(window=False, log=True, save=False, wait_for_save=False, evaluate=False)),
+        (4, Due(window=True, log=False, save=True, wait_for_save=False, evaluate=False)),
+        (5, Due(window=True, log=False, save=False, wait_for_save=False, evaluate=True)),
+        (LAST, Due(window=False, log=True, save=True, wait_for_save=True, evaluate=True)),
+    ],
+)
+def test_each_follows_its_steps_and_all_the_last_one(tmp_path: Path, step: int, due: Due) -> None:
+    assert due_after(step, LAST, recipe(tmp_path)) == due
+    assert due.keeps_weights == (step in (4, 5, LAST))
+    assert due.waits == (step != 1)
+
+
+def test_without_settings_only_the_last_step_is_saved_and_evaluated(tmp_path: Path) -> None:
+    cfg = recipe(tmp_path, save=None, evaluate=None)
+    assert [step for step in range(1, LAST + 1) if due_after(step, LAST, cfg).keeps_weights] == [LAST]
+
+
+@pytest.mark.parametrize("step", range(1, LAST + 1))
+def test_a_stop_logs_and_saves_at_once_and_keeps_a_window_that_no_line_was_due_for(tmp_path: Path, step: int) -> None:
+    due = due_after(step, LAST, recipe(tmp_path)).if_stopped()
+    assert astuple(due) == (step % 3 != 0 and step != LAST, True, True, True, False)
