@@ -22,7 +22,7 @@ def main() -> None:
     from sftkit.config.terminal import print_text
     from sftkit.generation.decode import stream
     from sftkit.generation.introduction import introduction
-    from sftkit.generation.repl import Conversation, converse, show
+    from sftkit.generation.repl import ChatHistory, converse, print_answer
     from sftkit.models.kinds import check_causal
     from sftkit.models.load import load_model
     from sftkit.models.tokenizer import load_tokenizer
@@ -36,7 +36,7 @@ def main() -> None:
     answer = partial(stream, orig_model, tokenizer, sampling=args.sampling)
 
     if args.prompt is not None:
-        show(answer(Conversation(args.system).with_question(args.prompt)))
+        print_answer(answer(ChatHistory(args.system).with_question(args.prompt)))
         return
     print_text(introduction(path, orig_model, tokenizer, newest=args.path is None), error=True)
     converse(answer, args.system)

@@ -31,7 +31,7 @@ def evaluate(args, rt) -> None:
     from sftkit.config.schema import ModelConfig
     from sftkit.evals import results
     from sftkit.evals.flags import eval_config
-    from sftkit.evals.loading import load, load_validation, longest_of
+    from sftkit.evals.loading import load_for_evaluation, load_validation, longest_of
     from sftkit.evals.suite import Suite, check_room, load_tasks
     from sftkit.models.tokenizer import load_tokenizer
     from sftkit.reports.write import report_of_folder
@@ -46,13 +46,13 @@ def evaluate(args, rt) -> None:
     check_room(tasks, config, longest)
     validation, layout = load_validation(args.val, source, longest, tokenizer, rt)
 
-    model = load(source, tokenizer, rt)
+    model = load_for_evaluation(source, tokenizer, rt)
     name = source.path
     suite = Suite(config, model.orig_model, tokenizer, rt, model, validation, layout, tasks=tasks, model_name=name)
     values, evaluated = suite.validate(), suite.run_tasks()
-    rt.print(f"\n{name}\n{results.table([one.result for one in evaluated], values)}")
+    rt.print(f"\n{name}\n{results.results_table([one.result for one in evaluated], values)}")
     if args.out is not None and rt.is_main:
-        results.write(Path(args.out), evaluated)
+        results.write_results(Path(args.out), evaluated)
         results.write_validation(Path(args.out), values, suite.about_validation)
         rt.print(f"every example: {args.out}")
         report_of_folder(Path(args.out), rt.print)

@@ -28,7 +28,7 @@ def main() -> None:
     from sftkit.runtime.start import quiet_libraries
 
     quiet_libraries()
-    console = inspection.terminal()
+    console = inspection.preflight_console()
 
     # What a run would start from: its tokenizer, and the sizes of its model without the weights.
     tokenizer = prepare.tokenizer_of(cfg)
@@ -51,7 +51,7 @@ def main() -> None:
     data = preflight.DataOfRun(examples, validation, layout, epoch)
     found = preflight.analyse(cfg, tokenizer, data, preflight.PlannedModel(orig_model, plan))
     samples = inspection.previews(examples, tokenizer, flags.preview)
-    inspection.show(console, found, samples)
+    inspection.print_preflight(console, found, samples)
     if flags.html:
         flags.html.write_text(page(f"Before training: {flags.recipe}, {stage}", found, samples), encoding="utf-8")
     if flags.json:

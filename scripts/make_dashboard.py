@@ -32,13 +32,15 @@ def main() -> None:
     names = workspace.names_of(args.run)
     views = {"workspace": workspace.workspace(args.entity, args.project, names)}
     if args.report:
-        first, second = (comparison.find(run, args.entity, args.project, offline=args.dry_run) for run in args.report)
+        first, second = (
+            comparison.find_run(run, args.entity, args.project, offline=args.dry_run) for run in args.report
+        )
         views["report"] = comparison.comparison(args.entity, args.project, (first, second), names)
     if args.dry_run:
         print_text(json.dumps({name: workspace.spec(view) for name, view in views.items()}, indent=1))
         return
     for name, view in views.items():
-        print_text(f"{name}: {workspace.save(view)}")
+        print_text(f"{name}: {workspace.save_view(view)}")
 
 
 if __name__ == "__main__":

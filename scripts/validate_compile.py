@@ -20,22 +20,22 @@ def main() -> int:
 
     from sftkit.config.load import read_config
     from sftkit.config.terminal import print_text
-    from sftkit.experiments.validate.dashboard import show
-    from sftkit.experiments.validate.ledger import open_ledger, record
-    from sftkit.experiments.validate.page import markdown
-    from sftkit.experiments.validate.run import judge_again, validate
+    from sftkit.experiments.validate.dashboard import send_result
+    from sftkit.experiments.validate.ledger import open_ledger, record_validation
+    from sftkit.experiments.validate.page import markdown_page
+    from sftkit.experiments.validate.run import judge_again, run_validation
 
     ledger = open_ledger(args.ledger, records=args.record)
     if args.judge:
         result, out = judge_again(args.judge, ledger), args.judge.parent
     else:
         plan, out = validation_plan(args), results_dir(args)
-        result = validate(plan, out, ledger)
-        if line := show(result, out, read_config(plan.recipe, plan.overrides, world_size=1).log):
+        result = run_validation(plan, out, ledger)
+        if line := send_result(result, out, read_config(plan.recipe, plan.overrides, world_size=1).log):
             print_text(line)
-    print_text(f"\n{markdown(result)}\nresult: {out}/validation.html")
+    print_text(f"\n{markdown_page(result)}\nresult: {out}/validation.html")
     if ledger and ledger.records:
-        print_text(record(result, ledger.path))
+        print_text(record_validation(result, ledger.path))
     return 0 if result["passed"] else 1
 
 

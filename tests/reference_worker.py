@@ -16,7 +16,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.train.assemble import lay_out, make_engine
-from sftkit.train.parts import Documents
+from sftkit.train.parts import EncodedDocuments
 
 
 def train(rt: runtime.Runtime) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def train(rt: runtime.Runtime) -> list[dict[str, Any]]:
         train=TrainConfig(max_steps=4, global_batch_size=4, micro_batch_size=2, engine="reference", precision="fp32"),
     )
     objective, orig_model = NextToken(cfg.loss), tiny_llama()
-    batches = lay_out(cfg, rt, Documents(make_examples([30, 4, 25, 8, 16]), 32), objective)
+    batches = lay_out(cfg, rt, EncodedDocuments(make_examples([30, 4, 25, 8, 16]), 32), objective)
     engine = make_engine(cfg, rt, Path("unused"), Training(orig_model, objective, batches.layout))
     rows = []
     for step in batches.steps(0, 4):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.compatibility import run_identity
-from sftkit.checkpoint.resume import find
+from sftkit.checkpoint.resume import find_checkpoint
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import (
     AttentionConfig,
@@ -44,7 +44,7 @@ from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.assemble import lay_out, make_engine
 from sftkit.train.loop import train
-from sftkit.train.parts import Documents, TrainServices
+from sftkit.train.parts import EncodedDocuments, TrainServices
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 STEPS, LOG_EVERY, SAVE_EVERY, BROKEN = 14, 4, 5, 9
@@ -86,8 +86,8 @@ def run(
     cfg = config(folder, log_every, **sizes)
     folder.mkdir(exist_ok=True)
     examples = make_examples(LENGTHS, target_share=0.4)
-    found, objective = find(folder, resume, rt), NextToken(cfg.loss)
-    batches = lay_out(cfg, rt, Documents(examples, 32), objective, found)
+    found, objective = find_checkpoint(folder, resume, rt), NextToken(cfg.loss)
+    batches = lay_out(cfg, rt, EncodedDocuments(examples, 32), objective, found)
     orig_model = tiny_llama()
     engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))
     identity = run_identity(orig_model, tokenizer, examples, batches.layout)

@@ -32,7 +32,7 @@ from sftkit.runtime.script import script
 from sftkit.tracking.checks import Check
 from sftkit.tracking.experts import ExpertLoad
 from sftkit.train.assemble import lay_out, make_engine
-from sftkit.train.parts import Documents
+from sftkit.train.parts import EncodedDocuments
 
 WEIGHT = 0.5
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 2
@@ -79,7 +79,7 @@ def trained(
     """Three steps: what is logged of each, the load of the experts, checks, counts of graphs and a sum of each weight."""
     torch._dynamo.reset()
     objective, orig_model = NextToken(cfg.loss), orig_model or experts()
-    batches = lay_out(cfg, rt, Documents(make_examples(LENGTHS, target_share=0.4), 32), objective)
+    batches = lay_out(cfg, rt, EncodedDocuments(make_examples(LENGTHS, target_share=0.4), 32), objective)
     engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))
     checks: list[Check] = engine.warm_up(lambda _: None).checks
     load, rows = ExpertLoad(engine.model.routing, rt), []

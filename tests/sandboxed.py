@@ -21,7 +21,7 @@ AWAKE = ProgramLimits(wall_seconds=1.5)
 
 def run(program: str, tests: str = "", *names: str, limits: ProgramLimits | None = None) -> ProgramVerdict:
     """The verdict on a program whose tests take `names` from it."""
-    return programs.run(ProgramTests(program, tests, names), limits)
+    return programs.run_tests(ProgramTests(program, tests, names), limits)
 
 
 def change_launcher(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tuple[str, str, str]) -> None:

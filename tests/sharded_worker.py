@@ -226,7 +226,9 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
         whole = [name for name, p in job.orig_model.named_parameters() if not isinstance(p, DTensor)]
         # Batches of one, so that ranks are done after different tokens.
         choices = choices_task()
-        one_by_one = replace(suite, config=replace(config, batch_size=1), tasks=(families.load(1, TOKENS), choices))
+        one_by_one = replace(
+            suite, config=replace(config, batch_size=1), tasks=(families.load_families(1, TOKENS), choices)
+        )
         given, scored = one_by_one.run_tasks()
         (together,) = replace(suite, config=replace(config, batch_size=8), tasks=(choices,)).run_tasks()
         fewer = replace(suite, sample_rows=SAMPLES[:1]).samples()

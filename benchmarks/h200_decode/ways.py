@@ -12,7 +12,7 @@ from sftkit.generation.kv_cache import fixed_layers
 from sftkit.generation.static_step import StaticStep
 from sftkit.models.vision import VisionToText
 from sftkit.ops.attention import implementation
-from sftkit.ops.cached_attention import NAME
+from sftkit.ops.cached_attention import IMPLEMENTATION
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMPILE: dict[str, Any] = {
@@ -45,7 +45,7 @@ class CompiledStep(StaticStep):
         # What is written has to stay where it is to be recorded, and what is read would be copied for each replay
         for tensor in (self._tokens, self._at, self._mask, self._positions, self._order, *kept):
             torch._dynamo.mark_static_address(tensor, guard=False)  # other addresses, of the next batch: recorded anew
-        self._attending = implementation(self._orig_model, NAME)
+        self._attending = implementation(self._orig_model, IMPLEMENTATION)
         self._attending.__enter__()  # until this is let go with its batch: to set it for each step takes milliseconds
 
     def __call__(self) -> torch.Tensor:

@@ -28,7 +28,7 @@ from sftkit.data.pack import DocumentLengths, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
-from sftkit.experiments.bench.rows import measured, run_job
+from sftkit.experiments.bench.rows import measured_row, run_job
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.models.structure import Work, train_flops
 from sftkit.runtime.hardware import peak_flops, peak_memory_gib
@@ -225,7 +225,7 @@ def run(job: Job) -> dict[str, Any]:
         "optimizer": f"torch AdamW, states in {precision}",
         "note": f"{job.options or 'options as in trl_peer.py'}; {attention}"
         + (f": {DENSE}" if attention == "sdpa" else ""),
-        **measured(window_lines(job, clock, trainer.state.log_history, counts, model), job.steps),
+        **measured_row(window_lines(job, clock, trainer.state.log_history, counts, model), job.steps),
         "reserved_memory_gib": torch.cuda.memory_reserved() / 2**30 if device.type == "cuda" else None,
         "warm_up_seconds": None,
         "first_step_seconds": clock.first - clock.started,

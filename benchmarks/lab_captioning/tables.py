@@ -8,7 +8,14 @@ import re
 from pathlib import Path
 
 from sftkit.experiments.bench.jobs import read_jobs
-from sftkit.experiments.bench.report import loss_differences, machine_lines, middle, number, steps_per_sec, table
+from sftkit.experiments.bench.report import (
+    format_number,
+    loss_differences,
+    machine_lines,
+    markdown_table,
+    middle,
+    steps_per_sec,
+)
 
 HERE = Path(__file__).parent
 BASELINE = "dynamic eager"
@@ -64,13 +71,13 @@ def cells(name: str, rows: dict[str, dict]) -> list[str]:
     gaps = loss_differences(row, reference) if reference and not reference["error"] else {}
     return [
         *begin,
-        number(steps_per_sec(row), "{:.2f}"),
-        number(mine, "{:,.0f}"),
-        number(middle(row["tok_per_sec"]), "{:,.0f}"),
-        number(row["first_steps_seconds"], "{:.0f}"),
-        number(row["compile"]["recompiles"], "{:.0f}"),
-        number(row["compile"]["graph_breaks"], "{:.0f}"),
-        number(row["peak_memory_gib"], "{:.1f}"),
+        format_number(steps_per_sec(row), "{:.2f}"),
+        format_number(mine, "{:,.0f}"),
+        format_number(middle(row["tok_per_sec"]), "{:,.0f}"),
+        format_number(row["first_steps_seconds"], "{:.0f}"),
+        format_number(row["compile"]["recompiles"], "{:.0f}"),
+        format_number(row["compile"]["graph_breaks"], "{:.0f}"),
+        format_number(row["peak_memory_gib"], "{:.1f}"),
         f"{max(gaps.values()):.1e} in {len(gaps)} losses" if gaps else "-" if row["same_loss_as"] is None else UNKNOWN,
         f"{mine / its:.2f} x" if mine and its else UNKNOWN,
     ]
@@ -90,8 +97,10 @@ def tables(folder: Path) -> str:
     rows = {row["name"]: row for row in results["runs"]}
     names = [job.name for job in read_jobs(folder / "plan.yaml", Path("unused"))]
     parts = [machine_lines(results["machine"])] if rows else []
-    parts += [table(COLUMNS, [cells(name, rows) for name in names])]
-    parts += [table(("warm-up", "run", "published, s", "measured, s"), [warm_up(kind, rows) for kind in WARM_UPS])]
+    parts += [markdown_table(COLUMNS, [cells(name, rows) for name in names])]
+    parts += [
+        markdown_table(("warm-up", "run", "published, s", "measured, s"), [warm_up(kind, rows) for kind in WARM_UPS])
+    ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.experiments.patterns import paper
-from sftkit.experiments.patterns.tables import bubbles, exchanges, holds, machine, markdown, timeline_pictures
+from sftkit.experiments.patterns.tables import bubbles, exchanges, holds, machine_line, timeline_pictures, to_markdown
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "parallelism.md"
 BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "machine": machine,
-    "holds": lambda results: markdown(holds(results)),
-    "exchanges": lambda results: markdown(exchanges(results)),
-    "bubbles": lambda results: markdown(bubbles(results)),
+    "machine": machine_line,
+    "holds": lambda results: to_markdown(holds(results)),
+    "exchanges": lambda results: to_markdown(exchanges(results)),
+    "bubbles": lambda results: to_markdown(bubbles(results)),
     "pictures": lambda results: f"```\n{timeline_pictures(results)}\n```",
-    "chosen": lambda _: markdown(paper.chosen()),
-    "families": lambda _: markdown(paper.families()),
-    "per_pattern": lambda _: markdown(paper.per_pattern()),
-    "slow_links": lambda _: markdown(paper.slow_links()),
-    "published": lambda _: markdown(paper.published()),
-    "beside": lambda _: markdown(paper.beside_measured(HERE.parent)),
+    "chosen": lambda _: to_markdown(paper.chosen()),
+    "families": lambda _: to_markdown(paper.families()),
+    "per_pattern": lambda _: to_markdown(paper.per_pattern()),
+    "slow_links": lambda _: to_markdown(paper.slow_links()),
+    "published": lambda _: to_markdown(paper.published()),
+    "beside": lambda _: to_markdown(paper.beside_measured(HERE.parent)),
 }
 
 

@@ -15,7 +15,7 @@ from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
-from sftkit.checkpoint.resume import find
+from sftkit.checkpoint.resume import find_checkpoint
 from sftkit.checkpoint.state_store import SafeReader, load_states
 from sftkit.config.schema import (
     AttentionConfig,
@@ -178,11 +178,11 @@ def test_auto_falls_back_to_the_last_checkpoint_that_verifies_and_names_the_bad_
     assert verify(tmp_path / "step-000002") is None
     rt = cpu_runtime()
     with caplog.at_level(logging.WARNING, logger="sftkit"):
-        assert find(tmp_path, "auto", rt).folder == tmp_path / "step-000002"
+        assert find_checkpoint(tmp_path, "auto", rt).folder == tmp_path / "step-000002"
     assert "model.safetensors" in caplog.text
     with pytest.raises(ConfigError, match="sha256"):
-        find(tmp_path, str(tmp_path / "step-000004"), rt)
-    assert find(tmp_path, None, rt).folder is None
+        find_checkpoint(tmp_path, str(tmp_path / "step-000004"), rt)
+    assert find_checkpoint(tmp_path, None, rt).folder is None
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, tokenizer) -> None:

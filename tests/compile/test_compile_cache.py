@@ -91,8 +91,8 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_a_folder_a_file_and_a_url_of_either_hold_what_was_saved(tmp_path: Path, fake_torch, form: str) -> None:
     path = tmp_path / "new" / ("x.compiled" if form.endswith("file") else "caches")
     where = path.as_uri() if "://" in form else str(path)
-    assert "saved" in compile_cache.save(where, KEY, writes=True)
-    assert compile_cache.load(where, KEY).startswith("compiled code from")
+    assert "saved" in compile_cache.save_compiled(where, KEY, writes=True)
+    assert compile_cache.load_compiled(where, KEY).startswith("compiled code from")
     assert fake_torch == [b"arti\nfacts"]
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert len(files) == 1  # nothing temporary is left
@@ -101,25 +101,25 @@ def test_a_folder_a_file_and_a_url_of_either_hold_what_was_saved(tmp_path: Path,
 
 def test_a_folder_holds_one_file_per_key(tmp_path: Path, fake_torch) -> None:
     for key in (KEY, OTHER, KEY):
-        compile_cache.save(str(tmp_path), key, writes=True)
+        compile_cache.save_compiled(str(tmp_path), key, writes=True)
     assert len(list(tmp_path.iterdir())) == 2
-    assert compile_cache.load(str(tmp_path), "c" * 64).startswith("no compiled code")
+    assert compile_cache.load_compiled(str(tmp_path), "c" * 64).startswith("no compiled code")
 
 
 def test_only_the_main_rank_writes_and_only_what_was_compiled_cold(tmp_path: Path, fake_torch, monkeypatch) -> None:
     where = str(tmp_path / "x.compiled")
-    assert compile_cache.save(where, KEY, writes=False) == ""
+    assert compile_cache.save_compiled(where, KEY, writes=False) == ""
     assert not Path(where).exists()
     monkeypatch.setitem(compile_cache.counters, "inductor", {"fxgraph_cache_miss": 0})
-    assert "saved" in compile_cache.save(
+    assert "saved" in compile_cache.save_compiled(
         where, KEY, writes=True
     )  # all of it from torch's own cache: still worth a file
     before = Path(where).stat().st_ino
-    assert "complete" in compile_cache.save(where, KEY, writes=True)
+    assert "complete" in compile_cache.save_compiled(where, KEY, writes=True)
     assert Path(where).stat().st_ino == before
-    assert "saved" in compile_cache.save(where, OTHER, writes=True)
+    assert "saved" in compile_cache.save_compiled(where, OTHER, writes=True)
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
-    assert "nothing was compiled" in compile_cache.save(where, KEY, writes=True)
+    assert "nothing was compiled" in compile_cache.save_compiled(where, KEY, writes=True)
 
 
 def swap_key(content: bytes) -> bytes:
@@ -138,26 +138,26 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_file_that_is_no_use_is_a_warning_and_then_replaced(tmp_path: Path, fake_torch, caplog, damage: str) -> None:
     file = tmp_path / "x.compiled"
-    compile_cache.save(str(file), KEY, writes=True)
+    compile_cache.save_compiled(str(file), KEY, writes=True)
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
-    assert compile_cache.load(str(file), KEY) == "cold compile"
+    assert compile_cache.load_compiled(str(file), KEY) == "cold compile"
     assert damage.strip() in caplog.text
     assert fake_torch == []
-    compile_cache.save(str(file), KEY, writes=True)
-    assert compile_cache.load(str(file), KEY).startswith("compiled code from")
+    compile_cache.save_compiled(str(file), KEY, writes=True)
+    assert compile_cache.load_compiled(str(file), KEY).startswith("compiled code from")
 
 
 def test_content_that_torch_cannot_read_is_a_warning(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"garbage", object()))
-    compile_cache.save(str(tmp_path), KEY, writes=True)
-    assert compile_cache.load(str(tmp_path), KEY) == "cold compile"
+    compile_cache.save_compiled(str(tmp_path), KEY, writes=True)
+    assert compile_cache.load_compiled(str(tmp_path), KEY) == "cold compile"
     assert "torch cannot read it" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["/proc/nowhere", "unknown://bucket/graphs"])
 def test_a_place_that_cannot_be_used_is_a_warning_never_an_error(where: str, fake_torch, caplog) -> None:
-    compile_cache.load(where, KEY)
-    assert "not saved" in compile_cache.save(where, KEY, writes=True)
+    compile_cache.load_compiled(where, KEY)
+    assert "not saved" in compile_cache.save_compiled(where, KEY, writes=True)
     assert "cannot be written" in caplog.text
 
 
@@ -172,7 +172,7 @@ def make_key(**changes) -> str:
     layout = SimpleNamespace(kind="packed", shapes=shapes, max_doc_length=2048, max_docs=lambda rows, _: 2 * rows)
     topology = changes.get("topology", Topology())
     rt = SimpleNamespace(device=torch.device("cpu"), precision=changes.get("precision", "fp32"), topology=topology)
-    return compile_cache.key(cfg, changes.get("model") or tiny_llama(), layout, rt)
+    return compile_cache.code_key(cfg, changes.get("model") or tiny_llama(), layout, rt)
 
 
 def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(monkeypatch) -> None:
@@ -209,7 +209,7 @@ def test_flash_attention_kernels_travel_in_the_file(tmp_path: Path, monkeypatch:
     (there / "v1" / "bwd" / "a.o").write_bytes(b"code\n\0")
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(there))
-    content = compile_cache.pack(b"arti\nfacts", compile_cache.read_kernels())
+    content = compile_cache.pack_artifacts(b"arti\nfacts", compile_cache.read_kernels())
     artifacts, kernels = compile_cache.unpack(content)
     assert artifacts == b"arti\nfacts"
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(here))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sftkit.config import commands
-from sftkit.config.commands import SCRIPTS, first_run, install, invocation, program, running, shipped, typed
+from sftkit.config.commands import SCRIPTS, first_run, install, invocation, program_path, running, shipped, typed
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,14 +28,14 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_program_is_named_from_here_by_the_search_path_or_in_full(environment, tmp_path, monkeypatch) -> None:
-    assert program("python") == ".venv/bin/python"
+    assert program_path("python") == ".venv/bin/python"
     (tmp_path / "else where").mkdir()
     monkeypatch.chdir(tmp_path / "else where")
     monkeypatch.setenv("PATH", "/nowhere")
-    assert program("python") == str(environment / "python")
-    assert program("sftkit", tmp_path) == ".venv/bin/sftkit"
+    assert program_path("python") == str(environment / "python")
+    assert program_path("sftkit", tmp_path) == ".venv/bin/sftkit"
     monkeypatch.setenv("PATH", str(environment))
-    assert (program("python"), program("sftkit")) == ("python", "sftkit")
+    assert (program_path("python"), program_path("sftkit")) == ("python", "sftkit")
 
 
 def test_commands_are_those_of_a_clone_where_scripts_lie_and_words_of_sftkit_elsewhere(environment, tmp_path) -> None:

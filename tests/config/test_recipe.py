@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sftkit.config.keys import help_text, sections, table
+from sftkit.config.keys import help_text, key_table, section_classes
 from sftkit.config.load import load_config, read_config, to_yaml
 from sftkit.config.schema import CompileConfig, CompileModuleConfig, Config, SourceConfig, source_label
 from sftkit.errors import ConfigError
@@ -218,7 +218,7 @@ def test_missing_keys_say_what_they_are_for(write):
     path = write("model: {path: x}\ntrain: {max_steps: 1}\n")
     lines = problems(path)
     assert [line.partition(": is required: ")[0] for line in lines] == [f"{path}: run.dir", f"{path}: data.train"]
-    assert lines[1].endswith(table()["data.train"].doc)
+    assert lines[1].endswith(key_table()["data.train"].doc)
 
 
 def test_duplicate_keys_are_problems_with_their_lines(write):
@@ -549,18 +549,18 @@ def test_help_explains_every_key_in_100_columns():
     assert "data.layout  packed | bucketed | fixed" in text
     assert "default packed" in text
     assert max(map(len, text.splitlines())) <= 100
-    for key, row in table().items():
+    for key, row in key_table().items():
         assert f"  {key}  {row.kind}" in text or f"  {key}\n      {row.kind}\n" in text
         assert row.doc, key
     assert help_text("x", "y.py").count("required") >= 3
 
 
 def test_the_table_of_keys_holds_every_field_of_the_config():
-    assert list(sections()) == [field.name for field in dataclasses.fields(Config)]
+    assert list(section_classes()) == [field.name for field in dataclasses.fields(Config)]
     own = [f"compile.modules.PATH.{f.name}" for f in dataclasses.fields(CompileModuleConfig)]
     names = [f"compile.{f.name}" for f in dataclasses.fields(CompileConfig)]
     after = names.index("compile.modules") + 1
-    assert [k for k in table() if k.startswith("compile.")] == [*names[:after], *own, *names[after:]]
+    assert [k for k in key_table() if k.startswith("compile.")] == [*names[:after], *own, *names[after:]]
 
 
 @pytest.mark.parametrize(

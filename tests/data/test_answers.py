@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from sftkit.config.schema import DataConfig, ModelConfig
 from sftkit.data import answer_matcher, answers, chat, prompts, stages
 from sftkit.data.reasoning import with_reasoning
-from sftkit.data.template import Conversation, render, template_of, with_arguments
+from sftkit.data.template import Conversation, render_conversation, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import load_tokenizer
@@ -179,7 +179,7 @@ def test_every_target_follows_the_ids_of_a_prompt_that_a_server_makes(make, case
     modes = [{}, *({template.thinking_argument: on} for on in (True, False) if template.thinking_argument)]
     prompts = [
         tokenizer(
-            render(tokenizer, template, Conversation(given, args=mode), add_generation_prompt=True)[0],
+            render_conversation(tokenizer, template, Conversation(given, args=mode), add_generation_prompt=True)[0],
             add_special_tokens=False,
         )["input_ids"]
         for k, message in enumerate(messages)
@@ -415,8 +415,10 @@ def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral", "glm45", "smollm3"])
 def test_the_number_of_renderings_does_not_grow_with_the_turns(make, monkeypatch, name: str) -> None:
     tokenizer, calls = make(name), []
-    plain = answers.render
-    monkeypatch.setattr(answers, "render", lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1])
+    plain = answers.render_conversation
+    monkeypatch.setattr(
+        answers, "render_conversation", lambda *args, **kwargs: (calls.append(1), plain(*args, **kwargs))[1]
+    )
     counted = []
     for turns in (20, 100):
         calls.clear()

@@ -39,7 +39,7 @@ def caption_folder(path: Path, rows: list[dict[str, object]]) -> SourceConfig:
 def load(tmp_path: Path, tokenizer, *source: SourceConfig, max_length: int = 40, **settings):
     data = DataConfig(train=source, cache_dir=str(tmp_path / "cache"), max_length=max_length, **settings)
     tokenize = stages.caption(data, tokenizer, max_length)
-    return sources.load(data.train, data, tokenize, "captions")
+    return sources.load_sources(data.train, data, tokenize, "captions")
 
 
 def test_a_made_picture_determines_its_caption_at_any_size() -> None:
@@ -103,7 +103,7 @@ def test_a_folder_of_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
     again = load(tmp_path, tokenizer, SourceConfig(path=str(tmp_path / "data")))
     assert list(again.encoder_sources) == [a, b, b]  # from the cache
     assert isinstance(again.ids, np.memmap)
-    found = images.load(again.encoder_sources, "pixel_values", SIZE, tmp_path / "cache")
+    found = images.load_images(again.encoder_sources, "pixel_values", SIZE, tmp_path / "cache")
     pixels = found.arrays["pixel_values"]
     assert isinstance(pixels, np.memmap)
     assert (pixels.shape, pixels.dtype, found.index.tolist()) == ((2, *SIZE), np.uint8, [0, 1, 1])
@@ -114,12 +114,12 @@ def test_a_folder_of_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
 
 def test_pictures_are_read_once_and_again_when_a_file_or_the_size_changes(tmp_path: Path, monkeypatch) -> None:
     caption_folder(tmp_path, [])
-    names, read, seen = [str(tmp_path / "a.png"), str(tmp_path / "b.png")], images.read, []
-    monkeypatch.setattr(images, "read", lambda name, size: seen.append(name) or read(name, size))
+    names, read, seen = [str(tmp_path / "a.png"), str(tmp_path / "b.png")], images.read_image, []
+    monkeypatch.setattr(images, "read_image", lambda name, size: seen.append(name) or read(name, size))
 
     def again(size=SIZE) -> np.ndarray:
         seen.clear()
-        return np.array(images.load(names, "pixel_values", size, tmp_path / "cache").arrays["pixel_values"])
+        return np.array(images.load_images(names, "pixel_values", size, tmp_path / "cache").arrays["pixel_values"])
 
     first = again()
     assert seen == names
@@ -138,8 +138,8 @@ def test_pictures_are_read_once_and_again_when_a_file_or_the_size_changes(tmp_pa
 
 def test_grey_pictures_and_single_channels(tmp_path: Path) -> None:
     Image.fromarray(np.full((9, 7), 80, np.uint8)).save(tmp_path / "grey.png")
-    assert (images.read(str(tmp_path / "grey.png"), (3, 4, 5)) == 80).all()
-    assert images.read(str(tmp_path / "grey.png"), (1, 4, 5)).shape == (1, 4, 5)
+    assert (images.read_image(str(tmp_path / "grey.png"), (3, 4, 5)) == 80).all()
+    assert images.read_image(str(tmp_path / "grey.png"), (1, 4, 5)).shape == (1, 4, 5)
     with pytest.raises(ConfigError, match=r"3 channels, and the encoder takes 1"):
         picture("builtin:pictures/train/0", (1, 8, 8))
 
@@ -150,7 +150,7 @@ def test_a_picture_is_upright_as_a_viewer_shows_it(tmp_path: Path) -> None:
     turned = Image.Exif()
     turned[ORIENTATION] = 6  # turn it clockwise: left comes to the top
     Image.fromarray(pixels).save(tmp_path / "phone.png", exif=turned)
-    found = images.read(str(tmp_path / "phone.png"), (3, 16, 8))
+    found = images.read_image(str(tmp_path / "phone.png"), (3, 16, 8))
     assert (found[:, :8] == 255).all()
     assert (found[:, 8:] == 0).all()
 
@@ -159,7 +159,7 @@ def test_more_than_eight_bits_are_refused_and_not_made_white(tmp_path: Path) -> 
     for dtype in (np.uint16, np.int32, np.float32):
         Image.fromarray(np.full((8, 8), 300, dtype)).save(tmp_path / "deep.tiff")
         with pytest.raises(DataError, match=r"deep.tiff: .* mode \S+ has more than 8 bits a channel: save it with 8"):
-            images.read(str(tmp_path / "deep.tiff"), SIZE)
+            images.read_image(str(tmp_path / "deep.tiff"), SIZE)
 
 
 def test_a_broken_file_is_named_whatever_its_reader_raises(tmp_path: Path, monkeypatch) -> None:
@@ -171,7 +171,7 @@ def test_a_broken_file_is_named_whatever_its_reader_raises(tmp_path: Path, monke
 
     monkeypatch.setattr(images.ImageOps, "exif_transpose", broken)
     with pytest.raises(DataError, match=r"a.png: cannot be read as a picture: broken PNG file"):
-        images.read(str(tmp_path / "a.png"), SIZE)
+        images.read_image(str(tmp_path / "a.png"), SIZE)
 
 
 def test_a_large_picture_is_read_without_a_word_and_one_that_may_be_an_attack_is_refused(
@@ -181,10 +181,10 @@ def test_a_large_picture_is_read_without_a_word_and_one_that_may_be_an_attack_is
     monkeypatch.setattr(images.Image, "MAX_IMAGE_PIXELS", 1300)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert images.read(str(tmp_path / "a.png"), SIZE).shape == SIZE
+        assert images.read_image(str(tmp_path / "a.png"), SIZE).shape == SIZE
     monkeypatch.setattr(images.Image, "MAX_IMAGE_PIXELS", 1100)
     with pytest.raises(DataError, match=r"a.png: .* \(2400 pixels\) exceeds limit of 2200 pixels"):
-        images.read(str(tmp_path / "a.png"), SIZE)
+        images.read_image(str(tmp_path / "a.png"), SIZE)
 
 
 def test_all_pictures_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_all_pictures_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> No
     with pytest.raises(
         DataError, match=r"gone.png: .*No such file.*bad0.png: .*bad3.png: .*and 3 more.*8 of 9 pictures"
     ) as told:
-        images.load(names, "pixel_values", SIZE, tmp_path / "cache")
+        images.load_images(names, "pixel_values", SIZE, tmp_path / "cache")
     assert "bad4" not in str(told.value)
     assert not list((tmp_path / "cache").iterdir())
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tokenizer) -> None:
         load(tmp_path, tokenizer, caption_folder(data, [{"text": "No picture."}]))
     (data / "a.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"a.png: cannot be read as a picture"):
-        images.load([str(data / "a.png")], "pixel_values", SIZE, tmp_path)
+        images.load_images([str(data / "a.png")], "pixel_values", SIZE, tmp_path)
     caption_folder(data, [])
     row = convert({"file_name": "a.png", "text": "Noise."}, f"{data}/captions.jsonl:1")
     with pytest.raises(DataError, match=r"captions.jsonl:1: a picture with captions, which are for caption_train.py"):
@@ -251,7 +251,7 @@ def test_rows_have_as_many_captions_as_leave_few_places_for_pictures_empty() -> 
 @pytest.mark.skipif(not (SHARED_DATA / "images").is_dir(), reason="no shared data")
 def test_real_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
     examples = load(tmp_path, tokenizer, SourceConfig(path=str(SHARED_DATA / "images")))
-    found = images.load(examples.encoder_sources, "pixel_values", (3, 64, 64), tmp_path / "cache")
+    found = images.load_images(examples.encoder_sources, "pixel_values", (3, 64, 64), tmp_path / "cache")
     assert isinstance(found, EncoderInputs)
     assert (
         len(examples)

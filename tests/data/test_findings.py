@@ -118,7 +118,9 @@ def load(tmp_path: Path, make_tokenizer):
             path.write_text(content)
         data = replace(DataConfig(train=(), on_bad_row="skip", cache_dir=str(tmp_path / "cache")), **settings)
         tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500, too_long=data.too_long)
-        return sources.load([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
+        return sources.load_sources(
+            [SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer)
+        )
 
     return run
 
@@ -154,7 +156,7 @@ def test_rows_are_counted_by_reason_with_the_first_of_each_as_example(load, capl
     ]
     assert [one.first.split(".jsonl:")[1].split(":")[0] for one in found] == ["3", "2", "4", "6"]
     told = [message for message in caplog.messages if "a.jsonl" in message]
-    assert told == [f"a: {findings.text(one)}" for one in found]
+    assert told == [f"a: {findings.finding_text(one)}" for one in found]
     assert told[0].startswith("a: 3 bad rows skipped, no assistant turn; the first: ")
     assert told[3].startswith(f"a: 1 row accepted, {NO_CALL}; the first: ")
 
@@ -182,7 +184,7 @@ def test_repeated_sources_count_their_findings_as_often_as_their_rows(load, tmp_
     load(GOOD, "{")
     data = DataConfig(train=(), on_bad_row="skip", cache_dir=str(tmp_path / "cache"))
     source = SourceConfig(path=str(tmp_path / "a.jsonl"), repeat=3)
-    examples = sources.load([source], data, partial(chat.tokenize, tokenizer=tokenizer, max_length=500), "key")
+    examples = sources.load_sources([source], data, partial(chat.tokenize, tokenizer=tokenizer, max_length=500), "key")
     assert examples.counts["a"]["skipped_bad"] == examples.findings["a"][0].rows == 3
 
 
@@ -220,7 +222,7 @@ def test_an_error_in_a_row_is_in_its_only_line(tmp_path: Path, end: str) -> None
     path = tmp_path / "a.jsonl"
     path.write_bytes(f'{{"a": {end}'.encode())
     with pytest.raises(DataError, match=r"a\.jsonl:1: not JSON: Expecting value: line 1 column "):
-        list(sources.read(SourceConfig(path=str(path))))
+        list(sources.read_source(SourceConfig(path=str(path))))
 
 
 def test_a_long_example_is_cut(load) -> None:
@@ -244,9 +246,9 @@ def test_a_key_twice_is_named(load) -> None:
 def test_only_the_row_with_a_key_twice_is_bad_in_a_json_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('[ {"text": "one, [x]"},\n {"text": "a", "text": "b"} , {"text": "\\ud83d"}, {"text": "four ü"} ]')
-    assert [row.text for row in sources.read(SourceConfig(path=str(path)), "skip")] == ["one, [x]", "four ü"]
+    assert [row.text for row in sources.read_source(SourceConfig(path=str(path)), "skip")] == ["one, [x]", "four ü"]
     with pytest.raises(DataError, match=r'a\.json\[1\]: an object has the key "text" twice'):
-        list(sources.read(SourceConfig(path=str(path))))
+        list(sources.read_source(SourceConfig(path=str(path))))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_only_the_row_with_a_key_twice_is_bad_in_a_json_file(tmp_path: Path) -> 
 def test_a_key_twice_in_a_json_file_of_objects_is_placed(tmp_path: Path, content: str, where: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(DataError, match=rf"{where}an object has the key"):
-        list(sources.read(SourceConfig(path=str(tmp_path / "a.json"))))
+        list(sources.read_source(SourceConfig(path=str(tmp_path / "a.json"))))
 
 
 def test_strict_json_is_json() -> None:
@@ -341,7 +343,7 @@ def test_no_name_in_a_row_begins_a_line_of_its_own(
     data = DataConfig(train=(), on_bad_row="skip", cache_dir=str(tmp_path / "cache"))
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
     with caplog.at_level(logging.WARNING, logger="sftkit"):
-        sources.load([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
+        sources.load_sources([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
     (told,) = caplog.messages
     assert "\n" not in told
     if "skipped" in told:

@@ -29,7 +29,7 @@ LONG_LINE = "record too long to read"
 def load(path: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, on_bad_row: str = "skip") -> Examples:
     data = DataConfig(train=(), on_bad_row=on_bad_row, cache_dir=str(folder / "cache"))  # type: ignore[arg-type]
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
-    return sources.load([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
+    return sources.load_sources([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ from sftkit.config.schema import SourceConfig
 from sftkit.data import sources
 from sftkit.errors import DataError
 try:
-    for row in sources.read(SourceConfig(path=sys.argv[1])):
+    for row in sources.read_source(SourceConfig(path=sys.argv[1])):
         pass
 except DataError as error:
     print(error)
@@ -159,7 +159,9 @@ def test_documents_that_can_only_be_too_long_are_counted_as_those_that_are(make_
 def test_marks_are_where_transformers_finds_them(name: str, make_tokenizer) -> None:
     tokenizer = make_tokenizer(name)
     messages = [{"role": "system", "content": "Be brief."}, *turns(3)]
-    text, spans = template.render(tokenizer, tokenizer.chat_template, template.Conversation(messages), marks=True)
+    text, spans = template.render_conversation(
+        tokenizer, tokenizer.chat_template, template.Conversation(messages), marks=True
+    )
     texts, expected = template.render_jinja_template(
         [messages],
         chat_template=tokenizer.chat_template,

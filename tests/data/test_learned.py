@@ -134,7 +134,7 @@ SCHEMAS = [
 def test_a_parquet_file_gives_the_rows_that_were_written(tmp_path: Path) -> None:
     written = [{"messages": m, "tools": t} for m, t in zip(CALLS, SCHEMAS, strict=True)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), tmp_path / "calls.parquet")
-    records = list(sources.read(SourceConfig(path=str(tmp_path / "calls.parquet"))))
+    records = list(sources.read_source(SourceConfig(path=str(tmp_path / "calls.parquet"))))
     assert [row.messages for row in records] == CALLS
     assert [row.tools for row in records] == SCHEMAS
 
@@ -151,7 +151,7 @@ def test_a_null_that_a_json_file_holds_stays(tmp_path, tokenizer) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": None}}}]}
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": [ASK, call]}))
-    (row,) = sources.read(SourceConfig(path=str(path)))
+    (row,) = sources.read_source(SourceConfig(path=str(path)))
     assert '"arguments": {"x": null}' in learned(chat.tokenize(row, tokenizer, max_length=1000), tokenizer)[0]
 
 

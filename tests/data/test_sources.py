@@ -38,7 +38,7 @@ def numbered(n: int) -> list[dict]:
 
 
 def texts(path, **settings) -> list[str | None]:
-    return [row.text for row in sources.read(SourceConfig(path=str(path), **settings))]
+    return [row.text for row in sources.read_source(SourceConfig(path=str(path), **settings))]
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def load(data, tokenizer):
         chosen = replace(data, **settings)
         tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=64, too_long=chosen.too_long)
         listed = [spec if isinstance(spec, SourceConfig) else SourceConfig(path=str(spec)) for spec in specs]
-        return sources.load(listed, chosen, tokenize, cache.tokenizer_fingerprint(tokenizer))
+        return sources.load_sources(listed, chosen, tokenize, cache.tokenizer_fingerprint(tokenizer))
 
     return run
 
@@ -177,7 +177,7 @@ def test_every_kind_of_file(tmp_path):
 
 def test_where_names_file_and_line(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [numbered(1)[0], "", numbered(1)[0]])
-    assert [row.where for row in sources.read(SourceConfig(path=str(path)))] == [f"{path}:1", f"{path}:3"]
+    assert [row.where for row in sources.read_source(SourceConfig(path=str(path)))] == [f"{path}:1", f"{path}:3"]
 
 
 def test_folder_is_read_recursively_in_order(tmp_path):
@@ -240,7 +240,7 @@ def test_broken_lines(tmp_path, load, caplog):
     assert (len(examples), examples.counts["a"]["rows"], examples.counts["a"]["skipped_bad"]) == (1, 6, 5)
     assert f"a: 1 bad row skipped, not JSON; the first: {path}:2: not JSON" in caplog.text
     assert f"a: 3 bad rows skipped, row is not an object; the first: {path}:3: list instead" in caplog.text
-    assert [row.text for row in sources.read(SourceConfig(path=str(path)), "skip")] == ["fine"]
+    assert [row.text for row in sources.read_source(SourceConfig(path=str(path)), "skip")] == ["fine"]
 
 
 @pytest.mark.parametrize(
@@ -329,8 +329,8 @@ def test_hub_dataset_is_read_by_its_columns(monkeypatch, load):
     import datasets
 
     dataset = datasets.Dataset.from_list([{"instruction": "Do", "input": "", "output": "ok"}] * 3)
-    monkeypatch.setattr(hub, "load", lambda source: dataset)
-    found = list(sources.read(SourceConfig(path="org/name", split="train[:3]")))
+    monkeypatch.setattr(hub, "load_from_hub", lambda source: dataset)
+    found = list(sources.read_source(SourceConfig(path="org/name", split="train[:3]")))
     assert [row.where for row in found] == [f"org/name[train[:3]]:{i}" for i in range(3)]
     assert len(load(SourceConfig(path="org/name", max_rows=2))) == 2
 
@@ -356,7 +356,7 @@ def test_builtins(load):
     examples = load(docs, tasks)
     assert examples.source_names == ("docs", "mine")
     assert (examples.counts["docs"]["rows"], examples.counts["mine"]["rows"]) == (3, 4)
-    assert next(sources.read(tasks)).where == "builtin:tasks[heldout]:0"
+    assert next(sources.read_source(tasks)).where == "builtin:tasks[heldout]:0"
     with pytest.raises(ConfigError, match="not one of builtin:docs, builtin:tasks"):
         texts("builtin:task")
     with pytest.raises(ConfigError, match="not one of train, heldout"):
@@ -443,8 +443,8 @@ def test_cache_key(tmp_path, data, load, tokenizer, make_tokenizer):
     load(path, on_bad_row="skip")
     load(SourceConfig(path=str(path), max_rows=2))
     bound = partial(text.tokenize_any, tokenizer=tokenizer, max_length=8)
-    sources.load([SourceConfig(path=str(path))], data, bound, cache.tokenizer_fingerprint(tokenizer))
-    sources.load([SourceConfig(path=str(path))], data, bound, "another task")
+    sources.load_sources([SourceConfig(path=str(path))], data, bound, cache.tokenizer_fingerprint(tokenizer))
+    sources.load_sources([SourceConfig(path=str(path))], data, bound, "another task")
     assert len(folders(data)) == 8
     assert cache.tokenizer_fingerprint(tokenizer) == cache.tokenizer_fingerprint(make_tokenizer())
     prints = {cache.tokenizer_fingerprint(t) for t in (tokenizer, make_tokenizer("qwen3"), make_tokenizer(eos="</s>"))}
@@ -486,9 +486,9 @@ def test_damaged_cache_is_built_again(tmp_path, data, load, caplog, damage):
 def test_two_writers(tmp_path, load):
     examples = load(write_lines(tmp_path / "a.jsonl", numbered(5)))
     target = tmp_path / "shared" / "key"
-    assert_equal(cache.save(target, examples), examples)
+    assert_equal(cache.save_cached_examples(target, examples), examples)
     inode = target.stat().st_ino
-    assert_equal(cache.save(target, examples), examples)
+    assert_equal(cache.save_cached_examples(target, examples), examples)
     assert target.stat().st_ino == inode
     assert list(target.parent.iterdir()) == [target]
 
@@ -509,6 +509,6 @@ def test_unwritable_cache_only_warns(tmp_path, load, caplog):
 )
 def test_real_exams(name, tokenizer):
     source = SourceConfig(path=str(SHARED_DATA / f"{name}.jsonl.gz"), max_rows=200)
-    for row in sources.read(source):
+    for row in sources.read_source(source):
         tokenized = chat.tokenize(row, tokenizer, max_length=10_000)
         assert tokenized.note is None, row.where

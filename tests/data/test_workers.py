@@ -114,5 +114,5 @@ def test_a_process_that_tokenizes_and_is_killed_names_the_rows_in_hand(tmp_path:
     file.write_text("".join(f'{{"text": "row {i}"}}\n' for i in range(1, 1001)))
     data = DataConfig(train=(), num_proc=2, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(WorkerError) as error:
-        sources.load((SourceConfig(path=str(file)),), data, ends_at_seven, "key")
+        sources.load_sources((SourceConfig(path=str(file)),), data, ends_at_seven, "key")
     assert f"{file}:641 to {file}:768" in str(error.value)

@@ -37,7 +37,7 @@ from sftkit.engine.checks import gradients_check
 from sftkit.engine.engine import Engine, Training
 from sftkit.engine.gradient_check import GradientCheck
 from sftkit.engine.gradient_samples import GradientDifference, largest
-from sftkit.engine.roundings import Limits, Roundings, limits, rounded_at_random
+from sftkit.engine.roundings import RoundingLimits, Roundings, limits, rounded_at_random
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import attention
@@ -414,7 +414,7 @@ def test_of_a_model_that_roundings_move_far_they_are_measured_and_a_wrong_attent
 
     monkeypatch.setattr(attention, "attend", attend)
     monkeypatch.setattr(gradient_check, "gradients", gradients)
-    monkeypatch.setattr(blocks, "limits", lambda *_, **__: Limits(0.05, 0.015, 0.002))
+    monkeypatch.setattr(blocks, "limits", lambda *_, **__: RoundingLimits(0.05, 0.015, 0.002))
     engine, _ = engine_with(tmp_path, sensitive_llama(), compile=EAGER)
     check = warm(engine)[GRADIENTS]
     assert "roundings alone" in check.found

@@ -110,7 +110,7 @@ def test_results_say_how_memory_was_limited() -> None:
 
 @has_data
 def test_canonical_solutions_of_humaneval_pass_and_empty_ones_do_not() -> None:
-    task = tasks.load("humaneval", str(DATA), max_examples=30)
+    task = tasks.load_task("humaneval", str(DATA), max_examples=30)
     assert sum(passed(task, *(question.source["canonical_solution"] for question in task.examples))) == 30
     assert sum(passed(task, *["    return None\n"] * 10)) == 0
 
@@ -118,7 +118,7 @@ def test_canonical_solutions_of_humaneval_pass_and_empty_ones_do_not() -> None:
 @has_data
 @pytest.mark.slow
 def test_all_canonical_solutions_of_humaneval_pass() -> None:
-    task = tasks.load("humaneval", str(DATA))
+    task = tasks.load_task("humaneval", str(DATA))
     assert len(task.examples) == 164
     assert sum(passed(task, *(question.source["canonical_solution"] for question in task.examples))) == 164
 
@@ -126,7 +126,7 @@ def test_all_canonical_solutions_of_humaneval_pass() -> None:
 @has_data
 @pytest.mark.slow
 def test_all_canonical_solutions_of_humaneval_pass_as_chat_answers() -> None:
-    task = tasks.load("humaneval", str(DATA), format="chat")
+    task = tasks.load_task("humaneval", str(DATA), format="chat")
     rows = [question.source for question in task.examples]
     whole = [f"Sure.\n```python\n{row['prompt']}{row['canonical_solution']}```" for row in rows]
     body = [f"```python\n{row['canonical_solution']}```" for row in rows]
@@ -176,14 +176,14 @@ def test_mbpp_takes_from_the_program_what_the_published_solution_defines() -> No
 
 @has_data
 def test_canonical_solutions_of_mbpp_pass() -> None:
-    task = tasks.load("mbpp", str(DATA), max_examples=40)
+    task = tasks.load_task("mbpp", str(DATA), max_examples=40)
     assert sum(passed(task, *(question.source["code"] for question in task.examples))) == 40
 
 
 @has_data
 @pytest.mark.slow
 def test_all_canonical_solutions_of_mbpp_pass() -> None:
-    task = tasks.load("mbpp", str(DATA))
+    task = tasks.load_task("mbpp", str(DATA))
     assert len(task.examples) == 500
     assert sum(passed(task, *(question.source["code"] for question in task.examples))) == 500
 
@@ -195,7 +195,7 @@ def test_all_canonical_solutions_of_mbpp_pass() -> None:
 def test_without_a_sandbox_the_task_is_refused_before_a_row_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "check_sandbox", lambda: "no namespaces here")
     with pytest.raises(ConfigError, match=f'"{name}" runs code that the model writes: no namespaces here'):
-        tasks.load(name, "/no/such/folder")
+        tasks.load_task(name, "/no/such/folder")
 
 
 def test_settings_and_rows_that_do_not_fit_are_errors() -> None:
@@ -237,14 +237,14 @@ def rendered(template: str, row: dict[str, Any]) -> str:
 @has_data
 def test_prompts_and_stops_are_those_of_lm_eval() -> None:
     theirs = lm_eval_task("humaneval", "humaneval")
-    ours = tasks.load("humaneval", str(DATA))
+    ours = tasks.load_task("humaneval", str(DATA))
     until = theirs["generation_kwargs"]["until"]
     for question in ours.examples:
         assert question.prompt == rendered(theirs["doc_to_text"], question.source)
         assert question.target["tests"] == rendered(theirs["doc_to_target"], question.source)
         assert (list(question.stop), question.max_new_tokens) == (until, theirs["generation_kwargs"]["max_gen_toks"])
     asked = lm_eval_task("humaneval_instruct", "humaneval")["doc_to_text"]
-    for question in tasks.load("humaneval", str(DATA), format="chat").examples:
+    for question in tasks.load_task("humaneval", str(DATA), format="chat").examples:
         assert question.prompt[0]["content"] == rendered(asked, question.source)  # type: ignore[index]
 
     theirs = lm_eval_task("mbpp", "mbpp")
@@ -253,9 +253,9 @@ def test_prompts_and_stops_are_those_of_lm_eval() -> None:
         rendered(theirs["doc_to_text"], every[i]) + rendered(theirs["doc_to_target"], every[i] | {"is_fewshot": True})
         for i in (2, 3, 4)
     ]
-    for question in tasks.load("mbpp", str(DATA)).examples:
+    for question in tasks.load_task("mbpp", str(DATA)).examples:
         assert question.prompt == "\n\n".join([*shots, rendered(theirs["doc_to_text"], question.source)])
         assert list(question.stop) == theirs["generation_kwargs"]["until"]
     asked = lm_eval_task("mbpp_instruct", "mbpp")["doc_to_text"]
-    for question in tasks.load("mbpp", str(DATA), format="chat").examples:
+    for question in tasks.load_task("mbpp", str(DATA), format="chat").examples:
         assert question.prompt[-1]["content"] == rendered(asked, question.source)  # type: ignore[index]

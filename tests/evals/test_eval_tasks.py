@@ -21,7 +21,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
 from sftkit.evals.task import Choices, Likelihoods
 from sftkit.evals.tasks import gsm8k
-from sftkit.evals.tasks.data import DatasetSplit, read
+from sftkit.evals.tasks.data import DatasetSplit, read_split
 from sftkit.generation.answer import Answer
 
 EVAL = SHARED_DATA / "eval"
@@ -67,7 +67,7 @@ def test_rows_of_json_lines_are_found_by_name(name: str, tmp_path: Path) -> None
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     write(tmp_path / "t_train.jsonl", [{"other": 1}])
     write(tmp_path / "t_test_notes.jsonl", [{"other": 1}])
-    rows = read(SPLIT, str(tmp_path))
+    rows = read_split(SPLIT, str(tmp_path))
     assert rows == ROWS
     assert [row.index for row in rows] == [0, 1]
     assert rows[0].origin == str(tmp_path / name)
@@ -76,34 +76,34 @@ def test_rows_of_json_lines_are_found_by_name(name: str, tmp_path: Path) -> None
 def test_rows_of_parquet_in_parts_and_of_csv_are_read(tmp_path: Path) -> None:
     for i, row in enumerate(ROWS):
         datasets.Dataset.from_list([row]).to_parquet(tmp_path / f"t_test-0000{i}-of-00002.parquet")
-    assert read(SPLIT, str(tmp_path)) == ROWS
+    assert read_split(SPLIT, str(tmp_path)) == ROWS
     other = tmp_path / "csv"
     other.mkdir()
     (other / "t_test.csv").write_text('question,n\none,1\n"zwei, ü",2\n')
-    assert read(SPLIT, str(other)) == ROWS
+    assert read_split(SPLIT, str(other)) == ROWS
 
 
 def test_a_missing_file_is_named_with_what_is_there(tmp_path: Path) -> None:
     write(tmp_path / "gsm8k_tset.jsonl", [gsm_row(1)])
     with pytest.raises(DataError, match=r"gsm8k_test.*gsm8k_tset\.jsonl.*openai/gsm8k") as caught:
-        tasks.load("gsm8k", str(tmp_path))
+        tasks.load_task("gsm8k", str(tmp_path))
     assert str(tmp_path) in str(caught.value)
     with pytest.raises(DataError, match="no such folder"):
-        tasks.load("gsm8k", str(tmp_path / "nowhere"))
+        tasks.load_task("gsm8k", str(tmp_path / "nowhere"))
 
 
 def test_two_files_for_one_split_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "t_test.jsonl", ROWS)
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "t_test.parquet")
     with pytest.raises(DataError, match=r"which one.*t_test\.jsonl.*t_test\.parquet"):
-        read(SPLIT, str(tmp_path))
+        read_split(SPLIT, str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "{broken\n"])
 def test_a_file_without_rows_or_that_is_no_json_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "t_test.jsonl").write_text(text)
     with pytest.raises(DataError, match=r"t_test\.jsonl"):
-        read(SPLIT, str(tmp_path))
+        read_split(SPLIT, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_a_row_that_cannot_be_used_is_named_with_its_column(
     good = {"arc_easy": arc_row(0), "gsm8k": gsm_row(1), "mmlu": mmlu_row("law", 0)}[name]
     write(tmp_path / f"{name}_test.jsonl", [good, bad])
     with pytest.raises(DataError, match=expected) as caught:
-        tasks.load(name, str(tmp_path), shots=0)
+        tasks.load_task(name, str(tmp_path), shots=0)
     assert f"{name}_test.jsonl" in str(caught.value)
 
 
 @pytest.mark.skipif(not EVAL.is_dir(), reason="needs the shared evaluation data")
 @pytest.mark.parametrize("name", OURS)
 def test_every_task_reads_the_published_rows(name: str) -> None:
-    task = tasks.load(name, str(EVAL), format="chat")
+    task = tasks.load_task(name, str(EVAL), format="chat")
     assert len(task.examples) == task.settings["rows"] > 400
     assert len({example.id for example in task.examples}) == len(task.examples)
     assert (0.0 if name == "gsm8k" else 0.1) <= task.chance < 0.6
@@ -150,7 +150,7 @@ def asked_hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         state["asked"].append((source.path, source.subset, source.split))
         return datasets.Dataset.from_list(state["rows"])
 
-    monkeypatch.setattr(hub, "load", load)
+    monkeypatch.setattr(hub, "load_from_hub", load)
     return state
 
 
@@ -158,8 +158,8 @@ def test_truthfulqa_reads_the_columns_of_the_hub(asked_hub: dict[str, Any]) -> N
     targets = {"choices": ["no", "yes", "never"], "labels": [1, 0, 0]}
     many = {"choices": ["no", "not so", "yes"], "labels": [1, 1, 0]}
     asked_hub["rows"] = [{"question": "Is it?", "mc1_targets": targets, "mc2_targets": many}]
-    (mc1,) = tasks.load("truthfulqa_mc1").examples
-    (mc2,) = tasks.load("truthfulqa_mc2").examples
+    (mc1,) = tasks.load_task("truthfulqa_mc1").examples
+    (mc2,) = tasks.load_task("truthfulqa_mc2").examples
     assert (mc1.continuations, mc1.gold) == ((" no", " yes", " never"), (0,))
     assert (mc2.continuations, mc2.gold) == ((" no", " not so", " yes"), (0, 1))
     assert set(asked_hub["asked"]) == {("truthfulqa/truthful_qa", "multiple_choice", "validation")}
@@ -168,18 +168,18 @@ def test_truthfulqa_reads_the_columns_of_the_hub(asked_hub: dict[str, Any]) -> N
 def test_labels_are_read_as_numbers_texts_and_truth_values(asked_hub: dict[str, Any], tmp_path: Path) -> None:
     activity = {"activity_label": "Cooking", "ctx_a": "A man cooks.", "ctx_b": "he", "endings": [*"abcd"], "label": "3"}
     asked_hub["rows"] = [activity]
-    assert tasks.load("hellaswag").examples[0].gold == (3,)
+    assert tasks.load_task("hellaswag").examples[0].gold == (3,)
     asked_hub["rows"] = [{"passage": "P.", "question": "is it", "label": 1}]
-    assert tasks.load("boolq").examples[0].gold == (1,)
+    assert tasks.load_task("boolq").examples[0].gold == (1,)
     write(tmp_path / "boolq_validation.jsonl", [{"passage": "P.", "question": "is it", "answer": False}])
-    assert tasks.load("boolq", str(tmp_path)).examples[0].gold == (0,)
+    assert tasks.load_task("boolq", str(tmp_path)).examples[0].gold == (0,)
     assert asked_hub["asked"] == [("Rowan/hellaswag", None, "validation"), ("aps/super_glue", "boolq", "validation")]
 
 
 def test_a_hub_that_does_not_answer_is_a_config_error_that_names_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "hub_answers", lambda: False)
     with pytest.raises(ConfigError, match=r"openai/gsm8k.*eval\.data.*gsm8k_test"):
-        tasks.load("gsm8k")
+        tasks.load_task("gsm8k")
 
 
 # ---- which examples, which shots -------------------------------------------------------------------------------------
@@ -187,12 +187,12 @@ def test_a_hub_that_does_not_answer_is_a_config_error_that_names_the_files(monke
 
 def test_max_examples_are_the_first_ones_and_of_every_subject_of_mmlu(tmp_path: Path) -> None:
     write(tmp_path / "arc_easy_test.jsonl", [arc_row(i) for i in range(9)])
-    task = tasks.load("arc_easy", str(tmp_path), max_examples=4)
+    task = tasks.load_task("arc_easy", str(tmp_path), max_examples=4)
     assert [example.source["id"] for example in task.examples] == ["q0", "q1", "q2", "q3"]
     assert task.settings["selection"] == "the first 4"
     rows = [mmlu_row(subject, i) for subject, count in (("law", 2), ("art", 9), ("war", 9)) for i in range(count)]
     write(tmp_path / "mmlu_test.jsonl", rows)
-    task = tasks.load("mmlu", str(tmp_path), max_examples=10)
+    task = tasks.load_task("mmlu", str(tmp_path), max_examples=10)
     assert Counter(example.source["subject"] for example in task.examples) == {"law": 2, "art": 4, "war": 4}
     assert [e.source["question"] for e in task.examples if e.group == "art"] == [f"art {i}?" for i in range(4)]
     assert "evenly" in task.settings["selection"]
@@ -201,7 +201,7 @@ def test_max_examples_are_the_first_ones_and_of_every_subject_of_mmlu(tmp_path: 
 def test_fewer_examples_get_the_same_shots(tmp_path: Path) -> None:
     write(tmp_path / "gsm8k_test.jsonl", [gsm_row(i) for i in range(8)])
     write(tmp_path / "gsm8k_train.jsonl", [gsm_row(i) for i in range(100, 140)])
-    whole, part = (tasks.load("gsm8k", str(tmp_path), max_examples=count) for count in (None, 3))
+    whole, part = (tasks.load_task("gsm8k", str(tmp_path), max_examples=count) for count in (None, 3))
     assert whole.examples[:3] == part.examples
     assert len({example.prompt.partition("Question: What is 0")[0] for example in whole.examples}) == 8
     assert whole.settings["shots"] == 5
@@ -211,26 +211,26 @@ def test_fewer_examples_get_the_same_shots(tmp_path: Path) -> None:
 def test_shots_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "arc_easy_test.jsonl", [arc_row(0)])
     with pytest.raises(DataError, match="arc_easy_train"):
-        tasks.load("arc_easy", str(tmp_path), shots=1)
+        tasks.load_task("arc_easy", str(tmp_path), shots=1)
     write(tmp_path / "arc_easy_train.jsonl", [arc_row(0)])
     with pytest.raises(ConfigError, match=r"eval\.shots: 2.*1 shots of arc_easy"):
-        tasks.load("arc_easy", str(tmp_path), shots=2)
+        tasks.load_task("arc_easy", str(tmp_path), shots=2)
     write(tmp_path / "mmlu_test.jsonl", [mmlu_row("law", 0)])
     write(tmp_path / "mmlu_dev.jsonl", [mmlu_row("law", 0), *(mmlu_row("art", i) for i in range(5))])
     with pytest.raises(ConfigError, match=r"eval\.shots: 2.*1 rows of law"):
-        tasks.load("mmlu", str(tmp_path), shots=2)
+        tasks.load_task("mmlu", str(tmp_path), shots=2)
     write(tmp_path / "truthfulqa.jsonl", [{"Question": "?", "Best Answer": "a", "Incorrect Answers": "b"}])
     with pytest.raises(ConfigError, match=r"truthfulqa_mc1 has a fixed prompt"):
-        tasks.load("truthfulqa_mc1", str(tmp_path), shots=5)
+        tasks.load_task("truthfulqa_mc1", str(tmp_path), shots=5)
 
 
 def test_wrong_names_and_settings_are_refused_with_what_is_allowed() -> None:
     with pytest.raises(ConfigError, match=r'Did you mean "hellaswag"\?'):
-        tasks.load("helaswag")
+        tasks.load_task("helaswag")
     with pytest.raises(ConfigError, match=r"eval\.format.*completion, chat"):
-        tasks.load("mmlu", format="letters")
+        tasks.load_task("mmlu", format="letters")
     with pytest.raises(ConfigError, match=r"eval\.shots: -1"):
-        tasks.load("mmlu", shots=-1)
+        tasks.load_task("mmlu", shots=-1)
 
 
 # ---- in a chat -------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_wrong_names_and_settings_are_refused_with_what_is_allowed() -> None:
 def test_a_chat_shows_lettered_options_and_shots_as_earlier_turns(tmp_path: Path) -> None:
     write(tmp_path / "arc_easy_test.jsonl", [arc_row(7, "123", "3")])
     write(tmp_path / "arc_easy_train.jsonl", [arc_row(1), arc_row(2, answer="D"), arc_row(3)])
-    task = tasks.load("arc_easy", str(tmp_path), shots=2, format="chat")
+    task = tasks.load_task("arc_easy", str(tmp_path), shots=2, format="chat")
     (example,) = task.examples
     assert [message["role"] for message in example.prompt] == ["user", "assistant", "user", "assistant", "user"]
     assert [message["content"] for message in example.prompt[1::2]] == ["B", "D"]
@@ -257,7 +257,7 @@ def test_letters_of_truthfulqa_do_not_give_the_answer_away(tmp_path: Path) -> No
     row = {"Question": "?", "Best Answer": "true", "Correct Answers": "true; right;", "Incorrect Answers": wrong}
     write(tmp_path / "truthfulqa.jsonl", [row] * 60)
     for name, right in (("truthfulqa_mc1", ["true"]), ("truthfulqa_mc2", ["right", "true"])):
-        task, again = (tasks.load(name, str(tmp_path), format="chat") for _ in range(2))
+        task, again = (tasks.load_task(name, str(tmp_path), format="chat") for _ in range(2))
         assert task.examples == again.examples
         first = Counter(example.gold[0] for example in task.examples)
         assert len(first) >= 4
@@ -269,7 +269,7 @@ def test_letters_of_truthfulqa_do_not_give_the_answer_away(tmp_path: Path) -> No
 def test_problems_of_gsm8k_are_turns_and_any_form_of_the_right_number_counts(tmp_path: Path) -> None:
     write(tmp_path / "gsm8k_test.jsonl", [gsm_row(600)])
     write(tmp_path / "gsm8k_train.jsonl", [gsm_row(1)])
-    task = tasks.load("gsm8k", str(tmp_path), shots=1, format="chat")
+    task = tasks.load_task("gsm8k", str(tmp_path), shots=1, format="chat")
     (question,) = task.examples
     assert question.prompt == (
         {"role": "user", "content": "What is 1 + 1?"},
@@ -288,7 +288,7 @@ def test_problems_of_gsm8k_are_turns_and_any_form_of_the_right_number_counts(tmp
     wrong = ["", "1,201", "-1200", "1200.5", "#### 7, not 1200", "120", "1200 of 1300"]
     for text in right + wrong:
         assert task.judge([question], [Answer(text, "end_of_turn", 1)]) == [{"exact_match": float(text in right)}], text
-    assert tasks.load("gsm8k", str(tmp_path), format="chat").settings["shots"] == 0
+    assert tasks.load_task("gsm8k", str(tmp_path), format="chat").settings["shots"] == 0
 
 
 @pytest.mark.parametrize(
@@ -305,13 +305,13 @@ def test_numbers_are_read_with_sign_dollars_and_commas(text: str, number: float 
 def test_acc_norm_divides_by_characters_and_mc2_is_a_share_of_probability(tmp_path: Path) -> None:
     row = {"goal": "G", "sol1": "ab", "sol2": "abcdefgh", "label": 1}
     write(tmp_path / "piqa_validation.jsonl", [row, {**row, "label": 0}])
-    task = tasks.load("piqa", str(tmp_path))
+    task = tasks.load_task("piqa", str(tmp_path))
     given = [likelihoods(-2.0, -3.0)] * 2
     assert task.judge(task.examples, given) == [{"acc": 0.0, "acc_norm": 1.0}, {"acc": 1.0, "acc_norm": 0.0}]
     assert (task.metric, task.chance) == ("acc_norm", 0.5)
     row = {"Question": "?", "Correct Answers": "a; b", "Incorrect Answers": "c", "Best Answer": "a"}
     write(tmp_path / "truthfulqa.jsonl", [row])
-    mc2 = tasks.load("truthfulqa_mc2", str(tmp_path))
+    mc2 = tasks.load_task("truthfulqa_mc2", str(tmp_path))
     for shift in (0.0, -5000.0):  # too unlikely for exp()
         (mark,) = mc2.judge(mc2.examples, [likelihoods(*(math.log(p) + shift for p in (0.2, 0.1, 0.3)))])
         assert mark == pytest.approx({"mc2": 0.5})
@@ -322,7 +322,7 @@ def test_acc_norm_divides_by_characters_and_mc2_is_a_share_of_probability(tmp_pa
 @pytest.mark.parametrize("format", ["completion", "chat"])
 @pytest.mark.parametrize("name", OURS)
 def test_what_a_recipe_knows_of_the_metrics_of_a_task_is_what_it_is_judged_by(name: str, format: str) -> None:
-    task = tasks.load(name, str(EVAL), max_examples=2, shots=0, format=format)
+    task = tasks.load_task(name, str(EVAL), max_examples=2, shots=0, format=format)
     given = [
         likelihoods(*range(-len(example.continuations), 0))
         if isinstance(example, Choices)

@@ -141,7 +141,7 @@ def test_the_suite_logs_values_and_writes_every_example_of_a_step(tmp_path: Path
 def test_numbers_that_json_does_not_know_are_null_in_the_files(tmp_path: Path) -> None:
     task = choices_task()
     given = [Likelihoods((float("-inf"), -1.0), (False, True), (1, 1))] * 5
-    results.write(tmp_path, [results.evaluated(task, given, task.judge(task.examples, given), {})])
+    results.write_results(tmp_path, [results.evaluated(task, given, task.judge(task.examples, given), {})])
     assert json.loads((tmp_path / "words.jsonl").read_text().splitlines()[0])["loglikelihoods"] == [None, -1.0]
 
 

@@ -196,7 +196,7 @@ def variant(row: dict[str, Any], draw: random.Random) -> str:
 @pytest.mark.slow
 @has_data
 def test_every_rule_decides_as_lm_eval_does(theirs: Any) -> None:
-    task = tasks.load("ifeval", str(DATA))
+    task = tasks.load_task("ifeval", str(DATA))
     draw = random.Random(0)
     seen: Counter[tuple[str, bool]] = Counter()
     for question, row in zip(task.examples, tasks.rows.read(ifeval.PROMPTS, str(DATA)), strict=True):

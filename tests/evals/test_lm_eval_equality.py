@@ -160,7 +160,7 @@ def both(files: Files) -> Any:
         theirs = their_tasks(name, shots, files)
         for task in theirs:
             task.build_all_requests()
-        return tasks.load(name, str(files.ours), shots), theirs
+        return tasks.load_task(name, str(files.ours), shots), theirs
 
     return make
 
@@ -200,7 +200,7 @@ def test_every_subject_of_mmlu_is_introduced_in_the_same_words() -> None:
     for path in folder.glob("mmlu_*.yaml"):
         config = load_yaml(path)
         introduced[config["dataset_name"]] = config["description"]
-    ours = tasks.load("mmlu", str(EVAL), max_examples=57)
+    ours = tasks.load_task("mmlu", str(EVAL), max_examples=57)
     assert {example.source["subject"] for example in ours.examples} == set(introduced)
     for example in ours.examples:
         assert example.prompt.startswith(introduced[example.source["subject"]])
@@ -212,7 +212,7 @@ def test_shots_and_lengths_of_answers_are_theirs_by_default(files: Files) -> Non
     for name in TASKS:
         parts = [f"mmlu_{SUBJECTS[0]}"] if name == "mmlu" else [name]
         if parts[0] in YAML:
-            task = tasks.load(name, str(files.ours), max_examples=1)
+            task = tasks.load_task(name, str(files.ours), max_examples=1)
             assert task.settings["shots"] == (_config(parts[0]).get("num_fewshot") or 0)
             if isinstance(task.examples[0], Question):
                 assert task.examples[0].max_new_tokens == DEFAULT_MAX_GEN_TOKS

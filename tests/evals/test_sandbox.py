@@ -140,9 +140,9 @@ def test_what_the_tests_are_given_is_not_the_programs() -> None:
     job = ProgramTests(
         given + "def f(x):\n    return 1\ndef helper(x):\n    return 1", "assert f(2) == helper(2.5)", ("f",), given
     )
-    assert "AssertionError" in programs.run(job).reason
-    assert programs.run(ProgramTests(given + "def f(x):\n    return x", job.tests, ("f",), given)).passed
-    assert "NameError" in programs.run(ProgramTests("x = 1", job.tests, ("f",), given)).reason
+    assert "AssertionError" in programs.run_tests(job).reason
+    assert programs.run_tests(ProgramTests(given + "def f(x):\n    return x", job.tests, ("f",), given)).passed
+    assert "NameError" in programs.run_tests(ProgramTests("x = 1", job.tests, ("f",), given)).reason
 
 
 # ---- what surrounds it -----------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ def test_strict_masks_low_limits_and_many_open_files_do_not_matter() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (1500, 1500))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
         "held = [os.dup(0) for _ in range(1100)]\n"
-        "from sftkit.evals.sandbox.programs import ProgramTests, run\n"
-        "print(run(ProgramTests('x = 1', 'assert x == 1', ('x',))))\n"
+        "from sftkit.evals.sandbox.programs import ProgramTests, run_tests\n"
+        "print(run_tests(ProgramTests('x = 1', 'assert x == 1', ('x',))))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "passed=True" in done.stdout, done.stderr
@@ -244,9 +244,9 @@ def test_it_works_for_users_without_privileges() -> None:
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
         script = (
             "from sftkit.evals.sandbox.check import check_sandbox\n"
-            "from sftkit.evals.sandbox.programs import ProgramTests, run\n"
-            "passed = run(ProgramTests('x = 1', 'assert x == 1', ('x',))).passed\n"
-            "print(check_sandbox(), passed, run(ProgramTests('open(\"/etc/passwd\")', '')).reason)"
+            "from sftkit.evals.sandbox.programs import ProgramTests, run_tests\n"
+            "passed = run_tests(ProgramTests('x = 1', 'assert x == 1', ('x',))).passed\n"
+            "print(check_sandbox(), passed, run_tests(ProgramTests('open(\"/etc/passwd\")', '')).reason)"
         )
         unprivileged = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
         done = subprocess.run(

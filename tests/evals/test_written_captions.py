@@ -18,7 +18,7 @@ from sftkit.config.schema import EvalConfig
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.evals import captions as scored
-from sftkit.evals.captions import evaluate, prompts_of, token_f1
+from sftkit.evals.captions import evaluate_captions, prompts_of, token_f1
 from sftkit.evals.results import interval, values_of
 from sftkit.generation import decode, static_step
 from sftkit.generation.answer import Answer
@@ -203,7 +203,7 @@ def test_captions_of_every_source_are_scored_and_the_first_are_shown(monkeypatch
 
     monkeypatch.setattr(scored, "generate", known)
     config = EvalConfig(max_examples=3, samples=2, max_new_tokens=8, batch_size=4)
-    judged, shown = evaluate(orig_model, TOKENIZER, {"a": examples}, config, cpu_runtime())
+    judged, shown = evaluate_captions(orig_model, TOKENIZER, {"a": examples}, config, cpu_runtime())
     assert asked == [3]
     f1 = (2 * 1 / (1 + 4) + 2) / 3
     values = values_of([one.result for one in judged])

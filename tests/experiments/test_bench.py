@@ -19,10 +19,10 @@ import yaml
 
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_job, read_jobs, save_job
-from sftkit.experiments.bench.plan import DataPlan, DocumentLengths, Steps, expanded_runs, read_plan, slug
+from sftkit.experiments.bench.plan import DataPlan, LognormalLengths, Steps, expanded_runs, read_plan, slug
 from sftkit.experiments.bench.processes import Parallelism, Processes, bench_command, first_failure, run_logged
-from sftkit.experiments.bench.report import graph_table, loss_table, markdown, speed_table
-from sftkit.experiments.bench.rows import graphs_of, measured, over_ranks, spread
+from sftkit.experiments.bench.report import graph_table, loss_table, markdown_report, speed_table
+from sftkit.experiments.bench.rows import graphs_of, measured_row, over_ranks, spread
 from sftkit.experiments.bench.run import add_scaling, bench, main, over_ceiling, read_bench_results
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.rundir.names import graph_file
@@ -85,7 +85,7 @@ def row(name: str, speeds: list[float], losses: dict[str, Any], **changes: Any) 
         for i, speed in enumerate(speeds)
     ]
     values = {
-        **measured(lines, Steps(total=len(speeds), warm_up=0, window=1)),
+        **measured_row(lines, Steps(total=len(speeds), warm_up=0, window=1)),
         "losses": losses,
         "name": name,
         "baseline": None,
@@ -294,7 +294,7 @@ def test_the_first_error_of_a_log_is_the_reason_and_a_killed_rank_comes_before_i
 
 
 def data_plan(**changes: Any) -> DataPlan:
-    lengths = DocumentLengths(count=4000, median=270, mean=400, cap=2048)
+    lengths = LognormalLengths(count=4000, median=270, mean=400, cap=2048)
     return DataPlan(**{"documents": lengths, "row_length": 4096, "target_share": 0.6, **changes})
 
 
@@ -375,7 +375,7 @@ def test_speed_is_that_of_the_windows_after_the_warm_up_and_memory_and_losses_of
         {**line, "step": step, "perf/tok_per_sec": speed, "mem/peak_gib": gib, "train/loss": 10.0 - step}
         for step, speed, gib in [(2, 1.0, 9.0), (4, 30.0, 5.0), (6, 10.0, 5.0), (8, 24.0, 5.0)]
     ]
-    found = measured(lines, Steps(total=8, warm_up=2, window=2))
+    found = measured_row(lines, Steps(total=8, warm_up=2, window=2))
     assert found["tok_per_sec"] == {"median": 24.0, "min": 10.0, "max": 30.0, "windows": [30.0, 10.0, 24.0]}
     assert found["steps_timed"] == 6
     assert found["peak_memory_gib"] == 9.0
@@ -425,7 +425,7 @@ def test_a_rank_is_compared_with_a_rank_and_the_table_shows_ranks_where_there_ar
 
 def test_speed_per_gpu_is_that_of_all_ranks_over_their_number_and_the_worst_rank_stands_for_all() -> None:
     line = {"step": 1, "train/loss": 1.0, "train/grad_norm": 1.0, "perf/tok_per_sec": 80.0, "mem/peak_gib": 1.0}
-    found = measured([line], Steps(total=1, warm_up=0, window=1), world_size=4)
+    found = measured_row([line], Steps(total=1, warm_up=0, window=1), world_size=4)
     assert (found["tok_per_sec"]["median"], found["tok_per_sec_per_gpu"]["median"]) == (80.0, 20.0)
     ranks = [
         {"peak_memory_gib": gib, "reserved_memory_gib": None, "compile": {"graphs": 2, "recompiles": late}}
@@ -463,7 +463,7 @@ def test_losses_are_compared_over_the_steps_that_both_runs_logged() -> None:
 
 def test_a_failed_run_is_listed_with_its_reason_and_is_no_baseline() -> None:
     failed = {"name": "a", "baseline": None, "same_loss_as": None, "error": "OutOfMemoryError:\n too much"}
-    text = markdown({"machine": {"error": "none"}, "runs": [failed, row("b", [5.0], {"1": 1.0}, baseline="a")]})
+    text = markdown_report({"machine": {"error": "none"}, "runs": [failed, row("b", [5.0], {"1": 1.0}, baseline="a")]})
     assert "- a: OutOfMemoryError: too much" in text
     assert "| b |" in text
     assert "| a |" not in text
@@ -474,7 +474,7 @@ def test_a_failed_run_is_listed_with_its_reason_and_is_no_baseline() -> None:
 
 @pytest.fixture
 def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sftkit.experiments.bench.run.machine", lambda out: {"error": "not asked"})
+    monkeypatch.setattr("sftkit.experiments.bench.run.machine_ceilings", lambda out: {"error": "not asked"})
 
 
 @pytest.mark.usefixtures("no_machine")
@@ -564,8 +564,8 @@ def test_the_smoke_plan_runs_end_to_end_and_its_report_is_rebuilt_from_its_json(
     assert compiled["losses"] == pytest.approx(eager["losses"], abs=1e-4)
     assert compiled["losses"]["9"] < compiled["losses"]["3"]
     assert results["machine"]["versions"]["torch"]
-    assert (out / "report.md").read_text() == markdown(results)
-    assert markdown(results) in ended.stdout
+    assert (out / "report.md").read_text() == markdown_report(results)
+    assert markdown_report(results) in ended.stdout
 
 
 # ---- several processes ----

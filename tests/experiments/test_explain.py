@@ -28,7 +28,7 @@ from sftkit.experiments.explain.kernels import module_step
 from sftkit.experiments.explain.labs import captured_graphs, chosen_losses, dispatch_trace, what_breaks
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
-from sftkit.experiments.explain.run import _bisect_result, run
+from sftkit.experiments.explain.run import _bisect_result, run_explain
 from sftkit.experiments.explain.subject import ModuleCall, Subject, of_file, of_recipe
 from sftkit.experiments.explain.torch_logs import read_message, recompile_of
 from sftkit.experiments.explain.words import lines_of, wrapped
@@ -405,7 +405,7 @@ def test_the_command_writes_page_and_data_and_ends_with_1_where_a_graph_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["explain", f"{FAULTS}:breaks", "--out", str(tmp_path / "out")])
-    assert run(*parse()) == 1
+    assert run_explain(*parse()) == 1
     said = capsys.readouterr().out
     assert f"{FAULTS}:{line_of(str(FAULTS), 'h.sum() > 1e9')}: if self.fault" in said
     assert "remedy  compute both sides" in said

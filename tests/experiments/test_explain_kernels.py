@@ -29,19 +29,19 @@ from sftkit.experiments.explain.kinds import (
     kind_of_operator,
 )
 from sftkit.experiments.explain.labs import labs
-from sftkit.experiments.explain.page import render
+from sftkit.experiments.explain.page import render_page
 from sftkit.experiments.explain.pays import CODE_KINDS, SIZES, Block
 from sftkit.experiments.explain.profile import (
     PROFILED_STEPS,
     Timing,
     alternately,
     dispatched,
+    kind_shares,
     on_host,
     profiled,
-    shares,
     top,
 )
-from sftkit.experiments.explain.run import run
+from sftkit.experiments.explain.run import run_explain
 
 CPU = torch.device("cpu")
 
@@ -97,7 +97,7 @@ def test_an_event_of_a_cpu_has_its_kind_or_computes_nothing(name: str, kind: str
 
 def test_shares_add_up_and_what_overlaps_counts_once() -> None:
     work = [("a", MATRIX, 0.0, 40.0), ("b", ELEMENTWISE, 30.0, 60.0), ("c", ELEMENTWISE, 80.0, 90.0)]
-    found = shares(work, wall=100.0)
+    found = kind_shares(work, wall=100.0)
     assert found == pytest.approx({MATRIX: 0.4, ELEMENTWISE: 0.3, IDLE: 0.3})
     assert [(one["name"], one["launches"]) for one in top(work * PROFILED_STEPS)] == [("a", 1), ("b", 1), ("c", 1)]
 
@@ -220,7 +220,7 @@ def made_kernels() -> dict:
 
 def test_the_page_has_pictures_and_nothing_in_it_is_markup_of_another() -> None:
     facts = {"name": "a <script>", "device": "CPU (2 cores)", "torch": "2.13.0"}
-    page = render(facts | {"kernels": made_kernels(), "labs": made_labs()})
+    page = render_page(facts | {"kernels": made_kernels(), "labs": made_labs()})
     assert "default-src &#x27;none&#x27;" in page
     assert "<script" not in page
     assert "triton_poi_&lt;x&gt;" in page
@@ -242,7 +242,7 @@ def test_the_page_has_the_script_of_the_module_at_fault_and_what_was_asked() -> 
     row |= {"confirmed": True, "script": "out/breaks.py", "shows": True, "printed": "x", "text": "a < b"}
     row |= {"steps": [{"module": "the whole", "found": "x"}, {"module": "blocks.0", "found": None}]}
     none = {"title": "differs", "module": None, "script": None, "printed": None, "steps": []}
-    page = render({"name": "x", "device": "CPU", "torch": "2.13.0", "bisect": [row, none]})
+    page = render_page({"name": "x", "device": "CPU", "torch": "2.13.0", "bisect": [row, none]})
     for text in (
         "blocks.1 (&lt;b&gt;)",
         "breaks.py: shows it",
@@ -259,7 +259,7 @@ def test_the_kernels_of_a_module_and_what_they_came_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["explain", f"{FAULTS}:none", "--kernels", "--out", str(tmp_path)])
-    assert run(*parse()) == 0
+    assert run_explain(*parse()) == 0
     found = json.loads((tmp_path / "explain.json").read_text())["kernels"]
     assert found["counts"]["graphs"] == 1
     assert found["counts"]["launches"] < found["counts"]["dispatches"]
@@ -285,7 +285,7 @@ def test_the_labs_find_one_softmax_kernel_and_measure_when_compiling_pays(tmp_pa
 @pytest.mark.gpu
 def test_triton_kernels_are_found_in_the_profile_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["explain", f"{FAULTS}:none", "--kernels", "--out", str(tmp_path)])
-    assert run(*parse()) == 0
+    assert run_explain(*parse()) == 0
     found = json.loads((tmp_path / "explain.json").read_text())["kernels"]
     names = [one["name"] for one in found["profiles"]["compiled"]["top"]]
     assert any(name.startswith("triton_") for name in names)

@@ -17,7 +17,7 @@ from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
 from sftkit.experiments.bench.rows import spread
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model
-from sftkit.experiments.bench.worker import run
+from sftkit.experiments.bench.worker import train_job
 
 FOLDER = ROOT / "benchmarks" / "lab_captioning"
 TOOL = runpy.run_path(str(FOLDER / "tables.py"))
@@ -112,7 +112,7 @@ def test_a_captioner_is_measured_on_its_pictures_eager_and_compiled(tmp_path: Pa
     made = []
     for job in read_jobs(path, tmp_path / "out"):
         save_job(job)
-        made.append(run(job))
+        made.append(train_job(job))
     eager, compiled = made
     assert (eager["compiled"], compiled["compiled"]) == (False, True)
     assert compiled["losses"] == pytest.approx(eager["losses"], abs=1e-5)

@@ -14,7 +14,7 @@ from sftkit.config.load import read_config
 from sftkit.config.schema import Config
 from sftkit.experiments.bench.jobs import read_jobs
 from sftkit.optim.schedule import learning_rate
-from sftkit.parallel.tensor import MODEL_TYPES
+from sftkit.parallel.tensor import TENSOR_MODEL_TYPES
 
 FOLDER, RECIPES = ROOT / "benchmarks" / "lab_gpt2", ROOT / "recipes" / "lab" / "gpt2_compile"
 TOOL = runpy.run_path(str(FOLDER / "tables.py"))
@@ -65,7 +65,7 @@ def test_the_readme_has_the_tables_that_the_command_makes() -> None:
 
 def test_what_the_tables_call_refused_is_refused() -> None:
     assert TOOL["REFUSED"].keys() == {"TP 2"}
-    assert "gpt2" not in MODEL_TYPES, "it has a plan now: take it out of REFUSED and run the bench"
+    assert "gpt2" not in TENSOR_MODEL_TYPES, "it has a plan now: take it out of REFUSED and run the bench"
 
 
 def row(name: str, seconds: float, **more: Any) -> dict[str, Any]:

@@ -14,8 +14,15 @@ from helpers import ROOT
 from made_validation import RECIPE, result_of, trio
 
 from sftkit.errors import ConfigError
-from sftkit.experiments.validate.ledger import CRITERION, check_portable, open_ledger, read_ledger, record, start_of
-from sftkit.experiments.validate.page import html, markdown
+from sftkit.experiments.validate.ledger import (
+    CRITERION,
+    check_portable,
+    open_ledger,
+    read_ledger,
+    record_validation,
+    start_of,
+)
+from sftkit.experiments.validate.page import html, markdown_page
 from sftkit.experiments.validate.run import judged
 
 HERE = {
@@ -53,7 +60,7 @@ def verdict(result: dict[str, Any], ledger: Path) -> dict[str, Any]:
 def ledger(tmp_path: Path) -> Path:
     """A ledger with one validation of `result()`."""
     path = tmp_path / "ledger.jsonl"
-    assert record(judged(result()), path) == f"recorded: 1 in {path}"
+    assert record_validation(judged(result()), path) == f"recorded: 1 in {path}"
     return path
 
 
@@ -87,8 +94,8 @@ def test_an_entry_says_what_was_run_where_and_what_came_out(ledger: Path) -> Non
 
 
 def test_uncommitted_changes_and_an_unknown_commit_are_told_apart(ledger: Path) -> None:
-    record(judged(result(LATER, {"git": "0123456789ab-dirty"})), ledger)
-    record(judged(result("2026-11-23 10:00:00", {"git": None})), ledger)
+    record_validation(judged(result(LATER, {"git": "0123456789ab-dirty"})), ledger)
+    record_validation(judged(result("2026-11-23 10:00:00", {"git": None})), ledger)
     found = [(entry["commit"], entry["dirty"]) for _, entry in read_ledger(ledger)]
     assert found == [("0123456789ab", False), ("0123456789ab", True), (None, None)]
 
@@ -140,8 +147,8 @@ def test_without_an_entry_of_its_own_kind_a_validation_is_not_checked_and_says_s
     assert row["ok"] is None
     assert "has no other validation with the same recipe, script" in row["found"]
     assert found["passed"] is True
-    assert "PASS: 13 of 13 criteria, 1 not checked" in markdown(found)
-    assert f"| not checked | {CRITERION} |" in markdown(found)
+    assert "PASS: 13 of 13 criteria, 1 not checked" in markdown_page(found)
+    assert f"| not checked | {CRITERION} |" in markdown_page(found)
     assert "</svg>not checked</span>" in html(found)
 
 
@@ -157,7 +164,7 @@ def test_a_base_that_was_trained_again_is_another_start(ledger: Path, tmp_path: 
     assert starts[0] == starts[1] != starts[2]
     found = result(LATER) | {"start": starts[0]}
     assert verdict(found, ledger)["ok"] is None
-    record(judged(found), ledger)
+    record_validation(judged(found), ledger)
     later = {"started": "2026-11-23 10:00:00"}
     assert verdict(found | later, ledger)["ok"] is True
     assert verdict(found | later | {"start": starts[2]}, ledger)["ok"] is None
@@ -166,7 +173,7 @@ def test_a_base_that_was_trained_again_is_another_start(ledger: Path, tmp_path: 
 
 def test_runs_are_not_compared_with_themselves_nor_recorded_twice(ledger: Path) -> None:
     assert verdict(result(), ledger)["ok"] is None
-    assert record(judged(result()), ledger) == f"--record: {ledger} has these runs already"
+    assert record_validation(judged(result()), ledger) == f"--record: {ledger} has these runs already"
     assert len(read_ledger(ledger)) == 1
 
 
@@ -182,7 +189,7 @@ def test_the_newest_entry_counts_wherever_it_stands_in_the_file(ledger: Path) ->
 
 def test_the_order_of_settings_makes_no_other_key_and_the_last_of_two_counts(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    record(judged(result(plan={"overrides": ("optim.lr=1", "a.b=2", "optim.lr=3")})), path)
+    record_validation(judged(result(plan={"overrides": ("optim.lr=1", "a.b=2", "optim.lr=3")})), path)
     assert read_ledger(path)[0][1]["overrides"] == ["a.b=2", "optim.lr=3"]
     assert verdict(result(LATER, plan={"overrides": ("optim.lr=3", "a.b=2")}), path)["ok"] is True
 
@@ -191,13 +198,13 @@ def test_runs_of_several_commits_are_not_recorded(ledger: Path) -> None:
     found, before = result(LATER), ledger.read_text()
     found["runs"][0]["measured"]["environment"] = HERE | {"git": "ba9876543210", "world_size": 1}
     with pytest.raises(ConfigError, match="several commits, ba9876543210, 0123456789ab"):
-        record(judged(found), ledger)
+        record_validation(judged(found), ledger)
     assert ledger.read_text() == before
 
 
 def test_any_cpu_is_one_hardware(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    record(judged(result(environment={"device": "CPU (2 cores)"})), path)
+    record_validation(judged(result(environment={"device": "CPU (2 cores)"})), path)
     assert read_ledger(path)[0][1]["hardware"] == "cpu"
     assert verdict(result(LATER, {"device": "CPU (64 cores)"}), path)["ok"] is True
 
@@ -209,20 +216,20 @@ def test_a_run_that_failed_fails_the_row_too(ledger: Path) -> None:
 
 def test_what_failed_is_not_recorded(ledger: Path) -> None:
     before = ledger.read_text()
-    said = record(judged(result(LATER, summary={"compiled": True, "warm_up_seconds": 61.0})), ledger)
+    said = record_validation(judged(result(LATER, summary={"compiled": True, "warm_up_seconds": 61.0})), ledger)
     assert "nothing was recorded" in said
     assert "first compile (packed, 1)" in said
     worse = judged(
         result(LATER, results=[trio().compiled.results[0] | {"value": 0.3}]), open_ledger(ledger, records=True)
     )
-    assert CRITERION in record(worse, ledger)
+    assert CRITERION in record_validation(worse, ledger)
     assert ledger.read_text() == before
 
 
 def test_appending_leaves_every_line_as_it_was_also_one_without_an_end(ledger: Path) -> None:
     before = ledger.read_text().rstrip("\n")
     ledger.write_text(before)
-    record(judged(result(LATER)), ledger)
+    record_validation(judged(result(LATER)), ledger)
     assert ledger.read_text().startswith(before + "\n{")
     assert [number for number, _ in read_ledger(ledger)] == [1, 2]
     assert [path.name for path in ledger.parent.iterdir()] == [ledger.name]
@@ -279,7 +286,7 @@ def test_paths_in_the_repository_and_of_the_hub_are_kept() -> None:
 def test_nothing_of_a_refused_validation_is_written(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with pytest.raises(ConfigError, match="a path of this machine"):
-        record(judged(result(plan={"overrides": ("model.path=/data/qwen",)})), path)
+        record_validation(judged(result(plan={"overrides": ("model.path=/data/qwen",)})), path)
     assert not path.exists()
 
 
@@ -288,7 +295,7 @@ def test_a_recipe_named_by_its_whole_path_is_kept_as_seen_from_the_repository(
 ) -> None:
     monkeypatch.chdir(ROOT)
     path = tmp_path / "ledger.jsonl"
-    record(judged(result(plan={"recipe": str(ROOT / RECIPE), "script": "./scripts/base_train.py"})), path)
+    record_validation(judged(result(plan={"recipe": str(ROOT / RECIPE), "script": "./scripts/base_train.py"})), path)
     entry = read_ledger(path)[0][1]
     assert (entry["recipe"], entry["script"]) == (RECIPE, "scripts/base_train.py")
 

@@ -16,7 +16,7 @@ from sftkit.config.topology import topology_of
 from sftkit.errors import ConfigError
 from sftkit.experiments.patterns.cases import TOPOLOGY_CASES, TopologyCase
 from sftkit.experiments.patterns.run import read_pattern_results
-from sftkit.experiments.patterns.tables import loss_difference, terminal
+from sftkit.experiments.patterns.tables import loss_difference, terminal_tables
 from sftkit.experiments.patterns.timeline import bubble, bubble_by_formula, timeline_picture
 from sftkit.launch.launch import CONFIGS
 
@@ -110,7 +110,7 @@ def test_the_raw_file_has_every_case_and_their_losses_are_those_of_one_process()
 
 
 def test_the_tables_fit_a_terminal() -> None:
-    assert max(map(len, terminal(RAW).splitlines())) <= 80
+    assert max(map(len, terminal_tables(RAW).splitlines())) <= 80
 
 
 @pytest.mark.parametrize("case", [case for case in TOPOLOGY_CASES if case.processes > 1], ids=lambda case: case.key)

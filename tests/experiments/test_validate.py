@@ -19,7 +19,7 @@ from sftkit.errors import ConfigError
 from sftkit.experiments.validate.cases import cases, check_plan
 from sftkit.experiments.validate.judge import Trio, judge, scaling
 from sftkit.experiments.validate.measure import Measured, measure
-from sftkit.experiments.validate.page import html, markdown
+from sftkit.experiments.validate.page import html, markdown_page
 from sftkit.experiments.validate.run import judged
 from sftkit.launch.hardware import Hardware
 from sftkit.models.size import Replica
@@ -115,7 +115,7 @@ def without_seconds(run: Measured) -> list[dict[str, Any]]:
 def test_the_time_is_in_the_pages_and_in_the_data() -> None:
     result = judged(result_of(trio()))
     assert "pays from 900 steps on" in html(result)
-    assert "pays from 900 steps on" in markdown(result)
+    assert "pays from 900 steps on" in markdown_page(result)
     (found,) = result["times"]
     assert (found["layout"], found["processes"], found["steps"]) == ("packed", 1, 900)
     assert found["minutes"] == pytest.approx(1.5)
@@ -167,13 +167,13 @@ def test_the_ratio_on_several_processes_must_be_similar() -> None:
 
 def test_the_pages_show_each_verdict_and_escape_what_runs_say(tmp_path: Path) -> None:
     result = judged(result_of(trio(), error="<script>alert(1)</script>"))
-    page, text = html(result), markdown(result)
+    page, text = html(result), markdown_page(result)
     assert "<script>" not in page
     assert "FAIL: 0 of 13 criteria" in page
     assert text.count("| FAIL |") == 13
     good = judged(result_of(trio()))
     assert "PASS: 13 of 13 criteria" in html(good)
-    assert markdown(good).count("| PASS |") == 13
+    assert markdown_page(good).count("| PASS |") == 13
 
 
 def test_earlier_runs_are_judged_again_from_their_json_alone(tmp_path: Path) -> None:

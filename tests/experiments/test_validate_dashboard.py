@@ -10,7 +10,7 @@ from made_validation import result_of, trio
 from wandb_file import Offline
 
 from sftkit.config.schema import LogConfig
-from sftkit.experiments.validate.dashboard import show, speeds_of, values
+from sftkit.experiments.validate.dashboard import send_result, speeds_of, values
 from sftkit.experiments.validate.judge import speedup
 from sftkit.experiments.validate.run import judged
 from sftkit.tracking.names import RUN_VALUES
@@ -20,7 +20,7 @@ def test_verdicts_are_tables_and_the_speed_up_is_a_number(tmp_path: Path) -> Non
     lines = [line | {"compile/recompiles": 2} for line in trio().compiled.lines]
     one = trio(compiled=replace(trio().compiled, lines=lines))
     result = judged(result_of(one))
-    said = show(result, tmp_path / "validate" / "sft", LogConfig(wandb="offline", tags=("mine",)))
+    said = send_result(result, tmp_path / "validate" / "sft", LogConfig(wandb="offline", tags=("mine",)))
     assert said is not None
     assert "wandb sync" in said
     found = Offline(tmp_path / "validate" / "sft")
@@ -47,4 +47,4 @@ def test_runs_that_failed_have_no_speed_up_and_no_dashboard_is_no_line(tmp_path:
     result = judged(result_of(trio(), error="out of memory"))
     assert speeds_of(result) == []
     assert "validate/speedup" not in values(result["verdicts"], [])
-    assert show(result, tmp_path, LogConfig(tracker="none")) is None
+    assert send_result(result, tmp_path, LogConfig(tracker="none")) is None

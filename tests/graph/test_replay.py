@@ -10,7 +10,7 @@ import torch
 from helpers import make_batch, make_examples, tiny_llama
 from torch import Tensor
 
-from sftkit.config.graph_passes import environment
+from sftkit.config.graph_passes import environment_of_passes
 from sftkit.config.schema import LossConfig
 from sftkit.data.collate import Batch
 from sftkit.errors import ConfigError
@@ -161,5 +161,5 @@ def test_what_a_cpu_cannot_run_is_refused_before_a_model_is_loaded() -> None:
 
 
 def test_nccl_is_kept_from_registering_the_buffers_of_graphs() -> None:
-    assert environment(["block_bucketing", "cuda_graphs"]) == {"NCCL_GRAPH_REGISTER": "0"}
-    assert environment(["block_bucketing"]) == {}
+    assert environment_of_passes(["block_bucketing", "cuda_graphs"]) == {"NCCL_GRAPH_REGISTER": "0"}
+    assert environment_of_passes(["block_bucketing"]) == {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED
-from sftkit.launch.cli import CLI_USAGE, main, start
+from sftkit.launch.cli import CLI_USAGE, main, python_arguments
 
 COMMAND = (sys.executable, "-m", "sftkit")
 
@@ -42,8 +42,8 @@ def test_every_word_is_listed_and_has_its_script(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     for word in (*SCRIPTS, "bench", "explain", "patterns", "prepare"):
         assert word in CLI_USAGE
-        assert start(word)[0] == "-m" or Path(start(word)[0]).is_file()
-    assert start("sft")[:2] == ["-m", "sftkit.launch"]
+        assert python_arguments(word)[0] == "-m" or Path(python_arguments(word)[0]).is_file()
+    assert python_arguments("sft")[:2] == ["-m", "sftkit.launch"]
     assert max(map(len, CLI_USAGE.splitlines())) < 80
 
 

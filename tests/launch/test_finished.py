@@ -67,7 +67,7 @@ def resumed(recipe: Path, *words: str) -> Config:
 def test_a_finished_run_is_not_started_again(recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(launch, "call", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(launch, "find_hardware", lambda: pytest.fail("looked for"))
-    assert launch.run(__file__, str(recipe), ["train.resume=auto"]) == 0
+    assert launch.run_script(__file__, str(recipe), ["train.resume=auto"]) == 0
     newest = recipe.parent / "run" / "step-000003"
     assert capsys.readouterr().out == f"finished at step 3 of 3, nothing left to train: {newest}\n"
 
@@ -91,7 +91,7 @@ UNFINISHED = {
     "another template": lambda run: (run.parent / "chat.jinja").write_text("{{ message }}"),
     "another tokenizer": lambda run: (run.parent / "tokenizer" / "tokenizer_config.json").write_text("{ }"),
     "another model": lambda run: (run.parent / "base" / "step-000009" / "config.json").write_text("{ }"),
-    "at work": lock.take,
+    "at work": lock.take_lock,
     "no run": shutil.rmtree,
 }
 WORDS = {"anew": ("train.resume=null",), "another seed": ("run.seed=5",)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sftkit.config.commands import program
+from sftkit.config.commands import program_path
 from sftkit.errors import ConfigError
 from sftkit.launch import launch
 from sftkit.launch.hardware import Hardware
@@ -145,23 +145,23 @@ def test_the_recipe_and_the_hardware_decide_together(
     monkeypatch.setattr(launch, "find_hardware", lambda: Hardware(4, 16, None, 20 * 2**30))
     sizes = "hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 36, num_attention_heads: 32"
     big = f"model.scratch={{model_type: qwen3, vocab_size: 151936, {sizes}, num_key_value_heads: 8, head_dim: 128}}"
-    launch.run(__file__, str(recipe), [big])
+    launch.run_script(__file__, str(recipe), [big])
     assert str(launch.CONFIGS / "fsdp2.yaml") in started[0]
     assert "fsdp2.yaml, 4 processes: 8.2 billion parameters need about 76 GiB" in capsys.readouterr().out
-    launch.run(__file__, str(recipe))
+    launch.run_script(__file__, str(recipe))
     assert str(launch.CONFIGS / "ddp.yaml") in started[1]
 
 
 def test_a_bad_recipe_stops_before_anything_starts(recipe: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "call", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(ConfigError, match=r"optim\.lr"):
-        launch.run(__file__, str(recipe), ["optim.lr=x"])
+        launch.run_script(__file__, str(recipe), ["optim.lr=x"])
     with pytest.raises(ConfigError, match=r'chat_stf\.py: no such script\. Did you mean "scripts/chat_sft\.py"\?$'):
-        launch.run("scripts/chat_stf.py", str(recipe))
+        launch.run_script("scripts/chat_stf.py", str(recipe))
     with pytest.raises(
         ConfigError, match=r"no such script\. Those that train: scripts/base_train\.py, .*caption_train\.py$"
     ):
-        launch.run("lost.py", str(recipe))
+        launch.run_script("lost.py", str(recipe))
 
 
 def start(*words: str | Path) -> subprocess.Popen[str]:
@@ -255,7 +255,7 @@ from sftkit.rundir import lock
 from sftkit.rundir.status import RunStatus
 folder = Path(sys.argv[2].removeprefix("run.dir="))
 if "optim.lr=0.5" not in sys.argv:
-    lock.take(folder)
+    lock.take_lock(folder)
     RunStatus(folder, 0, 1).begin({})
     (folder / "metrics.jsonl").write_text('{"step": 4}\\n')
     (folder / "step-000003").mkdir()
@@ -280,7 +280,7 @@ def test_of_a_script_that_is_killed_the_launcher_says_signal_likely_cause_newest
         "perhaps the kernel's OOM killer, which has ended",
     )  # of other tests' programs
     assert any(f"error: the run was killed by SIGKILL: {cause}" in output for cause in causes), output
-    command = f"{program('python')} -m sftkit.launch {script} {recipe} {' '.join(words)}"
+    command = f"{program_path('python')} -m sftkit.launch {script} {recipe} {' '.join(words)}"
     if not begins:
         assert f"It had not begun to train. Start it again: {command}\n" in output
         assert not folder.exists()
@@ -297,7 +297,7 @@ def test_a_directory_in_which_a_run_is_at_work_is_refused_before_anything_is_sta
 ) -> None:
     monkeypatch.setattr(launch, "call", lambda *_, **__: pytest.fail("started"))
     (tmp_path / "run").mkdir()
-    held = lock.take(tmp_path / "run")
+    held = lock.take_lock(tmp_path / "run")
     with pytest.raises(ConfigError, match=f"a run is at work there .*{os.getpid()}"):
-        launch.run(__file__, str(recipe), [f"run.dir={tmp_path}/run"])
+        launch.run_script(__file__, str(recipe), [f"run.dir={tmp_path}/run"])
     held.release()

@@ -63,7 +63,7 @@ def test_exchanges_that_nothing_hides_cost_more_over_slower_links() -> None:
 
 
 def test_a_model_that_cannot_be_cut_is_the_same_everywhere() -> None:
-    assert SHARDABLE == tensor.MODEL_TYPES == balance.MODEL_TYPES
+    assert SHARDABLE == tensor.TENSOR_MODEL_TYPES == balance.PIPELINE_MODEL_TYPES
 
 
 def recipe(row_length: int | None, **train: Any) -> Config:

@@ -19,7 +19,7 @@ from sftkit.checkpoint.weight_files import snapshot_weights, write_weights
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.models.load import load_model
-from sftkit.models.padding import describe, pad_vocabulary, padding_rows
+from sftkit.models.padding import describe_padding, pad_vocabulary, padding_rows
 from sftkit.models.structure import count_parameters, embedding_of, output_projection, vocab_size
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.models.vocabulary import vocabulary_of
@@ -51,8 +51,8 @@ def test_padding_is_zeros_behind_the_tokens_and_in_no_logit(kind: str) -> None:
         assert not whole[ROWS:].any()
     ids = torch.randint(3, ROWS, (2, 9))
     torch.testing.assert_close(padded(ids).logits, plain(ids).logits)
-    assert describe(padded) == "vocabulary padded from 70 to 96 rows: zeros, out of logits and files"
-    assert describe(plain) is None
+    assert describe_padding(padded) == "vocabulary padded from 70 to 96 rows: zeros, out of logits and files"
+    assert describe_padding(plain) is None
     assert output_projection(padded).out_features == PADDED
 
 

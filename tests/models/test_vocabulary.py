@@ -36,7 +36,7 @@ from sftkit.data.template import special_tokens_of
 from sftkit.errors import ConfigError
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.tokenizer import load_tokenizer, train_tokenizer
-from sftkit.models.vocabulary import added_tokens, describe, new_rows, vocabulary_of
+from sftkit.models.vocabulary import added_tokens, describe_added_tokens, new_rows, vocabulary_of
 from sftkit.models.weights import load_model_weights, make_room
 from sftkit.preflight.prepare import meta_model
 
@@ -226,7 +226,7 @@ def test_the_console_says_what_was_added_and_how_the_model_grew(save: Save) -> N
         ("tied", 9, "tied embedding and head have room in their 281 rows"),
     ):
         model, tokenizer = loaded(save(kind, spare))
-        said = describe(model, tokenizer)
+        said = describe_added_tokens(model, tokenizer)
         assert said is not None
         assert f"<|im_start|> (272), <|im_end|> (273); {words}" in said
     assert "<|im_start|> and <|im_end|> added" in resolve_max_length(ModelConfig(scratch={}), 64, tokenizer, "fp32")[1]
@@ -252,7 +252,7 @@ def test_what_is_saved_loads_in_plain_transformers_and_gets_nothing_added_again(
         again, tokens = loaded(ModelConfig(path=str(tmp_path / "out"), chat_template=template))
         assert added_tokens(tokens) is None
         assert new_rows(again) is None
-        assert describe(again, tokens) is None
+        assert describe_added_tokens(again, tokens) is None
         assert tokens.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
         assert tokens.special_tokens_map == tokenizer.special_tokens_map
         assert again.config.vocab_size == plain.config.vocab_size == model.config.vocab_size

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sftkit
-from sftkit.config.keys import table
+from sftkit.config.keys import key_table
 from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import OptimConfig
 from sftkit.optim.build import build_optimizer
@@ -287,7 +287,7 @@ def test_the_bytes_of_the_spec_are_those_of_the_states(name: str, dtype: torch.d
 
 
 def test_the_help_of_optim_name_describes_every_optimizer_with_its_bytes() -> None:
-    key = table()["optim.name"]
+    key = key_table()["optim.name"]
     assert key.kind == " | ".join(["auto", *OPTIMIZERS])
     assert all(f"{spec.name}: {spec.summary} (" in key.doc for spec in OPTIMIZERS.values())
     for text in ("copies (16 bytes)", "(8 bytes)", "(about 6 bytes)", "(12 to 16 bytes)"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi, constants
 
-from sftkit.config.commands import program
+from sftkit.config.commands import program_path
 from sftkit.config.eval_tasks import EVAL_TASKS, METRICS_IN_CHAT, TASK_METRICS
 from sftkit.config.load import read_config
 from sftkit.data import readers
@@ -397,7 +397,7 @@ def test_a_hub_that_answers_is_asked_for_the_name(stand_in: str) -> None:
     told = refused(*of_model("some/private"))
     assert told.endswith(
         f"{stand_in} has no model of that name, or none that it shows without a token (for one that is private log in with "
-        f"`{program('hf')} auth login`, or set HF_TOKEN)"
+        f"`{program_path('hf')} auth login`, or set HF_TOKEN)"
     )
     assert "has no dataset of that name" in refused("data.train.0.path=some/private")
 
@@ -405,7 +405,7 @@ def test_a_hub_that_answers_is_asked_for_the_name(stand_in: str) -> None:
 def test_a_gated_model_is_refused_before_it_is_loaded_to_whom_the_hub_does_not_give_it(
     here: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    login = f"log in with `{program('hf')} auth login`, or set HF_TOKEN"
+    login = f"log in with `{program_path('hf')} auth login`, or set HF_TOKEN"
     message = "the hub gives this {} to those alone who have accepted its licence: accept it at {}, then {}"
     assert refused(*of_model("some/gated")) == (
         f"model.path: some/gated: {message.format('model', f'{stand_in}/some/gated', login)}"

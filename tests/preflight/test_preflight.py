@@ -451,7 +451,7 @@ def record(prepared: Prepared, run_dir: Path) -> None:
     batches = loader.Batches(loader.StepDataset(prepared.examples, prepared.layout), seed=0)
     data, model = preflight.data_of_run(batches, prepared.validation), preflight.PlannedModel(orig_model, plan)
     found = preflight.analyse(cfg, prepared.tokenizer, data, model, preflight.machine_of(rt))
-    preflight.record(run_dir, rt, found)
+    preflight.record_preflight(run_dir, rt, found)
 
 
 def test_training_writes_preflight_json_and_a_calm_table(
@@ -493,7 +493,9 @@ def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, toke
 def shown(prepared: Prepared, count: int, **console: Any) -> str:
     terminal = VisibleConsole(width=300, **console)
     with terminal.capture() as capture:
-        inspection.show(terminal, prepared.look(), inspection.previews(prepared.examples, prepared.tokenizer, count))
+        inspection.print_preflight(
+            terminal, prepared.look(), inspection.previews(prepared.examples, prepared.tokenizer, count)
+        )
     return capture.get()
 
 
@@ -626,7 +628,7 @@ def run_until_loaded(monkeypatch: pytest.MonkeyPatch, script: str, recipe: Path)
     def open_recipe(_: Config, stage: str) -> Iterator[assemble.Run]:
         run_dir = Path(cfg.run.dir)
         run_dir.mkdir()
-        yield assemble.Run(cfg, stage, cpu_runtime(), run_dir, assemble.NEW_RUN)
+        yield assemble.Run(cfg, stage, cpu_runtime(), run_dir, assemble.NO_CHECKPOINT)
 
     def build_engine(_: Any, __: Any, ___: Any, data: assemble.Data) -> None:
         found.append(data.batches.examples)
@@ -792,7 +794,7 @@ def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
     )
     samples = inspection.previews(prepared.examples, tokenizer, 10)
     with open(os.devnull, "w") as nowhere:
-        inspection.show(VisibleConsole(file=nowhere), found, samples)
+        inspection.print_preflight(VisibleConsole(file=nowhere), found, samples)
     page("all", found, samples)
     seconds = time.perf_counter() - started
     print(f"{seconds:.2f} s")

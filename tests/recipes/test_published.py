@@ -31,7 +31,7 @@ from sftkit.memory.plan import MemoryPlan, fits
 from sftkit.models.load import empty_model
 from sftkit.models.size import replica_of, size_of
 from sftkit.models.structure import positions
-from sftkit.parallel.tensor import MODEL_TYPES
+from sftkit.parallel.tensor import TENSOR_MODEL_TYPES
 from sftkit.preflight import prepare
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -329,8 +329,10 @@ def test_a_topology_that_cannot_hold_or_cut_the_model_is_refused(recipe: Path, t
         memory_plan(cfg, 0.9 * held_bytes(least) / GIB, Topology())
     model_type = shell(published(cfg)).config.model_type
     config = yaml.safe_load((ROOT / "accelerate_configs" / "tp.yaml").read_text())
-    config["parallelism_config"]["parallelism_config_tp_size"] = size = 32 if model_type in MODEL_TYPES else 2
+    config["parallelism_config"]["parallelism_config_tp_size"] = size = 32 if model_type in TENSOR_MODEL_TYPES else 2
     (tmp_path / "tp.yaml").write_text(yaml.safe_dump(config))
-    message = "does not divide the model's num_" if model_type in MODEL_TYPES else "has no tensor-parallel plan here"
+    message = (
+        "does not divide the model's num_" if model_type in TENSOR_MODEL_TYPES else "has no tensor-parallel plan here"
+    )
     with pytest.raises(ConfigError, match=message):
         memory_plan(cfg, 139.0, topology_of(tmp_path / "tp.yaml", size))

@@ -9,7 +9,7 @@ from sftkit.reports.charts import Series, ValueAxis, histogram, interval_chart, 
 from sftkit.reports.collect import thin
 from sftkit.reports.experts import experts, load_of
 from sftkit.reports.markup import el
-from sftkit.reports.numbers import axis_texts, duration, log_ticks, show, ticks
+from sftkit.reports.numbers import axis_texts, duration, format_value, log_ticks, ticks
 
 
 def test_long_curves_become_short_and_keep_every_extreme() -> None:
@@ -75,7 +75,7 @@ def test_of_two_runs_no_line_shares_its_class_with_another() -> None:
 
 
 def test_numbers_read_well() -> None:
-    assert [show(v) for v in (None, 0.000012345, 1.23456, 41153.7, 12, True)] == [
+    assert [format_value(v) for v in (None, 0.000012345, 1.23456, 41153.7, 12, True)] == [
         "–",
         "1.234e-5",
         "1.235",

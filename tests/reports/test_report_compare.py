@@ -9,8 +9,8 @@ import pytest
 from made_run import make_run
 
 from sftkit.reports.collect import gather_report
-from sftkit.reports.compare import compare, speed_words
-from sftkit.reports.page import render
+from sftkit.reports.compare import compare_curves, speed_words
+from sftkit.reports.page import render_report
 
 
 def curves(metric: str, values: dict[int, float]) -> dict[str, list[list[float | None]]]:
@@ -18,7 +18,7 @@ def curves(metric: str, values: dict[int, float]) -> dict[str, list[list[float |
 
 
 def test_losses_are_those_of_the_last_step_that_both_runs_have() -> None:
-    found = compare(curves("train/loss", {10: 3.0, 20: 2.0}), curves("train/loss", {10: 2.5, 20: 1.6, 30: 1.0}))
+    found = compare_curves(curves("train/loss", {10: 3.0, 20: 2.0}), curves("train/loss", {10: 2.5, 20: 1.6, 30: 1.0}))
     (row,) = found["rows"]
     assert (row["name"], row["step"], row["value"], row["other"]) == ("training loss", 20, 2.0, 1.6)
     assert row["change"] == pytest.approx(0.25)
@@ -26,7 +26,9 @@ def test_losses_are_those_of_the_last_step_that_both_runs_have() -> None:
 
 
 def test_without_a_step_in_common_losses_are_not_compared_and_the_page_says_so() -> None:
-    found = compare(curves("val/loss", {100: 3.0, 200: 2.0}), curves("val/loss", {75: 2.5, 150: 2.2, 225: 2.1, 300: 2}))
+    found = compare_curves(
+        curves("val/loss", {100: 3.0, 200: 2.0}), curves("val/loss", {75: 2.5, 150: 2.2, 225: 2.1, 300: 2})
+    )
     assert found["rows"] == []
     assert found["notes"] == [
         "validation loss: not compared, no step was evaluated by both (here 100, 200; there 75, 150, 225, ...)"
@@ -34,10 +36,10 @@ def test_without_a_step_in_common_losses_are_not_compared_and_the_page_says_so()
 
 
 def test_a_run_that_has_logged_nothing_is_not_compared_and_the_page_says_so() -> None:
-    assert compare({}, curves("train/loss", {10: 2.0}))["notes"] == [
+    assert compare_curves({}, curves("train/loss", {10: 2.0}))["notes"] == [
         "training loss: not compared, no step was logged here"
     ]
-    assert compare(curves("val/loss", {10: 2.0}), {})["notes"] == [
+    assert compare_curves(curves("val/loss", {10: 2.0}), {})["notes"] == [
         "validation loss: not compared, no step was evaluated there"
     ]
 
@@ -52,19 +54,21 @@ def test_equal_steps_of_other_batch_sizes_are_said_to_be_other_numbers_of_tokens
     mine, other = (
         {**curves("train/loss", {10: 2.0}), **curves("train/tokens", {10: tokens})} for tokens in (4096, 8192)
     )
-    assert compare(mine, other)["notes"] == ["equal steps are not equal tokens: 4,096 here and 8,192 there at step 10"]
-    assert compare(mine, mine)["notes"] == []
+    assert compare_curves(mine, other)["notes"] == [
+        "equal steps are not equal tokens: 4,096 here and 8,192 there at step 10"
+    ]
+    assert compare_curves(mine, mine)["notes"] == []
 
 
 def test_the_speed_up_leaves_out_first_lines_and_names_other_machines() -> None:
     mine, other = (
         curves("perf/tok_per_sec", speeds) for speeds in ({10: 1.0, 20: 300.0, 30: 300.0}, {10: 900, 20: 100})
     )
-    found = compare(mine, other, ("1 x H200", "1 x CPU (2 cores)"))
+    found = compare_curves(mine, other, ("1 x H200", "1 x CPU (2 cores)"))
     assert found["speed_up"] == 3.0
     assert speed_words(found, "a", "b") == "a makes 3.00 times the tokens/s of b."
     assert found["notes"] == ["speeds are of different machines: 1 x H200 here, 1 x CPU (2 cores) there"]
-    assert speed_words(compare(mine, {}), "a", "b") == "No speed-up: a or b has logged no tokens/s."
+    assert speed_words(compare_curves(mine, {}), "a", "b") == "No speed-up: a or b has logged no tokens/s."
 
 
 def test_the_page_of_a_longer_run_compares_at_the_end_of_the_shorter_one(tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ def test_the_page_of_a_longer_run_compares_at_the_end_of_the_shorter_one(tmp_pat
     training, validation = report["against"]["comparison"]["rows"][:2]
     at_200 = dict(map(tuple, report["curves"]["train/loss"]))[200]
     assert (training["step"], training["value"], validation["step"]) == (200, at_200, 200)
-    page = render(report)
+    page = render_report(report)
     assert "long makes 1.00 times the tokens/s of b/short" in page
     assert "the runs go on to step 300 and 200" in page
     assert " at step 200</td>" in page, "evaluations of step 300 have none beside them"
@@ -82,10 +86,10 @@ def test_the_page_of_a_longer_run_compares_at_the_end_of_the_shorter_one(tmp_pat
 def test_a_page_of_a_run_on_a_cpu_says_nothing_per_gpu(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a" / "sft", steps=100)
     environment = json.loads((run / "environment.json").read_text())
-    assert "per GPU" in render(gather_report(run))
+    assert "per GPU" in render_report(gather_report(run))
     (run / "environment.json").write_text(json.dumps({**environment, "device": "CPU (2 cores)"}))
-    page = render(gather_report(run))
+    page = render_report(gather_report(run))
     assert "per GPU" not in page
     assert "tokens/s per process" in page
     other = make_run(tmp_path / "b" / "sft", steps=100)
-    assert "per GPU" not in render(gather_report(run, other)).replace("tokens/s per GPU, b", "")
+    assert "per GPU" not in render_report(gather_report(run, other)).replace("tokens/s per GPU, b", "")

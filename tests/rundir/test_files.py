@@ -23,10 +23,10 @@ def of_a_group() -> object:
 
 
 def test_what_other_processes_may_read_has_the_mode_that_the_umask_leaves(tmp_path: Path, of_a_group: object) -> None:
-    data_cache.save(tmp_path / "data" / "key", make_examples([3, 4]))
+    data_cache.save_cached_examples(tmp_path / "data" / "key", make_examples([3, 4]))
     compile_cache._write(str(tmp_path / "compile" / "key.compiled"), b"code")
     replace_shared(tmp_path / "beat", "text")
-    held = lock.take(tmp_path / "run")
+    held = lock.take_lock(tmp_path / "run")
     found = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
     held.release()
     assert {mode for path, mode in found.items() if path.is_dir()} == {0o770}

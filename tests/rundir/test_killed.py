@@ -27,7 +27,7 @@ def killed_run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
 
     def run() -> None:
-        lock.take(folder)
+        lock.take_lock(folder)
         RunStatus(folder, 0, 1, total_steps=9).begin({})
         (folder / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n{"step": 5, "trai')
         (folder / "step-000003").mkdir()
@@ -67,7 +67,7 @@ def test_the_report_shows_a_run_that_was_killed_as_killed_and_a_live_one_as_runn
     page = write_report(killed_run).read_text()
     assert ">killed<" in page
     assert ">running<" not in page
-    held = lock.take(killed_run)
+    held = lock.take_lock(killed_run)
     try:
         assert gather_report(killed_run)["status"]["status"] == "running"
     finally:
@@ -84,7 +84,7 @@ def test_of_a_run_on_another_machine_nothing_is_claimed(killed_run: Path) -> Non
 def test_what_a_rank_that_was_left_has_written_stays_and_a_run_that_lives_on_is_not_called_dead(tmp_path: Path) -> None:
     folder, started = tmp_path / "run", time.time() - 1.0
     words = ["scripts/chat_sft.py", "sft.yaml", "train.resume=other/step-000002"]
-    held = lock.take(folder)
+    held = lock.take_lock(folder)
     status = RunStatus(folder, 0, 2, step=7)
     status.begin({})
     told = report_killed(folder, signal.SIGKILL, "a cause", started, words)

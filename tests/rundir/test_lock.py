@@ -20,7 +20,7 @@ from helpers import cpu_runtime
 
 from sftkit.errors import ConfigError
 from sftkit.rundir import lock
-from sftkit.rundir.lock import Holder, pid_scope, read_holder, take
+from sftkit.rundir.lock import Holder, pid_scope, read_holder, take_lock
 from sftkit.rundir.names import LOCK
 from sftkit.runtime.open import open_run
 
@@ -86,7 +86,7 @@ def test_a_killed_run_leaves_no_lock_to_remove_and_its_data_workers_hold_none(tm
     reads, writes = os.pipe()
 
     def with_worker() -> None:
-        take(tmp_path)
+        take_lock(tmp_path)
         worker = os.fork()
         if worker == 0:
             time.sleep(60)
@@ -95,10 +95,10 @@ def test_a_killed_run_leaves_no_lock_to_remove_and_its_data_workers_hold_none(tm
     child = holding(with_worker)
     workers.append(int(os.read(reads, 32)))
     try:
-        assert in_fork(lambda: take(tmp_path)) == 3
+        assert in_fork(lambda: take_lock(tmp_path)) == 3
         end(child)
         assert psutil.pid_exists(workers[0])
-        assert in_fork(lambda: take(tmp_path)) == 0
+        assert in_fork(lambda: take_lock(tmp_path)) == 0
     finally:
         os.kill(workers[0], signal.SIGKILL)
         os.close(reads)
@@ -111,9 +111,9 @@ def test_the_lock_of_a_run_ends_with_it_and_of_several_starts_one_gets_it(tmp_pa
         holder = read_holder(folder / LOCK)
         assert holder is not None
         assert (holder.host, holder.pid) == (ME.host, os.getpid())
-        assert in_fork(lambda: take(folder)) == 3
+        assert in_fork(lambda: take_lock(folder)) == 3
     assert not (folder / LOCK).exists()
-    assert in_fork(lambda: take(folder)) == 0
+    assert in_fork(lambda: take_lock(folder)) == 0
     children = []
     go = time.time() + 0.3
     for _ in range(6):
@@ -122,7 +122,7 @@ def test_the_lock_of_a_run_ends_with_it_and_of_several_starts_one_gets_it(tmp_pa
             time.sleep(max(go - time.time(), 0))
             code = 3
             try:
-                take(folder)
+                take_lock(folder)
                 code = 0
                 time.sleep(1)
             except ConfigError:
@@ -138,7 +138,7 @@ def test_a_process_that_ends_at_once_releases_its_lock(tmp_path: Path) -> None:
     from sftkit.runtime.signals import end_process
 
     def run() -> None:
-        take(tmp_path)
+        take_lock(tmp_path)
         end_process(0)
 
     assert in_fork(run) == 0
@@ -147,24 +147,24 @@ def test_a_process_that_ends_at_once_releases_its_lock(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_flock")
 def test_without_flock_the_record_decides_whether_the_holder_lives(tmp_path: Path) -> None:
-    held = take(tmp_path)
-    assert in_fork(lambda: take(tmp_path)) == 3
+    held = take_lock(tmp_path)
+    assert in_fork(lambda: take_lock(tmp_path)) == 3
     held.release()
     assert not (tmp_path / LOCK).exists()
     gone = in_fork_id()
     for dead in (replace(ME, pid=gone), replace(ME, started=ME.started - 100)):
         record(tmp_path, dead)
-        take(tmp_path).release()
+        take_lock(tmp_path).release()
     record(tmp_path, replace(ME, processes="pid:[1]"))
     with pytest.raises(ConfigError, match=r"cannot be seen from here.*remove .*\.lock"):
-        take(tmp_path)
+        take_lock(tmp_path)
 
 
 @pytest.mark.usefixtures("no_flock")
 def test_without_flock_two_starts_at_a_time_do_not_both_get_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: record(tmp_path, replace(ME, pid=1)))
     with pytest.raises(ConfigError, match="process 1 on"):
-        take(tmp_path)
+        take_lock(tmp_path)
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -176,12 +176,12 @@ def test_the_record_of_another_machine_is_believed_unless_the_disk_is_this_machi
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
     record(tmp_path / "run", replace(ME, host="node17", machine="another boot"))
     if local:
-        take(tmp_path / "run").release()
+        take_lock(tmp_path / "run").release()
         return
     with pytest.raises(ConfigError, match=rf"process {os.getpid()} on node17.*remove .*run/\.lock"):
-        take(tmp_path / "run")
+        take_lock(tmp_path / "run")
     record(tmp_path / "run", replace(ME, machine="the boot before", started=psutil.boot_time() - 1000))
-    take(tmp_path / "run").release()
+    take_lock(tmp_path / "run").release()
 
 
 def in_fork_id() -> int:

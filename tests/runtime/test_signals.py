@@ -14,7 +14,7 @@ import psutil
 import pytest
 from launched import ROOT, LaunchedRun, Launcher, Terminal, launching
 
-from sftkit.config.commands import program
+from sftkit.config.commands import program_path
 from sftkit.rundir.names import LATEST, step_dirs
 from sftkit.rundir.status import resume_command
 from sftkit.runtime.launcher import check_launcher, signal_env
@@ -252,7 +252,7 @@ def test_a_signal_to_the_chain_of_stages_ends_it_although_the_launcher_reports_a
     assert chain.end() == 128 + signal.SIGTERM, chain.output[-3000:]
     chain.check_ended("preempted", "SIGTERM")
     words = f"scripts/run_chain.py {tmp_path} data.cache_dir={tmp_path}/cache train.resume=auto\n"
-    assert f"stopped; go on: {program('python')} {words}" in chain.output
+    assert f"stopped; go on: {program_path('python')} {words}" in chain.output
     assert not (tmp_path / "mid").exists()
 
 
@@ -276,7 +276,9 @@ def test_the_time_limit_keeps_room_for_the_steps_on_their_way_and_a_checkpoint()
 
 def test_the_command_that_continues_a_run_replaces_an_earlier_resume() -> None:
     words = ["scripts/chat_sft.py", "a recipe.yaml", "optim.lr=1", "train.resume=runs/x"]
-    expected = f"{program('python')} -m sftkit.launch scripts/chat_sft.py 'a recipe.yaml' optim.lr=1 train.resume=auto"
+    expected = (
+        f"{program_path('python')} -m sftkit.launch scripts/chat_sft.py 'a recipe.yaml' optim.lr=1 train.resume=auto"
+    )
     assert resume_command(words) == expected
 
 

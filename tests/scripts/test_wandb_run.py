@@ -14,7 +14,7 @@ import pytest
 from wandb_file import Offline
 
 from sftkit.tracking.dashboard import panels
-from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, find
+from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, find_metric
 
 ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
 TINY = (
@@ -105,7 +105,7 @@ def test_everything_that_is_sent_is_documented(offline: Offline) -> None:
     own = {"step", *TABLES}
     every = {name for row in offline.history for name in row if not name.startswith("_")} - own
     sent = {name for name in every if not name.startswith(tuple(f"{table}." for table in TABLES))}
-    assert [name for name in sorted(sent) if find(name) is None] == []
+    assert [name for name in sorted(sent) if find_metric(name) is None] == []
     beside = {name for name in offline.summed["summary"] if not name.startswith("_")} - sent - own
     assert sorted(beside - RUN_VALUES.keys()) == []
 

@@ -133,7 +133,7 @@ def test_a_comparison_begins_with_the_speed_up_and_losses_at_equal_steps(tmp_pat
     fast, slow = make_run(tmp_path / "a" / "fast", steps=300), make_run(tmp_path / "a" / "slow", steps=200, shift=0.1)
     rows = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
     write_rows(slow / "metrics.jsonl", [row | {"perf/tok_per_sec": row["perf/tok_per_sec"] / 2.5} for row in rows])
-    found = words(blocks_of(*(comparison.find(str(run), "me", "p", offline=True) for run in (fast, slow))))
+    found = words(blocks_of(*(comparison.find_run(str(run), "me", "p", offline=True) for run in (fast, slow))))
     assert found[0] == "Speed-up: 2.50"
     assert found[1] == "a-fast makes 2.50 times the tokens/s of a-slow."
     assert "| training loss | 200 |" in found[2]
@@ -160,10 +160,10 @@ def test_a_comparison_shows_the_two_runs_by_id_or_name_and_what_differs() -> Non
 
 def test_a_run_directory_is_found_on_wandb_by_the_id_in_its_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a" / "sft", steps=100)
-    assert comparison.find(str(run), "me", "p", offline=True).ids == ("a-sft",)
+    assert comparison.find_run(str(run), "me", "p", offline=True).ids == ("a-sft",)
     (run / "step-000100" / "training_state").mkdir()
     (run / "step-000100" / "training_state" / "state.json").write_text('{"tracker": "k5abz1gd"}')
-    found = comparison.find(str(run), "me", "p", offline=True)
+    found = comparison.find_run(str(run), "me", "p", offline=True)
     assert (found.name, found.ids, found.machine) == ("a-sft", ("k5abz1gd",), "4 x NVIDIA H200")
 
 
@@ -186,15 +186,15 @@ def test_a_run_that_is_only_on_the_server_is_compared_from_its_history(monkeypat
 
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setattr(wandb, "Api", FakeApi)
-    found = comparison.find("default-sft", "me", "p", offline=False)
+    found = comparison.find_run("default-sft", "me", "p", offline=False)
     assert found == Compared("default-sft", ("k5abz1gd",), {"train/loss": [[10, 2.0], [20, 1.5]]}, "2 x NVIDIA H200")
     with pytest.raises(ConfigError, match="me/p has no run of that name or id"):
-        comparison.find("other", "me", "p", offline=False)
+        comparison.find_run("other", "me", "p", offline=False)
 
 
 def test_a_name_that_no_run_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="--report"):
-        comparison.find("b'] or Name in ['c", "me", "p", offline=True)
+        comparison.find_run("b'] or Name in ['c", "me", "p", offline=True)
 
 
 def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch: pyte
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     with pytest.raises(ConfigError, match=r"no wandb key .* `\S*wandb login`.*--dry-run"):
-        workspace.save(workspace.workspace("me", "p"))
+        workspace.save_view(workspace.workspace("me", "p"))
 
 
 def test_the_script_prints_what_would_be_sent_without_a_key_or_a_network(

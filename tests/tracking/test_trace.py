@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sftkit.tracking.trace import TRACED_STEPS, Trace, line, shares
+from sftkit.tracking.trace import TRACED_STEPS, Trace, busy_shares, trace_line
 
 
 class Said(list[str]):
@@ -83,9 +83,9 @@ def test_communication_beside_computing_is_told_from_that_with_nothing_beside_it
         ("ncclDevKernel_AllGather", 20.0, 60.0),
         ("Memcpy DtoD", 70.0, 80.0),
     ]
-    found = shares(kernels, 100.0)
+    found = busy_shares(kernels, 100.0)
     assert found == pytest.approx({"computing": 0.6, "communicating": 0.4, "exposed": 0.1, "idle": 0.3})
-    assert line({"steps": [2, 4], "seconds": 0.1, "device": found}) == (
+    assert trace_line({"steps": [2, 4], "seconds": 0.1, "device": found}) == (
         "trace of steps 2 to 4: 0.100 s a step, the GPU computes 60.0% of it, communicates 40.0% "
         "(10.0% with nothing beside it), idles 30.0%"
     )

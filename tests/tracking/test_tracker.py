@@ -27,7 +27,7 @@ from wandb_file import Offline
 
 from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
-from sftkit.runtime.console import terminal
+from sftkit.runtime.console import output_console
 from sftkit.runtime.progress import TrainingBar
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.ending import Ending
@@ -150,7 +150,7 @@ def test_a_step_never_waits_for_the_terminal(tmp_path: Path) -> None:
     held, done = threading.Event(), threading.Event()
 
     def stuck() -> None:
-        with bar._lock, bar.live._lock, terminal()._lock:
+        with bar._lock, bar.live._lock, output_console()._lock:
             held.set()
             done.wait(30)
 

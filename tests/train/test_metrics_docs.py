@@ -12,7 +12,7 @@ from helpers import ROOT
 from test_train import run
 
 from sftkit.config.schema import CompileConfig, LossConfig
-from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, find
+from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, find_metric
 from sftkit.tracking.tracker import ALERTS, EventKind
 
 DOCS = (ROOT / "docs" / "metrics.md").read_text()
@@ -59,7 +59,7 @@ def test_every_name_that_a_run_writes_is_documented(tmp_path: Path, tokenizer) -
         lines = [json.loads(line) for line in (tmp_path / "run" / file).read_text().splitlines()]
         names = {name for line in lines for name in line} - {"step", "time"}
         assert len(names) > 3
-        assert sorted(name for name in names if find(name) is None) == []
+        assert sorted(name for name in names if find_metric(name) is None) == []
 
 
 @pytest.mark.parametrize(
@@ -79,5 +79,5 @@ def test_every_name_that_a_run_writes_is_documented(tmp_path: Path, tokenizer) -
     ],
 )
 def test_a_name_is_found_under_the_pattern_that_it_is_documented_by(name: str, pattern: str | None) -> None:
-    found = find(name)
+    found = find_metric(name)
     assert (found.name if found else None) == pattern

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.compatibility import check_identity, check_recipe
 from sftkit.checkpoint.manifest import Best, read_best, sweep
-from sftkit.checkpoint.resume import ResumeCheckpoint, find
+from sftkit.checkpoint.resume import ResumeCheckpoint, find_checkpoint
 from sftkit.checkpoint.state_store import copies_done, load_states, snapshot_states
 from sftkit.checkpoint.weight_files import snapshot_weights
 from sftkit.checkpoint.writer import SaveEnd, Snapshot, Writer, free_bytes, in_mb, reason
@@ -241,7 +241,7 @@ class Checkpoints:
             CheckpointError: what is there cannot be read.
         """
         if not isinstance(checkpoint, ResumeCheckpoint):
-            checkpoint = find(self.run_dir, checkpoint, self.rt)
+            checkpoint = find_checkpoint(self.run_dir, checkpoint, self.rt)
         folder, state = checkpoint.folder, checkpoint.state
         if folder is None:
             return state

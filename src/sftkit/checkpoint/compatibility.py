@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.config.keys import table
+from sftkit.config.keys import key_table
 from sftkit.config.yaml_text import RecipeLoader
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.pack import Layout
@@ -185,8 +185,8 @@ def _is_fixed(key: str) -> bool:
 def _check_keys(keys: Sequence[str]) -> None:
     """Refuse train.resume_changes that name no key of a recipe."""
     for key in keys:
-        if key not in table():
-            close = difflib.get_close_matches(key, table(), n=1)
+        if key not in key_table():
+            close = difflib.get_close_matches(key, key_table(), n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{hint}")
 

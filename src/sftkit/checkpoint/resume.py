@@ -35,10 +35,10 @@ class ResumeCheckpoint:
     "why newer checkpoints are not resumed"
 
 
-NEW_RUN = ResumeCheckpoint(None)
+NO_CHECKPOINT = ResumeCheckpoint(None)
 
 
-def find(run_dir: Path, setting: str | None, rt: Runtime) -> ResumeCheckpoint:
+def find_checkpoint(run_dir: Path, setting: str | None, rt: Runtime) -> ResumeCheckpoint:
     """Return the checkpoint that `setting` means, the same on all ranks; every rank calls it.
 
     Args:

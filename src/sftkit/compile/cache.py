@@ -42,7 +42,7 @@ VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 def restore(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
     """Load what compile.cache holds for this run, if it is set; before attention is chosen, which uses kernels."""
     if cfg.compile.enabled and cfg.compile.cache:
-        said = load(cfg.compile.cache, key(cfg, orig_model, layout, rt), rt.device.index or 0)
+        said = load_compiled(cfg.compile.cache, code_key(cfg, orig_model, layout, rt), rt.device.index or 0)
         rt.print(said)
 
 
@@ -54,10 +54,12 @@ def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) 
     """
     if cfg.compile.cache:
         index = rt.device.index or 0
-        rt.print(save(cfg.compile.cache, key(cfg, orig_model, layout, rt), index, writes=rt.rank == index))
+        rt.print(
+            save_compiled(cfg.compile.cache, code_key(cfg, orig_model, layout, rt), index, writes=rt.rank == index)
+        )
 
 
-def key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
+def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
     """Return the sha256 of what compiled code depends on: model, shapes, settings, versions,
     device. torch checks again."""
     compile = {k: v for k, v in asdict(cfg.compile).items() if k not in NOT_IN_GRAPH}
@@ -93,7 +95,7 @@ def _digest(parts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def load(where: str, key: str, index: int = 0) -> str:
+def load_compiled(where: str, key: str, index: int = 0) -> str:
     """Hand torch the compiled code that was saved under this key; every rank calls it.
 
     Args:
@@ -125,7 +127,7 @@ def load(where: str, key: str, index: int = 0) -> str:
     return f"compiled code from {path} ({len(content) / 2**20:.1f} MiB)"
 
 
-def save(where: str, key: str, index: int = 0, *, writes: bool) -> str:
+def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
     """Write what was compiled, on a rank that `writes`, unless it all came from the same file.
 
     Returns a line to print.
@@ -139,7 +141,7 @@ def save(where: str, key: str, index: int = 0, *, writes: bool) -> str:
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return f"nothing was compiled that {path} could hold"
-    content = pack(artifacts[0], read_kernels())
+    content = pack_artifacts(artifacts[0], read_kernels())
     header = {"key": key, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     try:
         _write(path, json.dumps(header).encode() + b"\n" + content)
@@ -149,7 +151,7 @@ def save(where: str, key: str, index: int = 0, *, writes: bool) -> str:
     return f"compiled code saved to {path} ({len(content) / 2**20:.1f} MiB)"
 
 
-def pack(artifacts: bytes, kernels: dict[str, bytes]) -> bytes:
+def pack_artifacts(artifacts: bytes, kernels: dict[str, bytes]) -> bytes:
     """Return one sequence of bytes: a JSON line with names and sizes, torch's artifacts, the kernels."""
     sizes = {name: len(code) for name, code in kernels.items()}
     first = json.dumps({"torch": len(artifacts), "kernels": sizes}).encode()
@@ -157,7 +159,7 @@ def pack(artifacts: bytes, kernels: dict[str, bytes]) -> bytes:
 
 
 def unpack(content: bytes) -> tuple[bytes, dict[str, bytes]]:
-    """Split what `pack` has put together into (torch's artifacts, kernels by name).
+    """Split what `pack_artifacts` has put together into (torch's artifacts, kernels by name).
 
     Raises:
         ValueError: the bytes are no such sequence.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from sftkit.compile.fallbacks import RECOMPILE_REFUSED, eager_on_recompile
 from sftkit.compile.modules import compile_part, has_cuda_graphs, named_parts
-from sftkit.compile.refusal import describe, module_in
+from sftkit.compile.refusal import describe_guards, module_in
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import called, decoder_blocks
@@ -143,7 +143,7 @@ def step_contract(
     except RuntimeError as error:
         if RECOMPILE_REFUSED not in str(error):
             raise
-        raise _recompile_error(describe(str(error), module_in(error.__traceback__))) from error
+        raise _recompile_error(describe_guards(str(error), module_in(error.__traceback__))) from error
     finally:
         if _refuse_backward in dynamo_callback.callback_handler.start_callbacks:
             dynamo_callback.callback_handler.remove_start_callback(_refuse_backward)
@@ -152,7 +152,7 @@ def step_contract(
 def _stance(on_recompile: str, fell_back: Callable[[str], None]) -> AbstractContextManager[object]:
     """Return the stance of torch.compiler for this setting, as a context."""
     if on_recompile == "eager":
-        return eager_on_recompile(lambda message, owner: fell_back(describe(message, owner)))
+        return eager_on_recompile(lambda message, owner: fell_back(describe_guards(message, owner)))
     return torch.compiler.set_stance("fail_on_recompile" if on_recompile == "error" else "default")
 
 

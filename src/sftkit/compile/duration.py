@@ -32,7 +32,7 @@ def under_way(compile: CompileConfig, key: str) -> str:
 
 def note(key: str, seconds: float) -> None:
     """Keep the seconds of a warm-up that compiled, or found compiled code; a disk that refuses them is no error."""
-    # torch._dynamo's own counter, as in cache.save: without a miss all graphs came from a cache.
+    # torch._dynamo's own counter, as in cache.save_compiled: without a miss all graphs came from a cache.
     found = {"seconds": round(seconds, 1), "compiled_anew": counters["inductor"]["fxgraph_cache_miss"] > 0}
     with suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)

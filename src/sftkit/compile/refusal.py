@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 
-def describe(message: str, owner: object) -> str:
+def describe_guards(message: str, owner: object) -> str:
     """Return the place and the failed guards: `LlamaDecoderLayer.forward (FILE:LINE): tensor
     'hidden_states' size mismatch`.
 

@@ -58,7 +58,7 @@ def is_ours(script: str) -> bool:
         return False
 
 
-def program(name: str, folder: Path | None = None) -> str:
+def program_path(name: str, folder: Path | None = None) -> str:
     """Return how to type a program of this environment in a folder (None: the current one): .venv/bin/python if it lies
     below the folder, python if the search path finds that one first, else its whole path."""
     path = Path(sys.executable).with_name(name)
@@ -79,8 +79,8 @@ def typed(text: str) -> str:
 def _here(match: re.Match[str]) -> str:
     script = match[2]
     if script in SCRIPTS.values() and (TYPED in os.environ or not is_ours(f"scripts/{script}")):
-        return f"{program('sftkit')} {_word(script)}"
-    return program(match[1]) + match[0].removeprefix(f".venv/bin/{match[1]}")
+        return f"{program_path('sftkit')} {_word(script)}"
+    return program_path(match[1]) + match[0].removeprefix(f".venv/bin/{match[1]}")
 
 
 def _word(script: str) -> str:
@@ -113,7 +113,7 @@ def running(started: str | None = None) -> str:
 
 def install(package: str) -> str:
     """Return the command that installs a package, or an extra: sftkit[eval]."""
-    return f"{program('python')} -m pip install {shlex.quote(package)}"
+    return f"{program_path('python')} -m pip install {shlex.quote(package)}"
 
 
 def first_run() -> str:

@@ -125,7 +125,7 @@ def problems(names: Sequence[str]) -> Iterator[str]:
         yield from (f"{spec.name} comes before {other}: it works on the {spec.stage} graph" for other in late)
 
 
-def environment(names: Sequence[str]) -> dict[str, str]:
+def environment_of_passes(names: Sequence[str]) -> dict[str, str]:
     """Return the environment variables that must be set before the process group is made. NCCL would register the
     buffers of CUDA graphs, which fails with expandable segments of the allocator."""
     return {"NCCL_GRAPH_REGISTER": "0"} if "cuda_graphs" in names else {}

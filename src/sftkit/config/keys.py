@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from sftkit.config import schema as config_module
 from sftkit.config.commands import typed
 from sftkit.config.schema import Config
-from sftkit.config.yaml_text import Keys, Plain
+from sftkit.config.yaml_text import KeyPath, Plain
 
 JsonSchema = dict[str, Any]
 "A JSON schema, as pydantic types it: Any, for its keys have values of many types."
@@ -42,7 +42,7 @@ class Key:
 
 
 @functools.cache
-def table() -> dict[str, Key]:
+def key_table() -> dict[str, Key]:
     """Return every dotted key in the order of schema.py. N stands for the index of a list item, PATH for a key of a
     mapping of modules."""
     schema = adapter().json_schema()
@@ -51,7 +51,7 @@ def table() -> dict[str, Key]:
 
 
 @functools.cache
-def sections() -> dict[str, str]:
+def section_classes() -> dict[str, str]:
     """Return section name -> name of its class."""
     hints = Config.__annotations__
     return {field.name: str(hints[field.name]) for field in dataclasses.fields(Config)}
@@ -121,8 +121,8 @@ def _docs() -> dict[str, dict[str, str]]:
     return docs
 
 
-def row_of(keys: Keys) -> str:
-    """Return the key of `table` for a place in a recipe."""
+def row_of(keys: KeyPath) -> str:
+    """Return the key of `key_table` for a place in a recipe."""
     parts: list[str] = []
     for key in keys:
         named = f"{'.'.join(parts)}.PATH"
@@ -133,10 +133,10 @@ def row_of(keys: Keys) -> str:
 @functools.cache
 def _mappings() -> frozenset[str]:
     """Return `key.PATH` of every mapping whose values are settings."""
-    return frozenset(key.rpartition(".")[0] for key in table() if key.rpartition(".")[0].endswith(".PATH"))
+    return frozenset(key.rpartition(".")[0] for key in key_table() if key.rpartition(".")[0].endswith(".PATH"))
 
 
-def shown(value: object) -> str:
+def shorten(value: object) -> str:
     """Format a value for a message, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -146,12 +146,12 @@ def help_text(description: str, command: str) -> str:
     """Return the text of --help: every key with type, default and meaning, in 100 columns."""
     lines = [f"usage: {command} {USAGE}", "", typed(description.strip()), ""]
     lines += ["Values are YAML: optim.lr=2e-5 data.bucket_lengths=[128,256] train.epochs=null data.val.0.repeat=2"]
-    for section, cls in sections().items():
+    for section, cls in section_classes().items():
         lines += ["", f"{section}: {_docs()[cls]['']}"]
-        for key, row in table().items():
+        for key, row in key_table().items():
             if key.split(".")[0] != section:
                 continue
-            default = "required" if row.required else f"default {shown(row.default).strip(chr(34))}"
+            default = "required" if row.required else f"default {shorten(row.default).strip(chr(34))}"
             head = f"  {key}  {row.kind}"
             room = 100 - len(default) - 3
             if len(head) <= room:

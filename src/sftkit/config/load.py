@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from sftkit.config.commands import running, shipped
-from sftkit.config.keys import USAGE, adapter, help_text, row_of, sections, shown, table
+from sftkit.config.keys import USAGE, adapter, help_text, key_table, row_of, section_classes, shorten
 from sftkit.config.paths import expanded
 from sftkit.config.rule import Rule, Unusable
 from sftkit.config.rules import cross_check, run_dir_can_be_made
@@ -23,19 +23,19 @@ from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, print_text
 from sftkit.config.topology import read_topology
-from sftkit.config.validation_errors import explain
+from sftkit.config.validation_errors import explain_error
 from sftkit.config.yaml_text import (
     COMMAND_LINE,
     MOST_CHARACTERS,
     MOST_RECIPE_BYTES,
     MOST_VALUES,
-    Keys,
+    KeyPath,
     Node,
     Plain,
     dotted,
     keys_of,
 )
-from sftkit.config.yaml_tree import apply_override, read_tree, render
+from sftkit.config.yaml_tree import apply_override, read_tree, render_yaml
 from sftkit.errors import ConfigError
 
 MOST_PROBLEMS = 30
@@ -92,7 +92,7 @@ def read_config(
 
 def to_yaml(cfg: Config) -> str:
     """Render the whole Config as YAML that read_config reads back to an equal Config."""
-    return render(_json(cfg))
+    return render_yaml(_json(cfg))
 
 
 def _json(cfg: Config) -> dict[str, Plain]:
@@ -122,7 +122,7 @@ def kept_settings(tree: Node) -> list[str]:
         assert isinstance(source, dict)
         kept = {name: own for name, own in source.items() if own.origin != COMMAND_LINE}
         if kept:
-            settings = " and ".join(f"{name}: {shown(own.plain())} of {own.origin}" for name, own in kept.items())
+            settings = " and ".join(f"{name}: {shorten(own.plain())} of {own.origin}" for name, own in kept.items())
             words = " ".join(f"{item}.{name}=..." for name in kept)
             notes.append(f"note: {item}.path is from the {COMMAND_LINE} and keeps {settings}; to change that: {words}")
     return notes
@@ -153,7 +153,7 @@ def _resolve(
         _refuse_too_many(tree, recipe)
     _expand(tree, problems)
     assert isinstance(tree.value, dict)
-    for section in sections():  # an absent or emptied section has its defaults
+    for section in section_classes():  # an absent or emptied section has its defaults
         if section not in tree.value or tree.value[section].value is None:
             tree.value[section] = Node({}, str(recipe))
     dropped = _drop_secrets(tree, problems)
@@ -192,7 +192,7 @@ def _row_ranks(train: TrainConfig) -> int:
 def _expand(tree: Node, problems: list[str]) -> None:
     """Expand ~ to the home directory in all settings that are paths."""
     for keys, node in list(_walk(tree, ())):
-        key = table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
+        key = key_table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
             try:
                 _put(tree.nearest(keys[:-1]), keys[-1], Node(expanded(node.value), node.origin))
@@ -218,10 +218,10 @@ def _secret_word(word: str, problems: list[str]) -> bool:
     return kind is not None
 
 
-def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:
+def _drop_secrets(tree: Node, problems: list[str]) -> set[KeyPath]:
     """Remove values that look like secrets from the tree, and report them without the value.
     Returns the removed keys."""
-    dropped: set[Keys] = set()
+    dropped: set[KeyPath] = set()
     for keys, node in list(_walk(tree, ())):
         name = "" if secret_in(str(keys[-1])) else dotted(keys)
         kind = secret_in(str(keys[-1])) or (secret_in(node.value, name) if isinstance(node.value, str) else None)
@@ -231,7 +231,7 @@ def _drop_secrets(tree: Node, problems: list[str]) -> set[Keys]:
     return dropped
 
 
-def _walk(node: Node, keys: Keys) -> Iterator[tuple[Keys, Node]]:
+def _walk(node: Node, keys: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
     """Yield (keys, node) of everything below a node, outer ones first."""
     entries: Iterable[tuple[str | int, Node]] = ()
     if isinstance(node.value, dict):
@@ -244,7 +244,7 @@ def _walk(node: Node, keys: Keys) -> Iterator[tuple[Keys, Node]]:
             yield from _walk(child, (*keys, key))
 
 
-def _remove(tree: Node, keys: Keys) -> Keys:
+def _remove(tree: Node, keys: KeyPath) -> KeyPath:
     """Remove a value from the tree, with the whole list if it is an item of one. Returns the keys that were removed."""
     for end in range(len(keys), 0, -1):
         parent = tree.nearest(keys[: end - 1]).value
@@ -254,7 +254,7 @@ def _remove(tree: Node, keys: Keys) -> Keys:
     return keys
 
 
-def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) -> Config | None:
+def _validate(tree: Node, recipe: str, dropped: set[KeyPath], problems: list[str]) -> Config | None:
     """Return the Config, or None with its problems appended. Keys without a usable value are added to `dropped`, so
     that no rule asks for them."""
     try:
@@ -269,7 +269,7 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
         if missing and any(keys[: len(gone)] == gone for gone in dropped):
             continue  # reported when it was dropped
         origin = recipe if missing and not _is_item(keys) else tree.nearest(keys).origin
-        text, meant = explain(e, keys)
+        text, meant = explain_error(e, keys)
         problems.append(f"{origin}: {dotted(keys)}: {text}")
         dropped.update(meant)
     for e in sorted(errors, key=lambda e: str(e["loc"]), reverse=True):
@@ -279,11 +279,11 @@ def _validate(tree: Node, recipe: str, dropped: set[Keys], problems: list[str]) 
     return None
 
 
-def _is_item(keys: Keys) -> bool:
+def _is_item(keys: KeyPath) -> bool:
     return any(isinstance(key, int) for key in keys)
 
 
-def _get(tree: Node, dropped: set[Keys], key: str) -> Any:  # as rule.Get
+def _get(tree: Node, dropped: set[KeyPath], key: str) -> Any:  # as rule.Get
     """Return the value of a dotted key, or its default; raises Unusable for a key that already has a problem."""
     keys = keys_of(key)
     for gone in dropped:
@@ -292,7 +292,7 @@ def _get(tree: Node, dropped: set[Keys], key: str) -> Any:  # as rule.Get
     node = tree.find(keys)
     if node is not None:
         return node.plain()
-    known = table().get(key)
+    known = key_table().get(key)
     return None if known is None else known.default  # None: an item that a list does not have
 
 
@@ -300,8 +300,8 @@ def _annotated(cfg: Config, tree: Node) -> str:
     """Render the resolved settings; a comment on each line says where the value comes from: a file, the command line or
     the default."""
 
-    def origin(keys: Keys) -> str:
+    def origin(keys: KeyPath) -> str:
         node = tree.find(keys)
         return "default" if node is None else node.origin
 
-    return render(_json(cfg), origin)
+    return render_yaml(_json(cfg), origin)

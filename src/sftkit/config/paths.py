@@ -38,7 +38,7 @@ def expanded(path: str) -> str:
     return found
 
 
-def did_you_mean(path: str) -> str:
+def similar_paths(path: str) -> str:
     """Return a sentence that names existing paths like a missing one; empty if none is like it."""
     wanted = Path(path)
     if wanted.exists():

@@ -24,7 +24,7 @@ def in_folder(folder: Path) -> str:
     return f"{_shown(folder)}: a folder; name one of the recipes in it: {', '.join(map(_shown, found[:_MOST_NAMES]))}{more}"
 
 
-def did_you_mean(path: Path) -> str:
+def similar_recipes(path: Path) -> str:
     """Return a sentence that names recipes like a missing path; empty if none is like it."""
     score = {recipe: _alike(path, recipe) for recipe in _there(path)}
     best = max(score.values(), default=0.0)

@@ -7,14 +7,14 @@ import re
 
 from pydantic_core import ErrorDetails
 
-from sftkit.config.keys import row_of, sections, shown, table
-from sftkit.config.yaml_text import Keys, keys_of
+from sftkit.config.keys import key_table, row_of, section_classes, shorten
+from sftkit.config.yaml_text import KeyPath, keys_of
 
 
-def explain(error: ErrorDetails, keys: Keys) -> tuple[str, list[Keys]]:
+def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath]]:
     """Return what is wrong in words, and the keys that were probably meant."""
-    kind, context, got = error["type"], error.get("ctx", {}), shown(error.get("input"))
-    key = table().get(row_of(keys))
+    kind, context, got = error["type"], error.get("ctx", {}), shorten(error.get("input"))
+    key = key_table().get(row_of(keys))
     if kind == "unexpected_keyword_argument":
         return _unknown(keys)
     if kind in ("missing", "missing_argument"):
@@ -52,18 +52,18 @@ _BOUNDS = {
 }
 
 
-def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
+def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     """Return what to say of an unknown key, and the keys that were probably meant."""
     name, parent = str(keys[-1]), row_of(keys[:-1])
     prefix = f"{parent}." if parent else ""
-    inside = [key.removeprefix(prefix) for key in table() if key.startswith(prefix)]
-    level = [key for key in inside if "." not in key] if parent else list(sections())
-    elsewhere = [key for key in table() if key.rpartition(".")[2] == name]
-    if row_of(keys) in table() or name in table():
+    inside = [key.removeprefix(prefix) for key in key_table() if key.startswith(prefix)]
+    level = [key for key in inside if "." not in key] if parent else list(section_classes())
+    elsewhere = [key for key in key_table() if key.rpartition(".")[2] == name]
+    if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
     siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
-    near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in table()}, n=1, cutoff=0.75)
-    distant = [key for key in table() if key.rpartition(".")[2] in near_names]
+    near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in key_table()}, n=1, cutoff=0.75)
+    distant = [key for key in key_table() if key.rpartition(".")[2] in near_names]
     meant = [_indexed(key, keys) for key in elsewhere or siblings or distant]
     if meant:
         quoted = " or ".join(f'"{key}"' for key in meant)
@@ -71,7 +71,7 @@ def _unknown(keys: Keys) -> tuple[str, list[Keys]]:
     return f"is not a known key. Known here: {', '.join(level)}", []
 
 
-def _indexed(key: str, keys: Keys) -> str:
+def _indexed(key: str, keys: KeyPath) -> str:
     """Return a key of the table with its N and PATH filled in: from `keys` where both are in the same list or mapping,
     else as 0 and PATH."""
     parts = key.split(".")

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import yaml
 
-Keys = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 COMMAND_LINE = "command line"
 Scalar = bool | int | float | str | None
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | Scalar"
@@ -40,14 +40,14 @@ class Node:
             return self.value[key]
         return None
 
-    def find(self, keys: Keys) -> Node | None:
+    def find(self, keys: KeyPath) -> Node | None:
         """Return the node at `keys`; None if it is not there."""
         node: Node | None = self
         for key in keys:
             node = None if node is None else node.child(key)
         return node
 
-    def nearest(self, keys: Keys) -> Node:
+    def nearest(self, keys: KeyPath) -> Node:
         """Return the node at `keys`, or the last one on the way there."""
         node = self
         for key in keys:
@@ -64,7 +64,7 @@ def dotted(keys: Sequence[str | int]) -> str:
     return ".".join(str(key) for key in keys).replace("\n", "\\n")
 
 
-def keys_of(key: str) -> Keys:
+def keys_of(key: str) -> KeyPath:
     """Split a dotted key; its numbers are places in lists."""
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
 
@@ -144,7 +144,7 @@ class _Conversion:
     def __init__(self, origin: str, problems: list[str]) -> None:
         self.origin, self.problems, self.values = origin, problems, 0
 
-    def convert(self, node: yaml.Node, keys: Keys, parents: tuple[int, ...]) -> Node:
+    def convert(self, node: yaml.Node, keys: KeyPath, parents: tuple[int, ...]) -> Node:
         """Convert a node that stands at `keys`; `parents`: ids of the nodes around it, which
         show a circle of aliases."""
         self.values += 2
@@ -166,11 +166,11 @@ class _Conversion:
         except ValueError:
             return self._problem(keys, _INVALID[kind])
 
-    def _problem(self, keys: Keys, text: str) -> Node:
+    def _problem(self, keys: KeyPath, text: str) -> Node:
         self.problems.append(": ".join(filter(None, (self.origin, dotted(keys), text))))
         return Node(None, self.origin)
 
-    def _mapping(self, node: yaml.MappingNode, keys: Keys, parents: tuple[int, ...]) -> dict[str, Node]:
+    def _mapping(self, node: yaml.MappingNode, keys: KeyPath, parents: tuple[int, ...]) -> dict[str, Node]:
         lines: dict[str, int] = {}
         values: dict[str, Node] = {}
         for key_node, value_node in node.value:

@@ -19,7 +19,7 @@ from sftkit.config.yaml_text import (
     MOST_FILES,
     MOST_OF_KEY,
     MOST_RECIPE_BYTES,
-    Keys,
+    KeyPath,
     Node,
     Plain,
     dotted,
@@ -97,7 +97,7 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: 
         return content.decode()
     except FileNotFoundError:
         where = f"{path}: no such file" if extended_by is None else f"{extended_by}: extends: no such file: {path}"
-        meant = recipes.did_you_mean(path)
+        meant = recipes.similar_recipes(path)
         problems.append(where + meant)
         if "recipes" in path.parts and not meant:
             problems.append(f"recipes that came with sftkit: {', '.join(shipped_recipes())}")
@@ -161,7 +161,7 @@ def _set(tree: Node, value: Node, name: str, problems: list[str]) -> None:
             return
 
 
-def render(value: dict[str, Plain], comment: Callable[[Keys], str] = lambda keys: "") -> str:
+def render_yaml(value: dict[str, Plain], comment: Callable[[KeyPath], str] = lambda keys: "") -> str:
     """Render YAML text, one line per leaf, each with its comment. It reads the same under YAML 1.1 and 1.2."""
     lines = list(_lines(value, (), ""))
     width = min(72, max((len(text) for text, keys in lines if keys), default=0))
@@ -169,7 +169,7 @@ def render(value: dict[str, Plain], comment: Callable[[Keys], str] = lambda keys
     return "".join((f"{text:<{width}}  # {note}" if note else text) + "\n" for text, note in notes)
 
 
-def _lines(value: dict[str, Plain] | list[Plain], keys: Keys, indent: str) -> Iterator[tuple[str, Keys]]:
+def _lines(value: dict[str, Plain] | list[Plain], keys: KeyPath, indent: str) -> Iterator[tuple[str, KeyPath]]:
     """Yield (line, keys of its leaf), with () as keys of a line that only opens a block."""
     entries: Iterable[tuple[str | int, Plain]] = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in entries:

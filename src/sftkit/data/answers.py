@@ -33,7 +33,7 @@ from sftkit.data.spans import (
     template_refuses,
     within,
 )
-from sftkit.data.template import Conversation, Span, render, template_of
+from sftkit.data.template import Conversation, Span, render_conversation, template_of
 from sftkit.errors import DataError
 
 HISTORY = "not_learned_history"
@@ -179,7 +179,7 @@ class Finder:
         messages = [
             with_other_reasoning(m, marks[k]) if k in marks else m for k, m in enumerate(self.messages[: last + 1])
         ]
-        text, _ = render(self.tokenizer, self.template, self._with(messages))
+        text, _ = render_conversation(self.tokenizer, self.template, self._with(messages))
         rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
         return {k for k in marks if k in rendered or k in known}
 
@@ -238,7 +238,7 @@ class Finder:
         """Return the rendered text and the spans that the template marks, empty ones left out."""
         messages = self.messages[: last + 1]
         self._args = self._arguments(last)
-        text, marks = render(self.tokenizer, self.template, self._with(messages), marks=True)
+        text, marks = render_conversation(self.tokenizer, self.template, self._with(messages), marks=True)
         return text, [span for span in marks if span[0] < span[1]]
 
     def _after_header(self, text: str, start: int) -> int:
@@ -341,7 +341,7 @@ class Finder:
     def _render(self, k: int, *, add_generation_prompt: bool = False) -> str:
         """Render the first k messages."""
         asked = self._with(self.messages[:k])
-        return render(self.tokenizer, self.template, asked, add_generation_prompt=add_generation_prompt)[0]
+        return render_conversation(self.tokenizer, self.template, asked, add_generation_prompt=add_generation_prompt)[0]
 
     def _with(self, messages: list[Message]) -> Conversation:
         """Return messages with the tools and the current arguments of the template."""

@@ -53,7 +53,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def key(description: Mapping[str, object]) -> str:
+def data_key(description: Mapping[str, object]) -> str:
     """Return the sha256 of everything that the tokenized data depends on, the code that decides tokens included."""
     code = hashlib.sha256()
     for module in DECIDING:
@@ -62,7 +62,7 @@ def key(description: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
-def load(folder: Path) -> Examples | None:
+def load_cached_examples(folder: Path) -> Examples | None:
     """Load the examples in `folder`; None if there are none, and with a warning if they are damaged."""
     if not folder.exists():
         return None
@@ -81,7 +81,7 @@ def load(folder: Path) -> Examples | None:
     return examples
 
 
-def save(folder: Path, examples: Examples) -> Examples:
+def save_cached_examples(folder: Path, examples: Examples) -> Examples:
     """Write under a temporary name, then rename. Returns the memory-mapped copy, or `examples` on a full disk.
 
     Several processes may do so at once: they write the same bytes, and the first one to rename wins.
@@ -100,7 +100,7 @@ def save(folder: Path, examples: Examples) -> Examples:
         return examples
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return load(folder) or examples
+    return load_cached_examples(folder) or examples
 
 
 def _write(folder: Path, examples: Examples) -> None:
@@ -120,7 +120,7 @@ def _replace(temporary: Path, folder: Path) -> None:
         if not folder.exists():
             raise
         # Another process was faster, or the old one is damaged: keep the one that loads.
-        if load(folder) is None:
+        if load_cached_examples(folder) is None:
             damaged = own_name(folder)
             os.rename(folder, damaged)
             os.rename(temporary, folder)

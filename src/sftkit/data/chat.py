@@ -23,7 +23,14 @@ from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, 
 from sftkit.data.reasoning import Thinking, check_reasoning, template_arguments, with_reasoning
 from sftkit.data.rows import require_conversation
 from sftkit.data.spans import special_pattern
-from sftkit.data.template import Conversation, Span, render, special_tokens_of, template_of, unused_arguments
+from sftkit.data.template import (
+    Conversation,
+    Span,
+    render_conversation,
+    special_tokens_of,
+    template_of,
+    unused_arguments,
+)
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -242,7 +249,7 @@ def render_prompt(
     """
     checked = conversation.validated(Row("prompt", messages=messages, tools=tools), special_tokens_of(tokenizer))
     template = template_of(tokenizer, with_tools=bool(tools))
-    text, _ = render(tokenizer, template, Conversation(checked, tools, args), add_generation_prompt=True)
+    text, _ = render_conversation(tokenizer, template, Conversation(checked, tools, args), add_generation_prompt=True)
     ids: list[int] = encode(tokenizer, text).ids.tolist()
     return ids
 

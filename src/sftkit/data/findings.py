@@ -47,14 +47,14 @@ def accepted_findings(reason: str, where: str) -> Finding:
     return Finding("accepted", reason, 1, _short(where))
 
 
-def ordered(tally: Tally, repeat: int = 1) -> tuple[Finding, ...]:
+def sort_findings(tally: Tally, repeat: int = 1) -> tuple[Finding, ...]:
     """Sort findings: rows that are not learned from first, then by frequency. Counts are over `repeat`
     passes, as for all of a source."""
     findings = sorted(tally.values(), key=lambda one: (one.kind == "accepted", -one.rows))
     return tuple(replace(one, rows=one.rows * repeat) for one in findings)
 
 
-def text(finding: Finding) -> str:
+def finding_text(finding: Finding) -> str:
     """Format a finding: `2 bad rows skipped, not JSON; the first: a.jsonl:7: not JSON: ...`."""
     rows = counted(finding.rows, "bad row" if finding.kind == "skipped" else "row")
     return f"{rows} {finding.kind}, {finding.reason}; the first: {finding.first}"
@@ -63,7 +63,7 @@ def text(finding: Finding) -> str:
 def log_findings(name: str, findings: Iterable[Finding]) -> None:
     """Log one line for each reason."""
     for one in findings:
-        log.warning("%s: %s", name, text(one))
+        log.warning("%s: %s", name, finding_text(one))
 
 
 @contextmanager

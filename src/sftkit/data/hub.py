@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from sftkit.config.paths import did_you_mean
+from sftkit.config.paths import similar_paths
 from sftkit.config.schema import SourceConfig
 from sftkit.errors import ConfigError
 from sftkit.runtime.hub import hub_answers, not_found, unavailable_reason, unreachable
@@ -22,7 +22,7 @@ class HubDataset(Protocol):
     def __iter__(self) -> Iterator[object]: ...
 
 
-def load(source: SourceConfig) -> HubDataset | Path:
+def load_from_hub(source: SourceConfig) -> HubDataset | Path:
     """Load a datasets.Dataset; without network, the Path of a downloaded snapshot if only that is there."""
     import datasets
 
@@ -38,7 +38,7 @@ def load(source: SourceConfig) -> HubDataset | Path:
         return _snapshot(source)
 
 
-def check(source: SourceConfig) -> None:
+def check_dataset(source: SourceConfig) -> None:
     """Refuse a source that is no local path if neither hub nor cache has a dataset of its name. Loads nothing.
 
     Raises:
@@ -59,7 +59,7 @@ def _load_dataset(source: SourceConfig) -> HubDataset:
         reason = str(error).strip() or type(error).__name__
         raise ConfigError(
             f"data source {source.path} (subset {source.subset or 'none'}, split {source.split}): {reason}. "
-            f"Neither a local file or folder of that name exists{did_you_mean(source.path)}"
+            f"Neither a local file or folder of that name exists{similar_paths(source.path)}"
         ) from error
 
 

@@ -29,7 +29,7 @@ DEEP = ("I", "F")
 "First letters of Pillow modes with more than 8 bits a channel. Their range is not known: Pillow would make white."
 
 
-def load(names: Sequence[str], argument: str, size: ImageSize, cache_dir: Path) -> EncoderInputs:
+def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir: Path) -> EncoderInputs:
     """Return each document's picture, uint8 [I, *size] with one for each different name, from the
     cache on disk if it is there.
 
@@ -51,7 +51,7 @@ def load(names: Sequence[str], argument: str, size: ImageSize, cache_dir: Path) 
     return EncoderInputs({argument: array}, index)
 
 
-def read(name: str, size: ImageSize) -> np.ndarray:
+def read_image(name: str, size: ImageSize) -> np.ndarray:
     """Read one picture, uint8 [channels, height, width]: the whole file, upright as its EXIF
     says, stretched to the size.
 
@@ -137,7 +137,7 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     faults = list[DataError]()
     for i, name in enumerate(names):
         try:
-            array[i] = read(name, size)
+            array[i] = read_image(name, size)
         except DataError as error:
             faults.append(error)
     if not faults:

@@ -229,8 +229,8 @@ def load_examples(
     fingerprint = tokenizer_fingerprint(tokenize.keywords["tokenizer"])
     key = f"{tokenize.func.__module__}.{tokenize.func.__qualname__} {sorted(settings.items())} {fingerprint}"
     with main_first:
-        training = sources.load(data.train, data, tokenize, key)
-        validation = {source_label(source): sources.load((source,), data, tokenize, key) for source in data.val}
+        training = sources.load_sources(data.train, data, tokenize, key)
+        validation = {source_label(source): sources.load_sources((source,), data, tokenize, key) for source in data.val}
     return training, validation
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.paths import did_you_mean
+from sftkit.config.paths import similar_paths
 from sftkit.config.schema import SourceConfig
 from sftkit.data import hub, readers
 from sftkit.data.arrow import without_fill
@@ -42,11 +42,11 @@ class Origin:
     "of its files; None: it has none here"
 
 
-def find(source: SourceConfig) -> Origin:
+def find_source(source: SourceConfig) -> Origin:
     """Find a source, or raise a ConfigError that says where it was looked for. Reads no rows."""
     if (found := find_here(source)) is not None:
         return found
-    dataset = hub.load(source)
+    dataset = hub.load_from_hub(source)
     if isinstance(dataset, Path):
         return _local(source, dataset)
     label = f"{source.path}[{source.split}]"
@@ -65,7 +65,7 @@ def find_here(source: SourceConfig) -> Origin | None:
     if path.exists():
         return _local(source, path)
     if readers.looks_local(source.path):
-        hint = did_you_mean(source.path)
+        hint = similar_paths(source.path)
         raise ConfigError(f"data source {source.path}: no such file or folder (looked in {Path.cwd()}){hint}")
     return None
 

@@ -46,7 +46,7 @@ ROWS_PER_CHUNK = 128
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
+def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
     """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out,
     and reported at the end."""
     tally: findings.Tally = {}
@@ -57,12 +57,12 @@ def read(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
             if on_bad_row == "error":
                 raise
             findings.add(tally, findings.skipped(error))
-    findings.log_findings(source_label(source), findings.ordered(tally))
+    findings.log_findings(source_label(source), findings.sort_findings(tally))
 
 
 def opened(source: SourceConfig) -> Origin:
     """Find the source, or raise a ConfigError that says where it was looked for. Reads no rows."""
-    source_origin = origin.find(source)
+    source_origin = origin.find_source(source)
     return Origin(partial(_limited, source_origin.rows, source), source_origin.identity)
 
 
@@ -103,7 +103,7 @@ class _TokenizedRows:
             findings.add(self.tally, finding)
 
 
-def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, cache_key: str) -> Examples:
+def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, cache_key: str) -> Examples:
     """Return all documents of the sources, source after source, from the cache on disk if they are there. What was
     found in their rows is reported either way.
 
@@ -112,10 +112,10 @@ def load(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, 
     """
     names = _names(sources)
     origins = [opened(source) for source in sources]
-    folder = Path(data.cache_dir) / cache.key(_description(sources, origins, data, tokenize, cache_key))
-    examples = cache.load(folder)
+    folder = Path(data.cache_dir) / cache.data_key(_description(sources, origins, data, tokenize, cache_key))
+    examples = cache.load_cached_examples(folder)
     if examples is None:
-        examples = cache.save(folder, _tokenized(sources, names, origins, data, tokenize))
+        examples = cache.save_cached_examples(folder, _tokenized(sources, names, origins, data, tokenize))
     for name, told in examples.findings.items():
         findings.log_findings(name, told)
     return examples
@@ -174,7 +174,9 @@ def _tokenize_source(
         raise readers.no_rows(source)
     if not total.lengths:
         became = ", ".join(f"{total.counts[c]} {words}" for c, words in BECAME.items() if total.counts[c])
-        findings_text = "".join(f". {findings.text(finding)}" for finding in findings.ordered(total.tally))
+        findings_text = "".join(
+            f". {findings.finding_text(finding)}" for finding in findings.sort_findings(total.tally)
+        )
         raise DataError(
             f"data source {source.path}: nothing to learn in its {counted(total.counts['rows'], 'row')} ({became}){findings_text}"
         )
@@ -241,7 +243,7 @@ def _joined(parts: list[_TokenizedRows], names: tuple[str, ...], sources: Sequen
             for name, part, source in zip(names, parts, sources, strict=True)
         },
         findings={
-            name: findings.ordered(part.tally, source.repeat)
+            name: findings.sort_findings(part.tally, source.repeat)
             for name, part, source in zip(names, parts, sources, strict=True)
         },
         encoder_sources=encoder_sources,

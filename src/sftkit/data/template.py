@@ -102,7 +102,7 @@ class Conversation:
     "further arguments of the template, such as enable_thinking"
 
 
-def render(
+def render_conversation(
     tokenizer: PreTrainedTokenizerBase,
     template: Template | str,
     conversation: Conversation,
@@ -177,7 +177,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
     ]
 
     def rendered(messages: list[Message]) -> str:
-        return render(tokenizer, source, Conversation(messages))[0]
+        return render_conversation(tokenizer, source, Conversation(messages))[0]
 
     try:
         text = rendered(conversation)
@@ -223,7 +223,7 @@ def _headers(
     found = []
     for args in ({}, *({argument: value} for value in (True, False) if argument)):
         question, prompt = (
-            render(tokenizer, source, Conversation(messages, args=args), add_generation_prompt=add)[0]
+            render_conversation(tokenizer, source, Conversation(messages, args=args), add_generation_prompt=add)[0]
             for add in (False, True)
         )
         found.append(prompt[len(question) :] if prompt.startswith(question) else "")
@@ -236,7 +236,9 @@ def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, messages
     for name in THINKING_ARGUMENTS:
         if re.search(rf"\b{name}\b", source):
             on, off = (
-                render(tokenizer, source, Conversation(messages, args={name: value}), add_generation_prompt=True)[0]
+                render_conversation(
+                    tokenizer, source, Conversation(messages, args={name: value}), add_generation_prompt=True
+                )[0]
                 for value in (True, False)
             )
             if on != off:
@@ -247,7 +249,10 @@ def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, messages
 def _reasoning_key(tokenizer: PreTrainedTokenizerBase, source: str, answered: list[Message]) -> str | None:
     """Return the field whose text is rendered when the answer is the last message; None if none is."""
     for key in REASONING_KEYS:
-        if key in source and _REASONED in render(tokenizer, source, Conversation(_with_reasoning(answered, key)))[0]:
+        if (
+            key in source
+            and _REASONED in render_conversation(tokenizer, source, Conversation(_with_reasoning(answered, key)))[0]
+        ):
             return key
     return None
 

@@ -98,14 +98,14 @@ def build(
         wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
         # Last, for its states belong to the parameters as they are now: DTensors where the model is sharded.
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=compile_arguments(cfg.compile))
-        assembled = Assembled(choice, plan, model, wrapped, optimizer, write_logs)
+        assembled = AssembledBlocks(choice, plan, model, wrapped, optimizer, write_logs)
         engine = Blocks(cfg, rt, layout, assembled, stack.pop_all())
     rt.at_end.callback(engine.close)  # for a run that ends before its first step
     return engine
 
 
 @dataclass(frozen=True)
-class Assembled:
+class AssembledBlocks:
     """What `build` has made, in its order."""
 
     attention: AttentionChoice
@@ -122,7 +122,9 @@ class Assembled:
 class Blocks:
     """The engine that trains. See engine.Engine."""
 
-    def __init__(self, cfg: Config, rt: Runtime, layout: Layout, assembled: Assembled, at_close: ExitStack) -> None:
+    def __init__(
+        self, cfg: Config, rt: Runtime, layout: Layout, assembled: AssembledBlocks, at_close: ExitStack
+    ) -> None:
         """Keep what `build` has made. `at_close`: puts back what it has set in the process."""
         attention, plan, wrapped = assembled.attention, assembled.plan, assembled.wrapped
         self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped
@@ -153,7 +155,7 @@ class Blocks:
         orig_model.train()
         losses: dict[tuple[int, int], float] = {}
         run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
-        key = compile_cache.key(cfg, orig_model, layout, rt)
+        key = compile_cache.code_key(cfg, orig_model, layout, rt)
         with working(under_way(cfg.compile, key)), oom_advice(self._plan, cfg, layout):
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 ranks = Ranks(rt.any_rank, sharded=rt.topology.partial)

@@ -9,7 +9,7 @@ import torch
 from sftkit.compile.records import Records
 from sftkit.engine.gradient_check import GradientCheck
 from sftkit.engine.gradient_samples import GradientDifference
-from sftkit.engine.roundings import MOST, MOST_OF_SCALE, Limits
+from sftkit.engine.roundings import MOST, MOST_OF_SCALE, RoundingLimits
 from sftkit.engine.self_check import DocumentCheck
 from sftkit.errors import RecompileError
 from sftkit.tracking.checks import Check
@@ -57,7 +57,7 @@ def document_checks(check: DocumentCheck, dtype: torch.dtype, backend: str, logi
     ]
 
 
-def gradients_check(check: GradientCheck, allowed: Limits, backend: str) -> Check:
+def gradients_check(check: GradientCheck, allowed: RoundingLimits, backend: str) -> Check:
     """Return the check of the gradients of a few short documents, made before the first step.
 
     Args:

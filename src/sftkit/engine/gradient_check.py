@@ -33,7 +33,7 @@ from sftkit.engine.gradient_samples import (
     taken,
 )
 from sftkit.engine.plain import plain_sums
-from sftkit.engine.roundings import DRAWS, Limits, Roundings, rounded_at_random, worst
+from sftkit.engine.roundings import DRAWS, RoundingLimits, Roundings, rounded_at_random, worst
 from sftkit.engine.step import MicroBatches, gradients
 from sftkit.engine.warmup import has_dropout
 from sftkit.models.float8 import position_multiple
@@ -66,7 +66,7 @@ def check_gradients(
     sides: Sides,
     layout: Layout,
     eager: str,
-    allowed: Limits,
+    allowed: RoundingLimits,
     *,
     compiled: bool,
 ) -> GradientCheck:

@@ -34,7 +34,7 @@ class Roundings(NamedTuple):
     "distance of the scale of all gradients from 1"
 
 
-class Limits(NamedTuple):
+class RoundingLimits(NamedTuple):
     """Largest relative differences between our step and the plain model that rounding explains."""
 
     logits: float
@@ -51,14 +51,14 @@ class Limits(NamedTuple):
             and abs(difference.scale - 1.0) < self.scale
         )
 
-    def widened(self, measured: Roundings) -> Limits:
+    def widened(self, measured: Roundings) -> RoundingLimits:
         """Return the limits for a model whose gradients are moved further by roundings than others'."""
         assert self.gradients is not None
         gradients = max(self.gradients, min(APART * measured.relative, MOST))
-        return Limits(self.logits, gradients, max(self.scale, min(APART * measured.scale, MOST_OF_SCALE)))
+        return RoundingLimits(self.logits, gradients, max(self.scale, min(APART * measured.scale, MOST_OF_SCALE)))
 
 
-def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> Limits:
+def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> RoundingLimits:
     """Return what rounding may do, by the dtype of the weights.
 
     fp32: 1e-4.
@@ -77,11 +77,11 @@ def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> Limits:
     no known limit for the gradients.
     """
     if fp8:
-        return Limits(REFUSED_FROM, None, SCALE)
+        return RoundingLimits(REFUSED_FROM, None, SCALE)
     if dtype == torch.float32:
-        return Limits(1e-4, 1e-4, 1e-4)
+        return RoundingLimits(1e-4, 1e-4, 1e-4)
     walk = torch.finfo(dtype).eps * math.sqrt(max(blocks, 1))
-    return Limits(min(walk, REFUSED_FROM), min(4 * walk, 4 * REFUSED_FROM), SCALE)
+    return RoundingLimits(min(walk, REFUSED_FROM), min(4 * walk, 4 * REFUSED_FROM), SCALE)
 
 
 def worst(draws: Sequence[GradientDifference]) -> Roundings:

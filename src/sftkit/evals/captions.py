@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.config.schema import EvalConfig
 from sftkit.data import chat
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.evals.results import Evaluated, Result, interval, record
+from sftkit.evals.results import Evaluated, Result, example_record, interval
 from sftkit.evals.task import Question
 from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate
@@ -39,7 +39,7 @@ def prompts_of(
     )
 
 
-def evaluate(
+def evaluate_captions(
     orig_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     sources: Mapping[str, Examples],
@@ -74,7 +74,7 @@ def evaluate(
                 str(tokenizer.decode(reference, skip_special_tokens=True)),
             )
             question = Question(f"{name}-{document}", source, most, target=said, source={"source": name})
-            records.append(record(question, answer, {**mark}))
+            records.append(example_record(question, answer, {**mark}))
             if len(shown) < config.samples:
                 shown.append({"prompt": source, "reference": said, "answer": answer.text, "stop": answer.stop})
     settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": most}

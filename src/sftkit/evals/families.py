@@ -20,7 +20,7 @@ def heldout(max_per_family: int | None = None) -> list[builtin.TaskConversation]
     return [task for of_family in found.values() for task in of_family[:max_per_family]]
 
 
-def load(max_per_family: int | None = None, max_new_tokens: int | None = None) -> Task[Question, Answer]:
+def load_families(max_per_family: int | None = None, max_new_tokens: int | None = None) -> Task[Question, Answer]:
     """Return the task: conversations that wait for the assistant, each with the one right answer;
     `source` names the family."""
     questions = tuple(

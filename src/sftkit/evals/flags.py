@@ -12,7 +12,7 @@ from pathlib import Path
 from sftkit.config.command_line import Parser, path_or_id
 from sftkit.config.commands import invocation
 from sftkit.config.eval_tasks import EVAL_TASKS
-from sftkit.config.paths import did_you_mean
+from sftkit.config.paths import similar_paths
 from sftkit.config.rules import eval_problems
 from sftkit.config.schema import EvalConfig, SourceConfig
 from sftkit.data import hub
@@ -94,7 +94,7 @@ def check_arguments(args: Namespace) -> None:
     for path in args.val:
         source = as_source(path)
         if find_here(source) is None:
-            hub.check(source)
+            hub.check_dataset(source)
     if args.out is not None:
         try:
             Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def _check_tasks(config: EvalConfig) -> None:
     if problems:
         raise ConfigError(in_flags("\n".join(problems)))
     if config.data is not None and not Path(config.data).is_dir():
-        where = f"(looked in {Path.cwd()}){did_you_mean(config.data)}"
+        where = f"(looked in {Path.cwd()}){similar_paths(config.data)}"
         raise ConfigError(f"--data {config.data}: no such folder {where}")
 
 

@@ -19,7 +19,7 @@ from sftkit.runtime.hub import hub_answers
 from sftkit.runtime.start import Runtime
 
 
-def check(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
+def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
     """Refuse what cannot work before a model is loaded.
 
     Raises:
@@ -53,7 +53,7 @@ def task_manager() -> Any:
     return TaskManager()
 
 
-def evaluate(
+def evaluate_with_lm_eval(
     names: Sequence[str], config: EvalConfig, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[Evaluated]:
     """Evaluate tasks with lm_eval; the first metric that a task names stands for it.

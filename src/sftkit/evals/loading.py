@@ -37,7 +37,7 @@ VALIDATION_ROWS = 4
 "Documents of --val that go through the model together."
 
 
-def load(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
+def load_for_evaluation(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
     """Load the model on its device, sharded over the ranks if the launcher's configuration says so."""
     orig_model = load_model(source, tokenizer, 0, rt.precision, empty=rt.topology.sharded)
     check_causal(orig_model.config, "scripts/evaluate.py")

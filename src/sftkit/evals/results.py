@@ -75,7 +75,7 @@ def evaluated(
         settings={**task.settings, **settings},
         metrics=metrics,
     )
-    return Evaluated(result, [record(*row) for row in zip(task.examples, outputs, marks, strict=True)])
+    return Evaluated(result, [example_record(*row) for row in zip(task.examples, outputs, marks, strict=True)])
 
 
 def interval(marks: Sequence[float]) -> tuple[float, float | None, float, float]:
@@ -117,7 +117,7 @@ def values_of(results: Sequence[Result]) -> dict[str, float | None]:
     return values | ({"eval/centred_mean": centred_mean(results)} if results else {})
 
 
-def record(example: Choices | Question, output: Likelihoods | Answer, marks: ExampleScores) -> dict[str, Any]:
+def example_record(example: Choices | Question, output: Likelihoods | Answer, marks: ExampleScores) -> dict[str, Any]:
     """Return a line of <task>.jsonl: what was asked, what the model gave, how it was judged."""
     row: dict[str, Any] = {"id": example.id, "prompt": example.prompt}
     if isinstance(example, Choices):
@@ -130,7 +130,7 @@ def record(example: Choices | Question, output: Likelihoods | Answer, marks: Exa
     return row | {"marks": marks, "source": example.source}
 
 
-def write(folder: Path, evaluated: Sequence[Evaluated]) -> None:
+def write_results(folder: Path, evaluated: Sequence[Evaluated]) -> None:
     """Write <task>.jsonl of every task, then results.json; each file is replaced as a whole. Without
     results nothing is written."""
     if not evaluated:
@@ -173,7 +173,7 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def table(results: Sequence[Result], validation: Mapping[str, float | None] | None = None) -> str:
+def results_table(results: Sequence[Result], validation: Mapping[str, float | None] | None = None) -> str:
     """Format a line for each value of the validation, for each task and metric, and for the centred mean."""
     lines = [("task", "metric", "value", "95 % interval", "chance", "examples")]
     for name, number in (validation or {}).items():

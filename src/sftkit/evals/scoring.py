@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.data import conversation
-from sftkit.data.template import Conversation, render, special_tokens_of, template_of
+from sftkit.data.template import Conversation, render_conversation, special_tokens_of, template_of
 from sftkit.data.types import Row as DataRow
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
@@ -23,7 +23,7 @@ from sftkit.generation.batching import (
     ALONE,
     MOST_POSITIONS,
     Batching,
-    Limits,
+    BatchLimits,
     PromptBatch,
     RowSize,
     gathered,
@@ -56,7 +56,7 @@ def prompt_text(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerB
         return prompt
     row = DataRow("prompt", messages=[dict(message) for message in prompt])
     messages = conversation.validated(row, special_tokens_of(tokenizer))
-    return render(tokenizer, template_of(tokenizer), Conversation(messages), add_generation_prompt=True)[0]
+    return render_conversation(tokenizer, template_of(tokenizer), Conversation(messages), add_generation_prompt=True)[0]
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -200,7 +200,7 @@ def score(
     sizes = [
         RowSize(len(row.ids) - len(prefix), prefix, row.targets) for row, prefix in zip(rows, prefixes, strict=True)
     ]
-    batches = plan(sizes, Limits(batching.batch_size, MOST_POSITIONS, MOST_TARGETS, most_cached(orig_model)))
+    batches = plan(sizes, BatchLimits(batching.batch_size, MOST_POSITIONS, MOST_TARGETS, most_cached(orig_model)))
     # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
     in_step = rt is not None and rt.topology.sharded
     found: dict[int, list[tuple[tuple[int, int], tuple[float, bool, int]]]] = {}

@@ -58,7 +58,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
             f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
         )
     if elsewhere := _of_lm_eval(config):
-        harness.check(elsewhere, config, rt)
+        harness.check_tasks(elsewhere, config, rt)
     if any(task in CODE for task in config.tasks):
         from sftkit.evals.sandbox.check import check_sandbox, memory_bound
 
@@ -87,9 +87,9 @@ def _of_lm_eval(config: EvalConfig) -> list[str]:
 def _load(name: str, config: EvalConfig) -> Task[Any, Any]:
     """Load one of sftkit's own tasks."""
     if name == families.NAME:
-        return families.load(config.max_examples, config.max_new_tokens)
+        return families.load_families(config.max_examples, config.max_new_tokens)
     shots = None if name in WITHOUT_SHOTS else config.shots
-    return tasks.load(name, config.data, shots, config.format, config.max_examples)
+    return tasks.load_task(name, config.data, shots, config.format, config.max_examples)
 
 
 def check_room(tasks: Sequence[Task[Any, Any]], config: EvalConfig, longest: int) -> None:
@@ -183,7 +183,7 @@ class Suite:
             return [], []
         with working("describing what is held out"):
             config = replace(self.config, max_new_tokens=self.config.max_new_tokens or self.layout.max_length)
-            evaluated, written = captions.evaluate(self.orig_model, self.tokenizer, encoded, config, self.rt)
+            evaluated, written = captions.evaluate_captions(self.orig_model, self.tokenizer, encoded, config, self.rt)
         return [results.with_settings(one, self.about) for one in evaluated], written
 
     @cached_property
@@ -224,7 +224,7 @@ class Suite:
     def _write(self, folder: Path, evaluated: list[Evaluated]) -> None:
         """Write the examples; a full disk costs the details, not the run."""
         try:
-            results.write(folder, evaluated)
+            results.write_results(folder, evaluated)
         except OSError as error:
             log.warning("%s: examples of the evaluation are lost (%s)", folder, error.strerror or error)
 
@@ -236,7 +236,7 @@ class Suite:
                 evaluated.append(self._run(task, encoded))
         if elsewhere := _of_lm_eval(self.config):
             with working(f"evaluating {', '.join(elsewhere)} with lm-evaluation-harness"):
-                evaluated += harness.evaluate(elsewhere, self.config, self.orig_model, self.tokenizer)
+                evaluated += harness.evaluate_with_lm_eval(elsewhere, self.config, self.orig_model, self.tokenizer)
         return [results.with_settings(one, self.about) for one in evaluated]
 
     def _run(self, task: Task[Any, Any], encoded: list[Any]) -> Evaluated:
@@ -311,7 +311,7 @@ def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized]
 
 def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[Row]:
     """Yield rows that fit in a training row and do not begin with an answer."""
-    for row in sources.read(source, "skip"):
+    for row in sources.read_source(source, "skip"):
         try:
             tokenized = tokenize(row)
         except DataError:

@@ -46,7 +46,7 @@ class RowSize(NamedTuple):
     "what is written after it, at most"
 
 
-class Limits(NamedTuple):
+class BatchLimits(NamedTuple):
     """The most that a batch holds; None: no limit."""
 
     rows: int
@@ -106,7 +106,7 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else n
 
 
-def plan(sizes: Sequence[RowSize], limits: Limits) -> list[PromptBatch]:
+def plan(sizes: Sequence[RowSize], limits: BatchLimits) -> list[PromptBatch]:
     """Return rows in batches: rows with the same prefix together, the longest first, so that padding is small and a
     batch that does not fit in memory fails early."""
     order: dict[Prefix, int] = {}
@@ -124,7 +124,7 @@ def plan(sizes: Sequence[RowSize], limits: Limits) -> list[PromptBatch]:
     return [*batches, PromptBatch(tuple(rows), sizes[rows[0]].prefix)] if rows else batches
 
 
-def _fit(rows: Sequence[RowSize], limits: Limits) -> bool:
+def _fit(rows: Sequence[RowSize], limits: BatchLimits) -> bool:
     """Return whether these rows, the longest first, may be one batch."""
     return (
         len(rows) <= limits.rows

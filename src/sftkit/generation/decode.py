@@ -18,7 +18,7 @@ from sftkit.generation.answer import Answer, Sampling
 from sftkit.generation.batching import (
     MOST_POSITIONS,
     Batching,
-    Limits,
+    BatchLimits,
     PromptBatch,
     RowSize,
     gathered,
@@ -118,7 +118,7 @@ def _batches(
         RowSize(len(prompt) - len(prefix), prefix, new_tokens=new)
         for prompt, prefix, new in zip(ids, prefixes, most, strict=True)
     ]
-    return plan(sizes, Limits(batch_size, positions=MOST_POSITIONS, cached=most_cached(orig_model)))
+    return plan(sizes, BatchLimits(batch_size, positions=MOST_POSITIONS, cached=most_cached(orig_model)))
 
 
 def _inputs(

@@ -37,7 +37,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C ends an answer. Arrow k
 
 
 @dataclass
-class Conversation:
+class ChatHistory:
     """What has been said so far."""
 
     system: str | None
@@ -56,7 +56,7 @@ def converse(stream: Stream, system: str | None) -> None:
         SystemExit: a signal other than Ctrl-C has come.
         KeyboardInterrupt: a Ctrl-C has come that broke off no answer.
     """
-    conversation = Conversation(system)
+    conversation = ChatHistory(system)
     with _editing(), _signals():
         for line in iter(_ask, None):
             if line.strip() in EXITS or line.strip().removeprefix("/") in EXITS:
@@ -67,7 +67,7 @@ def converse(stream: Stream, system: str | None) -> None:
                 _answer(stream, conversation, text)
 
 
-def show(chunks: Iterator[str]) -> str:
+def print_answer(chunks: Iterator[str]) -> str:
     """Print an answer while it is made, without white space at its end, and return it."""
     said, shown = "", 0
     for chunk in chunks:
@@ -79,11 +79,11 @@ def show(chunks: Iterator[str]) -> str:
     return said
 
 
-def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
+def _answer(stream: Stream, conversation: ChatHistory, text: str) -> None:
     messages = conversation.with_question(text)
     try:
         with closing(stream(messages)) as chunks:  # type: ignore[type-var]
-            reply = show(chunks)
+            reply = print_answer(chunks)
     except KeyboardInterrupt:
         print_text("\n(broken off: question and answer are left out of the conversation)", error=True)
     except (ConfigError, DataError) as error:
@@ -96,7 +96,7 @@ def _answer(stream: Stream, conversation: Conversation, text: str) -> None:
         conversation.messages += [messages[-1], {"role": "assistant", "content": reply}]
 
 
-def _command(conversation: Conversation, line: str) -> str:
+def _command(conversation: ChatHistory, line: str) -> str:
     """Execute a line that begins with /, and return what to print."""
     name, _, rest = line[1:].partition(" ")
     if name == "help":
@@ -114,7 +114,7 @@ def _command(conversation: Conversation, line: str) -> str:
     return f"/{name} is no command.{hint} /help lists them; a question that begins with / needs a space before it"
 
 
-def _save(conversation: Conversation, path: str) -> str:
+def _save(conversation: ChatHistory, path: str) -> str:
     if not conversation.messages:
         return "nothing has been said yet, so nothing is saved"
     messages = conversation.with_question("")[:-1]

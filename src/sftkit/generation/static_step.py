@@ -19,7 +19,7 @@ from sftkit.generation.kv_cache import fixed_layers
 from sftkit.models.kind import Continuation
 from sftkit.models.structure import EXPERT_COUNTS, decoder
 from sftkit.ops.attention import implementation, mixes_tokens, relative_positions
-from sftkit.ops.cached_attention import NAME, attend_cached
+from sftkit.ops.cached_attention import IMPLEMENTATION, attend_cached
 
 PAYS_FROM = 3
 "Steps of a batch from which a GPU has replayed them sooner than computed them one by one, recording included \
@@ -77,7 +77,7 @@ class StaticStep:
         """Copy the tokens, and write the next keys and values into the cache from now on."""
         cache, tokens, mask, positions, seen = state
         # the attention that reads the whole memory up to `at`; in use only inside `implementation`
-        AttentionInterface.register(NAME, attend_cached)
+        AttentionInterface.register(IMPLEMENTATION, attend_cached)
         self._orig_model, self._continuation = orig_model, continuation
         self._tokens = tokens.clone()
         self._mask, self._positions = mask.bool(), positions
@@ -92,7 +92,7 @@ class StaticStep:
     def __call__(self) -> torch.Tensor:
         """Return the tokens after the present ones, int64 [B, 1]; the next call goes on from them."""
         if self._graph is None:
-            with implementation(self._orig_model, NAME):
+            with implementation(self._orig_model, IMPLEMENTATION):
                 self._first() if self._tokens.device.type == "cuda" else self._compute()
         if self._graph is not None:
             self._graph.replay()

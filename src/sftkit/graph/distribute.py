@@ -11,8 +11,8 @@ from sftkit.config.schema import ModelConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 from sftkit.graph.parallel.experts import is_experts, use_grouped_products
-from sftkit.graph.parallel.sharding import shard
-from sftkit.graph.parallel.tensor import WeightPlacement, check_plan, exchange_activations, make_meshes
+from sftkit.graph.parallel.sharding import shard_for_graph
+from sftkit.graph.parallel.tensor import WeightPlacement, check_tensor_plan, exchange_activations, make_graph_meshes
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.runtime.start import Runtime
@@ -45,7 +45,7 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
             "train.engine=blocks"
         )
     if topology.tensor > 1:
-        check_plan(orig_model, topology.tensor)
+        check_tensor_plan(orig_model, topology.tensor)
     if dispatcher == "alltoall":
         _check_shares_experts(orig_model, topology)
 
@@ -86,7 +86,9 @@ def check_device(passes: Sequence[str], attention: str, device: torch.device) ->
         )
 
 
-def distribute(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatcher: str = "allgather") -> None:
+def distribute_for_graph(
+    model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatcher: str = "allgather"
+) -> None:
     """Put weights on the device, sharded where the launcher asks for it, and experts as a graph takes them; every rank calls it.
 
     Args:
@@ -97,12 +99,12 @@ def distribute(model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, di
         use_grouped_products(model.orig_model)
         model.to(rt.device)
         return
-    meshes = make_meshes(rt.topology, rt.device.type)
+    meshes = make_graph_meshes(rt.topology, rt.device.type)
     layout = WeightPlacement(model.orig_model, meshes)
     group = meshes.tensor_parallel.get_group("tensor") if meshes.tensor_parallel is not None else None
     use_grouped_products(model.orig_model, group, dispatcher)
     if meshes.tensor_parallel is not None:
         exchange_activations(model.orig_model, meshes.tensor_parallel)
-    shard(model, layout, rt.precision)
+    shard_for_graph(model, layout, rt.precision)
     materialize_weights(model.orig_model, source, rt.device)
     rt.print(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")

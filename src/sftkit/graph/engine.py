@@ -29,7 +29,7 @@ from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
-from sftkit.graph.distribute import check_possible, distribute
+from sftkit.graph.distribute import check_possible, distribute_for_graph
 from sftkit.graph.graphs import Counts
 from sftkit.graph.passes.apply import dump
 from sftkit.memory.explain import oom_advice
@@ -78,9 +78,9 @@ def build(
         on_plan(plan)
         model = ModelWithLoss(orig_model, choice.backend, training.objective)
         stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile
-        distribute(model, training.source, rt, cfg.graph.token_dispatcher)
+        distribute_for_graph(model, training.source, rt, cfg.graph.token_dispatcher)
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
-        assembled = Assembled(choice, plan, model, optimizer, run_dir)
+        assembled = AssembledGraph(choice, plan, model, optimizer, run_dir)
         engine = GraphEngine(cfg, rt, layout, assembled, stack.pop_all())
     rt.at_end.callback(engine.close)  # for a run that ends before its first step
     return engine
@@ -96,7 +96,7 @@ def _config_for_plan(cfg: Config) -> Config:
 
 
 @dataclass(frozen=True)
-class Assembled:
+class AssembledGraph:
     """What `build` has made, in its order."""
 
     attention: AttentionChoice
@@ -112,7 +112,9 @@ class Assembled:
 class GraphEngine:
     """See engine.Engine."""
 
-    def __init__(self, cfg: Config, rt: Runtime, layout: Layout, assembled: Assembled, at_close: ExitStack) -> None:
+    def __init__(
+        self, cfg: Config, rt: Runtime, layout: Layout, assembled: AssembledGraph, at_close: ExitStack
+    ) -> None:
         """Keep what `build` has made. `at_close`: puts back what was set in the process for it."""
         attention, plan, model = assembled.attention, assembled.plan, assembled.model
         self._cfg, self._rt, self._layout, self._plan, self._run_dir = cfg, rt, layout, plan, assembled.run_dir

@@ -18,7 +18,7 @@ from sftkit.models.auto_classes import auto_class_in
 from sftkit.preflight.inputs import input_rules
 from sftkit.rundir.files import read_object
 from sftkit.rundir.manifest import digest
-from sftkit.rundir.names import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest
+from sftkit.rundir.names import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest_checkpoint
 from sftkit.rundir.status import read_status
 
 # Stage -> its script, in the order of the chain.
@@ -69,7 +69,7 @@ def is_evaluated(sft: Config) -> bool:
     run_dir = Path(sft.run.dir)
     try:
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
-        newest = latest(run_dir)
+        newest = latest_checkpoint(run_dir)
         manifest = digest(newest) if newest is not None else None
         return manifest is not None and (settings["manifest"], settings["max_examples"]) == (
             manifest,

@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, TYPED, is_ours, program
+from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, TYPED, is_ours, program_path
 from sftkit.config.load import fail
 from sftkit.config.paths import expanded
 from sftkit.config.stages import STAGE_SCRIPTS as STAGES
@@ -51,10 +51,10 @@ def main() -> None:
     elif word == "init":
         init(words)
     else:
-        os.execve(sys.executable, [sys.executable, *start(word), *words], os.environ | {TYPED: word})
+        os.execve(sys.executable, [sys.executable, *python_arguments(word), *words], os.environ | {TYPED: word})
 
 
-def start(word: str) -> list[str]:
+def python_arguments(word: str) -> list[str]:
     """Return what comes after `python` for a word of the command line. Exits with code 2 if there is no such word."""
     if word in EXPERIMENTS:
         return ["-m", f"sftkit.experiments.{word}"]
@@ -88,7 +88,7 @@ def init(words: list[str]) -> None:
             copy(ROOT / name, folder / name)
     except OSError as error:
         raise ConfigError(f"{folder}: {error}") from error
-    sftkit = program("sftkit", folder.absolute())
+    sftkit = program_path("sftkit", folder.absolute())
     print_text(
         f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {shlex.quote(str(folder))}\n  {sftkit} chain recipes/smoke\n  {sftkit} chat"
     )

@@ -13,7 +13,7 @@ from sftkit.config.schema import Config
 from sftkit.config.yaml_text import RecipeLoader
 from sftkit.rundir.lock import at_work
 from sftkit.rundir.manifest import verify
-from sftkit.rundir.names import RECIPE, SUMMARY, latest, step_name
+from sftkit.rundir.names import RECIPE, SUMMARY, latest_checkpoint, step_name
 from sftkit.rundir.provenance import current_provenance, read_provenance, weights_changed
 from sftkit.rundir.status import read_status
 
@@ -30,7 +30,7 @@ def finished(cfg: Config) -> str | None:
     if cfg.train.resume != "auto" or read_status(run_dir).get("status") != "finished" or at_work(run_dir):
         return None
     try:
-        summary, newest = json.loads((run_dir / SUMMARY).read_text()), latest(run_dir)
+        summary, newest = json.loads((run_dir / SUMMARY).read_text()), latest_checkpoint(run_dir)
         step, total_steps = summary["step"], summary["total_steps"]
         if newest is None or newest.name != step_name(total_steps) or step != total_steps or summary["stopped"]:
             return None

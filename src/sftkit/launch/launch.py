@@ -195,7 +195,7 @@ def exit_code(codes: Sequence[int]) -> int:
     return 2 if 2 in codes else max(codes)
 
 
-def run(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
+def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     """Check the recipe and what it starts from, start the script on this machine, wait for it. A run that is resumed
     and has nothing left to do is not started.
 
@@ -297,4 +297,4 @@ def main() -> int:
         fail(f"usage: {running(invocation(words[0], launcher=True))} RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher
         return subprocess.run([sys.executable, *words], check=False).returncode
-    return run(words[0], words[1], words[2:])
+    return run_script(words[0], words[1], words[2:])

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from sftkit.config.optimizers import OPTIMIZERS, WIDTH
 from sftkit.config.topology import Sharding, Topology
 from sftkit.data.pack import Layout
+from sftkit.models.size import GIB
 
-GIB = 2**30
 CONTEXT_BYTES = int(0.7 * GIB)
 "CUDA context, loaded kernels and workspaces of libraries; not tensors, so the allocator does not count them."
 USABLE = 0.92

@@ -72,7 +72,7 @@ def without_padding(orig_model: PreTrainedModel) -> dict[int, int]:
     return {id(tensor): vocab_size(orig_model) for tensor in vocabulary_of(orig_model)}
 
 
-def describe(orig_model: PreTrainedModel) -> str | None:
+def describe_padding(orig_model: PreTrainedModel) -> str | None:
     """Return a line about the padding; None: there is none."""
     if not padding_rows(orig_model):
         return None

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from sftkit.data.collate import IGNORE, Batch
 from sftkit.errors import ConfigError
-from sftkit.ops.gather_rows import process_group
+from sftkit.ops.gather_rows import resolve_group
 
 COEFFICIENT = "router_aux_loss_coef"
 "Field of a config with the weight of the loss."
@@ -135,7 +135,7 @@ class Routing:
         targets = (batch.targets != IGNORE).sum(-1, dtype=chosen.dtype)
         if context_group is not None:
             both = torch.cat([chosen, targets[:, None]], dim=1)
-            all_reduce(both, group=process_group(context_group))
+            all_reduce(both, group=resolve_group(context_group))
             chosen, targets = both[:, :-1], both[:, -1]
         return self.loss_of_rows(chosen, probability, (batch.doc_ids >= 0).sum(-1), targets)
 

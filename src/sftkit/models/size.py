@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.config.schema import Config, ModelConfig
-from sftkit.rundir.names import latest
+from sftkit.rundir.names import latest_checkpoint
 from sftkit.runtime.hub import hub_answers
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ def _folder(path: str, revision: str | None) -> Path | None:
     folder = Path(path)
     if (folder / "config.json").is_file():
         return folder
-    if (newest := latest(folder)) is not None:
+    if (newest := latest_checkpoint(folder)) is not None:
         return newest
     if folder.is_dir():
         return None

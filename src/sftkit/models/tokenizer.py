@@ -172,7 +172,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
 def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: Literal["error", "skip"]) -> Iterator[str]:
     """Yield the texts of all rows: their text, the captions of pictures, or the content of each message."""
     for source in tokenizer_sources:
-        for row in sources.read(source, on_bad_row):
+        for row in sources.read_source(source, on_bad_row):
             if row.text is not None:
                 yield row.text
             else:

@@ -94,7 +94,7 @@ class VisionToText(EncoderDecoder):
         require_inputs(examples, "picture")
         size = pixels_of(orig_model.config)[:3]
         return replace(
-            examples, encoder_inputs=images.load(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
+            examples, encoder_inputs=images.load_images(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
         )
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:

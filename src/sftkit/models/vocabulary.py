@@ -182,7 +182,7 @@ def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype
     return total / rows
 
 
-def describe(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def describe_added_tokens(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a line about the tokens that were added and their rows; None: nothing was added."""
     added, new = added_tokens(tokenizer), new_rows(orig_model)
     if added is None or new is None:

@@ -219,7 +219,7 @@ def attend(  # noqa: PLR0913 - transformers calls it
         out = _flash(query, key, value, documents, scores)
     elif documents.blocks is not None:
         assert documents.doc_ids is not None
-        out = flex.attend(query, key, value, (documents.doc_ids, documents.blocks), scores)
+        out = flex.attend_flex(query, key, value, (documents.doc_ids, documents.blocks), scores)
     elif documents.mask is not None:
         out = _reference(query, key, value, documents.mask, scores)
     else:

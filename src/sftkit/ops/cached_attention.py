@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-NAME = "sftkit_cached"
+IMPLEMENTATION = "sftkit_cached"
 
 
 def attend_cached(  # noqa: PLR0913 - transformers calls it

@@ -84,7 +84,7 @@ def _listed(touched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return counts, indices.contiguous()
 
 
-def attend(
+def attend_flex(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -31,7 +31,7 @@ def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[tor
     return rows[0], rows[1]
 
 
-def process_group(group: str) -> ProcessGroup:
+def resolve_group(group: str) -> ProcessGroup:
     """Return the group of that name, as torch's own functional collectives find it."""
     # Private: operators take a name, which a graph can hold, and torch has no public way from it to the group.
     return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def process_group(group: str) -> ProcessGroup:
 @torch.library.custom_op("sftkit::all_gather", mutates_args=())
 def _all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
     """Return the shards of all ranks of a group, stacked: [n, *shard.shape]."""
-    ranks = process_group(group)
+    ranks = resolve_group(group)
     stacked = shard.new_empty(ranks.size(), *shard.shape)
     all_gather_into_tensor(stacked.view(-1), shard.reshape(-1), group=ranks)  # gloo takes flat tensors only
     return stacked
@@ -50,13 +50,13 @@ def _all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
 def _reduce_scatter(stacked: torch.Tensor, group: str) -> torch.Tensor:
     """Return this rank's shard of the sum over ranks of [n, ...]."""
     shard = torch.empty_like(stacked[0], memory_format=torch.contiguous_format)
-    reduce_scatter_tensor(shard.view(-1), stacked.reshape(-1), group=process_group(group))
+    reduce_scatter_tensor(shard.view(-1), stacked.reshape(-1), group=resolve_group(group))
     return shard
 
 
 @_all_gather.register_fake
 def _(shard: torch.Tensor, group: str) -> torch.Tensor:
-    return shard.new_empty(process_group(group).size(), *shard.shape)
+    return shard.new_empty(resolve_group(group).size(), *shard.shape)
 
 
 @_reduce_scatter.register_fake

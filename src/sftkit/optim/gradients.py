@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from sftkit.ops.dtensor import local
 
-CHUNK = 1 << 16
+SUM_CHUNK = 1 << 16
 "Elements whose squares are added up at once on a CPU: their copy in fp64 stays in the cache."
 
 
@@ -45,7 +45,7 @@ def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
         # Private, but what torch's own clip_grad_norm_ uses: one launch for many tensors.
         return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
     # In fp32 torch's sum on a CPU loses 6e-4 of a norm of 2^24 elements, 5e-3 of 2^26.
-    chunks = (chunk for grad in grads for chunk in grad.reshape(-1).split(CHUNK))
+    chunks = (chunk for grad in grads for chunk in grad.reshape(-1).split(SUM_CHUNK))
     return torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]).square().sum()
 
 

@@ -10,7 +10,7 @@ from sftkit.config.schema import TrainConfig
 from sftkit.errors import ConfigError
 from sftkit.models.structure import attention_windows, count_parameters, decoder_blocks
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+PIPELINE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose decoder is an embedding, layers that are alike, and a norm."
 WORTH_SAYING = 0.97
 "A split is named whose slowest stage takes less than this share of the slowest one's time."
@@ -45,9 +45,9 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
 
 def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int) -> None:
     config = orig_model.config.get_text_config()
-    if config.model_type not in MODEL_TYPES:
+    if config.model_type not in PIPELINE_MODEL_TYPES:
         raise ConfigError(
-            f"train.engine=pipeline: {config.model_type} cannot be cut into stages here, {', '.join(MODEL_TYPES)} can: take "
+            f"train.engine=pipeline: {config.model_type} cannot be cut into stages here, {', '.join(PIPELINE_MODEL_TYPES)} can: take "
             "train.engine=blocks with accelerate_configs/fsdp2.yaml"
         )
     if len(attention_windows(orig_model) or ()) != 1:

@@ -18,20 +18,20 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_reduce(own: torch.Tensor, rank: int) -> torch.Tensor:
+def show_all_reduce(own: torch.Tensor, rank: int) -> torch.Tensor:
     """Every rank has the sum."""
     dist.all_reduce(own)
     return own
 
 
-def all_gather(own: torch.Tensor, rank: int) -> torch.Tensor:
+def show_all_gather(own: torch.Tensor, rank: int) -> torch.Tensor:
     """Every rank has the pieces of all."""
     whole = torch.zeros(dist.get_world_size() * len(own))
     _gather(whole, own)
     return whole
 
 
-def reduce_scatter(own: torch.Tensor, rank: int) -> torch.Tensor:
+def show_reduce_scatter(own: torch.Tensor, rank: int) -> torch.Tensor:
     """Every rank has its shard of the sum."""
     shard = torch.zeros(len(own) // dist.get_world_size())
     _scatter(shard, own)
@@ -44,7 +44,7 @@ def broadcast(own: torch.Tensor, rank: int) -> torch.Tensor:
     return own
 
 
-def send(own: torch.Tensor, rank: int) -> torch.Tensor:
+def show_send(own: torch.Tensor, rank: int) -> torch.Tensor:
     """Rank 1 has what rank 0 has sent."""
     if rank == 0:
         dist.send(own, dst=1)
@@ -54,15 +54,15 @@ def send(own: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 STEPS: tuple[tuple[str, Callable[[torch.Tensor, int], torch.Tensor], str], ...] = (
-    ("all_reduce", all_reduce, "ddp.yaml: gradients of replicas, once a step; any layout: losses and norms"),
-    ("all_gather", all_gather, "fsdp2.yaml: the weights of a block, before it computes"),
-    ("reduce_scatter", reduce_scatter, "fsdp2.yaml: gradients, each rank keeping those of its piece"),
+    ("all_reduce", show_all_reduce, "ddp.yaml: gradients of replicas, once a step; any layout: losses and norms"),
+    ("all_gather", show_all_gather, "fsdp2.yaml: the weights of a block, before it computes"),
+    ("reduce_scatter", show_reduce_scatter, "fsdp2.yaml: gradients, each rank keeping those of its piece"),
     ("broadcast", broadcast, "what the main rank decides; the logits of the last stage in an evaluation"),
-    ("send, recv", send, "pp.yaml: hidden states to the next stage, their gradients back"),
+    ("send, recv", show_send, "pp.yaml: hidden states to the next stage, their gradients back"),
 )
 
 
-def numbers(rank: int) -> torch.Tensor:
+def initial_values(rank: int) -> torch.Tensor:
     """Return what a rank begins with: fp32 [4]."""
     return torch.arange(4.0) + 10 * rank
 
@@ -78,9 +78,9 @@ def main() -> int:
 
     print_line(f"init_process_group: {ranks} processes, each knows its rank and how many there are")
     print_line(_row("", "", [f"rank {each}" for each in range(ranks)]))
-    print_line(_row("before", "", _of_all(numbers(rank))))
+    print_line(_row("before", "", _of_all(initial_values(rank))))
     for name, do, used in STEPS:
-        print_line(_row(name, used, _of_all(do(numbers(rank), rank))))
+        print_line(_row(name, used, _of_all(do(initial_values(rank), rank))))
     dist.destroy_process_group()
     return 0
 

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+TENSOR_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose blocks have the layers below and no other."
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+COLUMNWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -69,7 +69,7 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
     between, add_up = _as_dtensor(mesh, lambda: activations.placement), _add_up(activations)
     for block in blocks:
         for name, module in list(block.named_modules()):
-            if name in COLUMNS:
+            if name in COLUMNWISE:
                 _distribute(module, mesh, Shard(0))
                 module.register_forward_hook(_to_local)
             elif name in ROWS:
@@ -89,13 +89,13 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
 def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
     """Raise what `shard_matrices` raises."""
     config = orig_model.config.get_text_config()
-    if config.model_type not in MODEL_TYPES:
+    if config.model_type not in TENSOR_MODEL_TYPES:
         raise ConfigError(
             f"parallelism_config_tp_size={size}: {config.model_type} has no tensor-parallel plan here, "
-            f"{', '.join(MODEL_TYPES)} have: set it to 1 and use accelerate_configs/fsdp2.yaml"
+            f"{', '.join(TENSOR_MODEL_TYPES)} have: set it to 1 and use accelerate_configs/fsdp2.yaml"
         )
     check_divides(orig_model, size, "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    check_known(decoder_blocks(orig_model)[0], size, {*COLUMNS, *ROWS, *NORMS, *HEAD_NORMS})
+    check_known(decoder_blocks(orig_model)[0], size, {*COLUMNWISE, *ROWS, *NORMS, *HEAD_NORMS})
 
 
 def check_divides(orig_model: PreTrainedModel, size: int, *names: str) -> None:

@@ -119,7 +119,7 @@ def machine_of(rt: Runtime) -> tuple[str, int]:
     return device_name(rt.device), rt.world_size
 
 
-def record(run_dir: Path, rt: Runtime, analysis: dict[str, Any]) -> None:
+def record_preflight(run_dir: Path, rt: Runtime, analysis: dict[str, Any]) -> None:
     """Write what `analyse` returned to preflight.json, print what was read in a few lines, and warn of data; for the main
     rank.
 
@@ -142,7 +142,7 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     """Return a table for the console: a line per source, then lengths, roles, layout and time."""
     shown = [f"{'train':<10}{source_text(source)}" for source in analysis["sources"]]
     shown += [f"{'val':<10}{source_text(source)}" for source in analysis["validation"]]
-    shown += [f"{'answers':<10}{line}" for source in analysis["sources"] if (line := answers.text(source))]
+    shown += [f"{'answers':<10}{line}" for source in analysis["sources"] if (line := answers.answers_line(source))]
     lengths = analysis["lengths"]
     shown.append(
         f"{'lengths':<10}mean {lengths['mean']:,.0f}, median {lengths['p50']:,.0f}, p90 {lengths['p90']:,.0f}, "
@@ -196,7 +196,9 @@ def finding_lines(analysis: dict[str, Any]) -> list[str]:
     """Return a line for each reason for which rows of a source were left out, or are odd. The log of a run has them by
     itself."""
     sources = [*analysis["sources"], *analysis["validation"]]
-    return [f"{source['name']}: {findings.text(Finding(**one))}" for source in sources for one in source["findings"]]
+    return [
+        f"{source['name']}: {findings.finding_text(Finding(**one))}" for source in sources for one in source["findings"]
+    ]
 
 
 def template_text(analysis: dict[str, Any]) -> str:
@@ -239,7 +241,7 @@ def own_layout(analysis: dict[str, Any]) -> dict[str, Any]:
 def data_warnings(analysis: dict[str, Any]) -> list[str]:
     """Return what is wrong with the data or its layout, and what to do about it."""
     warnings = [text for source in analysis["sources"] for text in _source_warnings(source, analysis["max_length"])]
-    warnings += [text for source in analysis["sources"] for text in answers.warnings(source)]
+    warnings += [text for source in analysis["sources"] for text in answers.answer_warnings(source)]
     if analysis["target_pct"] < TARGET_PCT:
         warnings.append(
             f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step computes what is not learned. "

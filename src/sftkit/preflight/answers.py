@@ -22,7 +22,7 @@ COST_PCT = 10.0
 "Share of a source's tokens from which the cost of split_turns is worth a warning."
 
 
-def text(source: dict[str, Any]) -> str | None:
+def answers_line(source: dict[str, Any]) -> str | None:
     """Return one line about the answers of a source; None: it has none, or all are learned.
 
     Args:
@@ -45,7 +45,7 @@ def text(source: dict[str, Any]) -> str | None:
     return f"{source['name']}: {learned}; {', '.join(skipped)}"
 
 
-def warnings(source: dict[str, Any]) -> list[str]:
+def answer_warnings(source: dict[str, Any]) -> list[str]:
     """Return what a person should decide on about the answers of a source."""
     answers, name = source["answers"], source["name"]
     if not answers:

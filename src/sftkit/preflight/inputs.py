@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.chat_templates import CHAT_TEMPLATES
-from sftkit.config.paths import did_you_mean
+from sftkit.config.paths import similar_paths
 from sftkit.config.rule import Get, Problem, Rule, Unusable
 from sftkit.config.schema import SourceConfig
 from sftkit.data import conversation, hub, readers, rows
@@ -132,7 +132,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     """
     origin = find_here(source)
     if origin is None:
-        hub.check(source)
+        hub.check_dataset(source)
         return
     errors, seen = [], 0
     for raw in itertools.islice(origin.beginning(), min(FIRST_ROWS, source.max_rows or FIRST_ROWS)):
@@ -231,7 +231,7 @@ def _resume(get: Get) -> Iterator[Problem]:
 
 def _check_checkpoint(path: str) -> str | None:
     problem = read_manifest(Path(path))
-    return f"{problem}, so nothing can be resumed from it{did_you_mean(path)}" if isinstance(problem, str) else None
+    return f"{problem}, so nothing can be resumed from it{similar_paths(path)}" if isinstance(problem, str) else None
 
 
 def _eval_data(get: Get) -> Iterator[Problem]:
@@ -241,4 +241,4 @@ def _eval_data(get: Get) -> Iterator[Problem]:
 
 
 def _missing(path: str, kind: str, there: Callable[[Path], bool]) -> str | None:
-    return None if there(Path(path)) else f"{path}: no such {kind} (looked in {Path.cwd()}){did_you_mean(path)}"
+    return None if there(Path(path)) else f"{path}: no such {kind} (looked in {Path.cwd()}){similar_paths(path)}"

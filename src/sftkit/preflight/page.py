@@ -9,7 +9,7 @@ from sftkit.config.terminal import visible
 from sftkit.preflight import analysis as preflight
 from sftkit.preflight.terminal import Preview, TextSpan, disk_text, layout_notes, memory_text, preview_title
 from sftkit.reports import details
-from sftkit.reports.components import headline, section
+from sftkit.reports.components import headline_tiles, section
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import NONE
 from sftkit.reports.page import html_document
@@ -31,7 +31,7 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
         analysis: what preflight.analysis.analyse returned.
     """
     name = el("div", el("h1", title), class_="title")
-    header = el("header", el("div", name, details.warnings(analysis), headline(_tiles(analysis))))
+    header = el("header", el("div", name, details.warnings_section(analysis), headline_tiles(_tiles(analysis))))
     costs = {
         "Memory": memory_text(analysis),
         "Disk": disk_text(analysis),

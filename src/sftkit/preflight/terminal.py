@@ -120,12 +120,12 @@ def preview_text(preview: Preview, *, marks: bool) -> Text:
 # ---- the terminal ----------------------------------------------------------------------------------------------------
 
 
-def terminal() -> Console:
+def preflight_console() -> Console:
     """Return the console of standard output, 120 columns wide where it is no terminal."""
     return VisibleConsole(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def show(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
+def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
     """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) marks stand in for them."""
     plain = console.no_color or not console.is_terminal
     for line in [

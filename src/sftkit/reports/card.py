@@ -14,9 +14,9 @@ import yaml
 from sftkit.models.auto_classes import CAPTIONS, TEXT_TO_TEXT
 from sftkit.reports.components import columns, value_text
 from sftkit.reports.details import SOURCES
-from sftkit.reports.evaluated import is_part, latest
-from sftkit.reports.files import Report, Rows, dicts, mapping, number
-from sftkit.reports.numbers import duration, parameters, show
+from sftkit.reports.evaluated import is_part, latest_evaluations
+from sftkit.reports.files import Report, Rows, dicts, drawable_number, mapping
+from sftkit.reports.numbers import duration, format_value, parameters
 
 PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}
 "Name of a model's auto class -> the hub's name of its task; any other model generates text."
@@ -46,7 +46,7 @@ def model_card(report: Report, kept: Mapping[str, str]) -> str:
     parts = [
         f"# {md(report['run']['name'])}",
         _what(report),
-        _use(report["run"]["auto_class"], number(report["preflight"].get("max_length"))),
+        _use(report["run"]["auto_class"], drawable_number(report["preflight"].get("max_length"))),
         _training(report),
         _data(report),
         _settings(report),
@@ -102,7 +102,7 @@ def _header(report: Report, kept: Mapping[str, str]) -> str:
 
 def _scores(report: Report) -> Rows:
     """Return the values of the final evaluation; without one, the newest of each task."""
-    return [row for row in latest(report["final"] or report["evaluations"]) if row["value"] is not None]
+    return [row for row in latest_evaluations(report["final"] or report["evaluations"]) if row["value"] is not None]
 
 
 def md(value: Any) -> str:
@@ -168,9 +168,14 @@ def _use(auto_class: str | None, max_length: float | None = None) -> str:
 def _training(report: Report) -> str:
     """Return the section on steps, time and speed, with the command."""
     status, summary = report["status"], report["summary"]
-    rows = [["status", md(status.get("status"))], ["optimizer steps", show(number(status.get("step")))]]
-    rows += [["tokens", show(summary["tokens"])]] if number(summary.get("tokens")) else []
-    rows += [["time in steps", duration(summary["train_seconds"])]] if number(summary.get("train_seconds")) else []
+    rows = [
+        ["status", md(status.get("status"))],
+        ["optimizer steps", format_value(drawable_number(status.get("step")))],
+    ]
+    rows += [["tokens", format_value(summary["tokens"])]] if drawable_number(summary.get("tokens")) else []
+    rows += (
+        [["time in steps", duration(summary["train_seconds"])]] if drawable_number(summary.get("train_seconds")) else []
+    )
     rows += [[f"{row['name']} ({row['how']})", row["text"]] for row in report["headline"] if row["value"] is not None]
     command = f"\n\n{block(report['command'])}" if report["command"] else ""
     return f"## Training\n\n{grid(['', ''], rows, right=(1,))}{command}"
@@ -220,7 +225,7 @@ def _results(report: Report) -> str | None:
             f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None and row["high"] is not None else "–"
         )
         cells = [row["value"], row["chance"], row["examples"], row["step"]]
-        value, *others = (show(cell) for cell in cells)
+        value, *others = (format_value(cell) for cell in cells)
         rows.append([md(row["task"]), md(row["metric"]), value, interval, *others])
     head = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
     return f"## Results\n\n{grid(head, rows, right=range(2, 7))}" if rows else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import axis_texts, log_ticks, show, ticks
+from sftkit.reports.numbers import axis_texts, format_value, log_ticks, ticks
 
 Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
@@ -164,7 +164,7 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     dots = [
         el(
             "circle",
-            el("title", f"{one.label}, step {show(step)}: {show(value)}"),
+            el("title", f"{one.label}, step {format_value(step)}: {format_value(value)}"),
             cx=x(step),
             cy=y(value),
             r=2.6 if few else 5,
@@ -256,12 +256,14 @@ def histogram(
         parts.append(el("text", text, x=LEFT - 6, y=y(value) + 4, class_="tick", text_anchor="end"))
     gap = 1.0 if bins <= 80 else 0.0
     for index, count in enumerate(counts):
-        title = el("title", f"{show(edges[index])} to {show(edges[index + 1])} {unit}: {show(count)}")
+        title = el(
+            "title", f"{format_value(edges[index])} to {format_value(edges[index + 1])} {unit}: {format_value(count)}"
+        )
         size = max(x(index + 1) - x(index) - gap, 0.5)
         parts.append(el("rect", title, x=x(index), y=y(count), width=size, height=y(0) - y(count), class_="column"))
     for name, value in marks.items():
         at = x(place(value))
-        parts.append(el("g", el("title", f"{name}: {show(value)} {unit}"), _line(at, TOP, at, y(0), "mark")))
+        parts.append(el("g", el("title", f"{name}: {format_value(value)} {unit}"), _line(at, TOP, at, y(0), "mark")))
     texts = axis_texts(list(edges))
     stride = max(1, -(-bins * (max(map(len, texts)) * 7 + 14) // int(width - LEFT - RIGHT)))
     for index in range(0, bins + 1, int(stride)):

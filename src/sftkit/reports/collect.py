@@ -12,21 +12,21 @@ from typing import Any
 from sftkit.config.commands import first_run
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
-from sftkit.reports.compare import compare
+from sftkit.reports.compare import compare_curves
 from sftkit.reports.evaluated import evaluations, final_evaluation, newest_samples
 from sftkit.reports.experts import load_of
 from sftkit.reports.files import (
     Rows,
     checkpoint,
     dicts,
+    drawable_number,
     mapping,
-    number,
     on_cpu,
     read_json,
     read_rows,
     stored_parameters,
 )
-from sftkit.reports.numbers import show
+from sftkit.reports.numbers import format_value
 from sftkit.reports.pays import own_words
 from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
 from sftkit.rundir.killed import as_killed
@@ -75,13 +75,13 @@ def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
         kept = ("run", "headline", "curves", "last", "evaluations", "final", "config")
         report["against"] = {key: other[key] for key in kept}
         report["against"]["config_diff"] = differences(report["config"], other["config"])
-        report["against"]["comparison"] = compare(
-            curves, its_curves, (machine(report["environment"]), machine(other["environment"]))
+        report["against"]["comparison"] = compare_curves(
+            curves, its_curves, (machine_name(report["environment"]), machine_name(other["environment"]))
         )
     return report
 
 
-def machine(environment: Mapping[str, Any]) -> str:
+def machine_name(environment: Mapping[str, Any]) -> str:
     """Return what a run ran on, from its environment.json: how many of which device."""
     return f"{environment.get('world_size') or '?'} x {environment.get('device') or 'unknown device'}"
 
@@ -163,9 +163,9 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     folder = checkpoint(run_dir)
     full = curves_of(metrics) | curves_of(evals)
     last = {name: points[-1][1] for name, points in full.items()}
-    world_size = number(environment.get("world_size"))
+    world_size = drawable_number(environment.get("world_size"))
     saved = step_of(folder.name) if folder else None
-    last_step = float(saved) if saved is not None else number(status.get("step")) or 0.0
+    last_step = float(saved) if saved is not None else drawable_number(status.get("step")) or 0.0
     report = {
         "run": {
             "name": "/".join(run_dir.resolve().parts[-2:]),
@@ -231,7 +231,7 @@ def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows) -
 
     windows, hits, inside = known("perf/step_seconds"), known("compile/cache_hits"), known("compile/seconds")
     # Where no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
-    spent = inside[-1] if inside else number(summary.get("warm_up_seconds"))
+    spent = inside[-1] if inside else drawable_number(summary.get("warm_up_seconds"))
     if summary.get("compiled", bool(inside)) is not True:
         return None
     resumed = any(row.get("name") == RESUMED and row.get("ok") is True for row in checks)
@@ -254,10 +254,14 @@ def curves_of(rows: Rows) -> dict[str, Curve]:
     """Return every metric by name over the steps; where a step comes twice, the later line counts."""
     curves: dict[str, dict[float, float | None]] = {}
     for row in rows:
-        step = number(row.get("step"))
+        step = drawable_number(row.get("step"))
         for name, value in row.items():
-            if step is not None and name not in ("step", "time") and (value is None or number(value) is not None):
-                curves.setdefault(name, {})[step] = number(value)
+            if (
+                step is not None
+                and name not in ("step", "time")
+                and (value is None or drawable_number(value) is not None)
+            ):
+                curves.setdefault(name, {})[step] = drawable_number(value)
     return {name: [[step, points[step]] for step in sorted(points)] for name, points in curves.items()}
 
 
@@ -309,4 +313,7 @@ def _headline(curves: dict[str, Curve], last: dict[str, float | None], *, cpu: b
         ),
         ("recompiles", last.get("compile/recompiles"), "", "after the warm-up; 0 is right"),
     ]
-    return [{"name": n, "value": v, "text": show(v, u if v is not None else ""), "how": how} for n, v, u, how in rows]
+    return [
+        {"name": n, "value": v, "text": format_value(v, u if v is not None else ""), "how": how}
+        for n, v, u, how in rows
+    ]

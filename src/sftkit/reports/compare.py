@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from sftkit.reports.numbers import show
+from sftkit.reports.numbers import format_value
 
 Curves = Mapping[str, list[list[float | None]]]
 "Name -> [[step, value or null], ...], of every logged step."
@@ -21,7 +21,9 @@ SPEEDS = (
 )
 
 
-def compare(mine: Curves, other: Curves, machines: tuple[str | None, str | None] = (None, None)) -> dict[str, Any]:
+def compare_curves(
+    mine: Curves, other: Curves, machines: tuple[str | None, str | None] = (None, None)
+) -> dict[str, Any]:
     """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number
     or null, "notes": [...]}.
 
@@ -43,7 +45,9 @@ def compare(mine: Curves, other: Curves, machines: tuple[str | None, str | None]
         rows.append(_row(name, step, a[step], b[step], f"nats per target, the last step that both have {done}"))
         last = max(a), max(b)
         if last != (step, step):
-            notes.append(f"{name}: at step {show(step)}; the runs go on to step {show(last[0])} and {show(last[1])}")
+            notes.append(
+                f"{name}: at step {format_value(step)}; the runs go on to step {format_value(last[0])} and {format_value(last[1])}"
+            )
         notes += [text] if (text := _apart(mine, other, step)) and text not in notes else []
     for name, metric, how in SPEEDS:
         rows += _both(name, steady(mine, metric), steady(other, metric), how)
@@ -88,7 +92,7 @@ def _apart(mine: Curves, other: Curves, step: float) -> str | None:
     a, b = _known(mine, "train/tokens").get(step), _known(other, "train/tokens").get(step)
     if not a or not b or abs(a / b - 1) < TOKENS_APART:
         return None
-    return f"equal steps are not equal tokens: {show(a)} here and {show(b)} there at step {show(step)}"
+    return f"equal steps are not equal tokens: {format_value(a)} here and {format_value(b)} there at step {format_value(step)}"
 
 
 def _both(name: str, value: float | None, other: float | None, how: str) -> list[dict[str, Any]]:

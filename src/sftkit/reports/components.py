@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sftkit.reports.charts import PLAIN_AXIS, WIDE, Series, ValueAxis, is_log, line_chart, line_class
-from sftkit.reports.files import Rows, number
+from sftkit.reports.files import Rows, drawable_number
 from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import NONE, show
+from sftkit.reports.numbers import NONE, format_value
 
 _ICONS = {True: "M2 6.5 5 9.5 10.5 3", False: "M2.5 2.5 9.5 9.5M9.5 2.5 2.5 9.5", None: "M2.5 6H9.5"}
 _WORDS = {True: "PASS", False: "FAIL", None: "not checked"}
@@ -37,7 +37,7 @@ def section(name: str, title: str, *parts: Any, lead: str | None = None) -> Html
     )
 
 
-def table(
+def html_table(
     head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str | None = None, text: Sequence[int] = ()
 ) -> Html:
     """Return a table: the first cell of a row is its header, numbers are right-aligned, columns in `text` never are."""
@@ -47,8 +47,8 @@ def table(
         if index == 0:
             return el("th", value, scope="row", class_="any")
         if index in left or isinstance(value, Html):
-            return el("td", value if isinstance(value, Html) else show(value), class_="any")
-        return el("td", show(value), class_="num")
+            return el("td", value if isinstance(value, Html) else format_value(value), class_="any")
+        return el("td", format_value(value), class_="num")
 
     titles = [el("th", title, scope="col", class_=None if i in left else "num") for i, title in enumerate(head)]
     body = [el("tr", [cell(i, value) for i, value in enumerate(row)]) for row in rows]
@@ -58,7 +58,7 @@ def table(
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckRow:
     """A row of `check_table`; its values may be of any kind."""
 
     name: Any
@@ -69,7 +69,7 @@ class Check:
     ok: bool | None = field(kw_only=True)
 
 
-def check_table(checks: Sequence[Check], titles: tuple[str, str, str] = ("Check", "Found", "Expected")) -> Html:
+def check_table(checks: Sequence[CheckRow], titles: tuple[str, str, str] = ("Check", "Found", "Expected")) -> Html:
     """Return a table of what passed and what did not; on a narrow screen a row is a block with labels.
 
     Args:
@@ -88,7 +88,7 @@ def check_table(checks: Sequence[Check], titles: tuple[str, str, str] = ("Check"
     )
 
 
-def _check_row(check: Check, titles: tuple[str, str, str]) -> Html:
+def _check_row(check: CheckRow, titles: tuple[str, str, str]) -> Html:
     """Return the row of a check."""
     how = el("span", value_text(check.how), class_="how") if check.how else None
     return el(
@@ -101,7 +101,7 @@ def _check_row(check: Check, titles: tuple[str, str, str]) -> Html:
     )
 
 
-def headline(tiles: Iterable[tuple[str, str, str]]) -> Html:
+def headline_tiles(tiles: Iterable[tuple[str, str, str]]) -> Html:
     """Return the tiles under a title, of (what it is, value, how it was found)."""
     return el(
         "dl",
@@ -134,10 +134,10 @@ def value_text(value: Any) -> str:
     if value is None:
         return NONE
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-        return f"{len(value)} values" if len(value) > _MOST_VALUES else ", ".join(map(show, value)) or NONE
+        return f"{len(value)} values" if len(value) > _MOST_VALUES else ", ".join(map(format_value, value)) or NONE
     if isinstance(value, dict | list):
         return json.dumps(value, ensure_ascii=False)
-    return show(value)
+    return format_value(value)
 
 
 def setting(value: Any) -> Html:
@@ -173,7 +173,7 @@ def figure(
 
 def _last(one: Series) -> str:
     """Return the label of a line with its last value."""
-    return f"{one.label}, last {show(next((v for _, v in reversed(one.points) if v is not None), None))}"
+    return f"{one.label}, last {format_value(next((v for _, v in reversed(one.points) if v is not None), None))}"
 
 
 def _legend(series: Sequence[Series], level: float | None) -> Html | None:
@@ -196,7 +196,9 @@ def _legend(series: Sequence[Series], level: float | None) -> Html | None:
     ]
     if level is not None:
         line = el("line", x1=1, y1=4, x2=25, y2=4, class_="level")
-        lines.append(el("span", el("svg", line, viewBox="0 0 26 8", aria_hidden="true"), f"chance {show(level)}"))
+        lines.append(
+            el("span", el("svg", line, viewBox="0 0 26 8", aria_hidden="true"), f"chance {format_value(level)}")
+        )
     return el("div", lines, class_="legend")
 
 
@@ -211,7 +213,7 @@ def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any
     return [names[key] for key in present], [[row.get(key) for key in present] for row in rows]
 
 
-def numbers(values: Any) -> list[float]:
+def plain_numbers(values: Any) -> list[float]:
     """Return the numbers of a list, none if any item is no number."""
-    found = [number(value) for value in values] if isinstance(values, list) else []
+    found = [drawable_number(value) for value in values] if isinstance(values, list) else []
     return [value for value in found if value is not None] if None not in found else []

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftkit.reports.charts import histogram
-from sftkit.reports.components import columns, facts, numbers, section, setting, table, value_text
-from sftkit.reports.files import Report, Rows, dicts, mapping, number
+from sftkit.reports.components import columns, facts, html_table, plain_numbers, section, setting, value_text
+from sftkit.reports.files import Report, Rows, dicts, drawable_number, mapping
 from sftkit.reports.markup import Html, el
-from sftkit.reports.numbers import moment, show
+from sftkit.reports.numbers import format_value, moment
 
 SOURCES = {
     "name": "source",
@@ -69,10 +69,10 @@ def data(report: Report) -> Html:
         return section(
             "data", "Data", _logged_data(report), lead="This run has no preflight.json: its data was not looked at."
         )
-    return section("data", "Data", warnings(found), data_tables(found), _logged_data(report))
+    return section("data", "Data", warnings_section(found), data_tables(found), _logged_data(report))
 
 
-def warnings(preflight: dict[str, Any]) -> list[Html]:
+def warnings_section(preflight: dict[str, Any]) -> list[Html]:
     """Return the warnings of preflight.json."""
     texts = preflight["warnings"] if isinstance(preflight.get("warnings"), list) else []
     return [el("p", value_text(text), class_="warning") for text in texts]
@@ -80,7 +80,7 @@ def warnings(preflight: dict[str, Any]) -> list[Html]:
 
 def data_tables(preflight: dict[str, Any]) -> list[Any]:
     """Return the rest of preflight.json: lengths, masks, sources, answers, findings, layouts and costs."""
-    roles = [f"{show(count)} {role}" for role, count in mapping(preflight.get("roles")).items()]
+    roles = [f"{format_value(count)} {role}" for role, count in mapping(preflight.get("roles")).items()]
     masks = {
         "target tokens": _percent(preflight.get("target_pct")),
         "end of turn is the last target": _percent(preflight.get("end_of_turn_pct")),
@@ -114,7 +114,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Any]:
 
 def _percent(value: Any) -> str | None:
     """Return a percentage as text; None for what is no number."""
-    return show(value, "%") if number(value) is not None else None
+    return format_value(value, "%") if drawable_number(value) is not None else None
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -130,11 +130,15 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _lengths(lengths: dict[str, Any]) -> Html | None:
     """Draw the lengths of documents, or say them where there is no histogram."""
-    marks = {name: value for key, name in _MARKS.items() if (value := number(lengths.get(key))) is not None}
+    marks = {name: value for key, name in _MARKS.items() if (value := drawable_number(lengths.get(key))) is not None}
     label = "Number of documents by their length in tokens"
-    drawing = histogram(numbers(lengths.get("edges")), numbers(lengths.get("counts")), marks, "tokens", label)
+    drawing = histogram(
+        plain_numbers(lengths.get("edges")), plain_numbers(lengths.get("counts")), marks, "tokens", label
+    )
     known = {"mean": lengths.get("mean"), **marks, "longest": lengths.get("max")}
-    words = ", ".join(f"{name} {show(value)}" for name, value in known.items() if number(value) is not None)
+    words = ", ".join(
+        f"{name} {format_value(value)}" for name, value in known.items() if drawable_number(value) is not None
+    )
     if drawing is None:
         return el("p", f"Lengths: {words}") if words else None
     caption = el("figcaption", "Document lengths", el("span", words, class_="soft"))
@@ -147,7 +151,7 @@ def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...]
         return None
     head, cells = columns(found, names)
     said_cells = [[value_text(value) if isinstance(value, dict | list) else value for value in row] for row in cells]
-    return table(head, said_cells, caption, text)
+    return html_table(head, said_cells, caption, text)
 
 
 def _answers(sources: Rows) -> Html | None:
@@ -202,8 +206,8 @@ def compiler(report: Report) -> Html:
             facts(counts, "Graphs"),
             el(
                 "div",
-                table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
-                table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
+                html_table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
+                html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
             ),
             class_="two",
         ),
@@ -221,7 +225,7 @@ def events(report: Report) -> Html:
         )
     cells = [
         [
-            show(number(row.get("step"))),
+            format_value(drawable_number(row.get("step"))),
             _EVENTS.get(str(row.get("kind")), value_text(row.get("kind"))),
             value_text(row.get("text")),
             moment(row.get("time")),
@@ -229,25 +233,27 @@ def events(report: Report) -> Html:
         for row in rows[:_MOST_EVENTS]
     ]
     lead = f"The first {_MOST_EVENTS} of {len(rows)}." if len(rows) > _MOST_EVENTS else None
-    return section("events", "Events", table(["step", "kind", "what", "when"], cells, text=(1, 2, 3)), lead=lead)
+    return section("events", "Events", html_table(["step", "kind", "what", "when"], cells, text=(1, 2, 3)), lead=lead)
 
 
-def settings(report: Report) -> Html:
+def settings_section(report: Report) -> Html:
     """Return the section on settings that differ from the defaults, and from the other run where there is one."""
     parts = []
     if report["against"]:
         rows = [[r["key"], setting(r["value"]), setting(r["other"])] for r in report["against"]["config_diff"]]
         its = report["against"]["run"]["name"]
         same = el("p", f"No setting differs from {its}.")
-        parts.append(table(["setting", "this run", its], rows, f"Different in {its}", text=(1, 2)) if rows else same)
+        parts.append(
+            html_table(["setting", "this run", its], rows, f"Different in {its}", text=(1, 2)) if rows else same
+        )
     rows = [[r["key"], setting(r["value"]), setting(r["default"])] for r in report["config_changed"]]
     if rows:
-        parts.append(table(["setting", "value", "default"], rows, "Different from the defaults", text=(1, 2)))
+        parts.append(html_table(["setting", "value", "default"], rows, "Different from the defaults", text=(1, 2)))
     lead = None if parts else "The settings cannot be read."
     return section("settings", "Settings", parts, lead=lead)
 
 
-def environment(report: Report) -> Html:
+def environment_section(report: Report) -> Html:
     """Return the section on versions, machine, git state and the exact command."""
     found = dict(report["environment"])
     packages = mapping(found.pop("packages", None))

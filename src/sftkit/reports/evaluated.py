@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sftkit.reports.files import Rows, dicts, mapping, number, read_json
+from sftkit.reports.files import Rows, dicts, drawable_number, mapping, read_json
 from sftkit.rundir.names import EVALUATIONS, FINAL, RESULTS, STEP_DIRS, step_name, step_of
 
 EvaluationTable = dict[tuple[float, str, str], dict[str, Any]]
@@ -25,11 +25,11 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
         for row in dicts(read_json(path, notes)) if of_step is not None else []:
             told |= _keep_task(table, float(of_step or 0), row)
     for row in rows:
-        step = number(row.get("step"))
+        step = drawable_number(row.get("step"))
         for name, value in row.items():
             prefix, _, rest = name.partition("/")
             task, _, metric = rest.partition("/")
-            if prefix != "eval" or metric in _BOUNDS or not task or step is None or number(value) is None:
+            if prefix != "eval" or metric in _BOUNDS or not task or step is None or drawable_number(value) is None:
                 continue
             if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
                 continue
@@ -72,13 +72,13 @@ def _keep_task(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -
 def _keep(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> None:
     """Add an evaluation, unless there is one of this step, task and metric."""
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
-    numbers = {key: number(row.get(key)) for key in ("value", "stderr", "low", "high", "chance", "examples")}
+    numbers = {key: drawable_number(row.get(key)) for key in ("value", "stderr", "low", "high", "chance", "examples")}
     others = {"settings": mapping(row.get("settings")), "metrics": mapping(row.get("metrics"))}
     made = {"step": int(step), "task": task, "metric": metric} | numbers | others
     evaluations.setdefault((step, task, metric), made)
 
 
-def latest(evaluation_rows: Rows) -> Rows:
+def latest_evaluations(evaluation_rows: Rows) -> Rows:
     """Return the newest evaluation of each task and metric: means first, then tasks, then
     what is only a part of one."""
     newest = {(row["task"], row["metric"]): row for row in evaluation_rows}
@@ -91,7 +91,7 @@ def latest(evaluation_rows: Rows) -> Rows:
 
 def standing(report: dict[str, Any]) -> Rows:
     """Return what stands for the model: its final evaluation, and for other tasks the newest one."""
-    return latest([*report["evaluations"], *report["final"]])
+    return latest_evaluations([*report["evaluations"], *report["final"]])
 
 
 def is_part(row: dict[str, Any]) -> bool:
@@ -104,7 +104,7 @@ def newest_samples(rows: Rows) -> Rows:
     each, texts cut to a length."""
     by_step: dict[float, Rows] = {}
     for row in rows:
-        step = number(row.get("step"))
+        step = drawable_number(row.get("step"))
         if step is not None:
             texts = {
                 key: str(row[key])[:_MOST_TEXT] for key in ("prompt", "reference", "answer", "stop") if row.get(key)

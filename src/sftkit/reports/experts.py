@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sftkit.reports.files import mapping, number
+from sftkit.reports.files import drawable_number, mapping
 from sftkit.reports.markup import Html, el
-from sftkit.reports.numbers import show
+from sftkit.reports.numbers import format_value
 
 LEFT, WIDTH, MOST_HIGH = 30.0, 960.0, 20.0
 _MOST_TITLES = 2000
@@ -21,9 +21,9 @@ def load_of(content: dict[str, Any]) -> dict[str, Any]:
     rows = content.get("load")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
         return {}
-    if len({len(row) for row in rows}) > 1 or any(number(value) is None for row in rows for value in row):
+    if len({len(row) for row in rows}) > 1 or any(drawable_number(value) is None for row in rows for value in row):
         return {}
-    return {"step": number(content.get("step")), "load": rows}
+    return {"step": drawable_number(content.get("step")), "load": rows}
 
 
 def experts(report: dict[str, Any]) -> Html | None:
@@ -42,7 +42,9 @@ def experts(report: dict[str, Any]) -> Html | None:
     cells = [
         el(
             "rect",
-            el("title", f"layer {layer + 1} of those with experts, expert {expert}: {show(load)}") if told else None,
+            el("title", f"layer {layer + 1} of those with experts, expert {expert}: {format_value(load)}")
+            if told
+            else None,
             x=round(LEFT + expert * across, 1),
             y=round(layer * down, 1),
             width=round(across, 1),
@@ -55,14 +57,14 @@ def experts(report: dict[str, Any]) -> Html | None:
     ]
     # The words around them.
     most, least = max(map(max, rows)), min(map(min, rows))
-    label = f"Load of {count} experts in {len(rows)} layers: most {show(most)}, least {show(least)} of an even share"
+    label = f"Load of {count} experts in {len(rows)} layers: most {format_value(most)}, least {format_value(least)} of an even share"
     caption = el(
         "figcaption",
         "Load of the experts",
         el(
             "span",
-            f"as of step {show(found['step'])}; a row for each layer that has some, half dark at an even share; most {show(most)}, "
-            f"least {show(least)}",
+            f"as of step {format_value(found['step'])}; a row for each layer that has some, half dark at an even share; most {format_value(most)}, "
+            f"least {format_value(least)}",
             class_="soft",
         ),
     )

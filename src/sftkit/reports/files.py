@@ -20,7 +20,7 @@ _LARGEST_HEADER = 100 * 2**20
 "Bytes of a safetensors header; a longer one is damage."
 
 
-def number(value: Any) -> float | None:
+def drawable_number(value: Any) -> float | None:
     """Return a number that can be drawn, None for everything else; true and false are no numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sftkit.reports.files import number
+from sftkit.reports.files import drawable_number
 
 NONE = "–"
 
 
-def show(value: Any, unit: str = "") -> str:
+def format_value(value: Any, unit: str = "") -> str:
     """Return a number with four significant digits and its unit; a dash where there is none. Texts stay as they are."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
         return "yes" if value else "no"
-    found = number(value)
+    found = drawable_number(value)
     if found is None:
         return NONE
     if found == int(found) and abs(found) < 1e15 and (isinstance(value, int) or abs(found) >= 1000 or found == 0):
@@ -38,7 +38,7 @@ def plain(text: str) -> str:
 
 def parameters(num_parameters: Any) -> str:
     """Return 494,032,768 as `494 M`."""
-    found = number(num_parameters)
+    found = drawable_number(num_parameters)
     if found is None:
         return NONE
     size, suffix = next(((size, s) for size, s in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if found >= size), (1.0, ""))
@@ -47,7 +47,7 @@ def parameters(num_parameters: Any) -> str:
 
 def duration(seconds: Any) -> str:
     """Return 7384 seconds as `2 h 03 min`."""
-    found = number(seconds)
+    found = drawable_number(seconds)
     if found is None or found < 0:
         return NONE
     if found < 60:
@@ -60,7 +60,7 @@ def duration(seconds: Any) -> str:
 
 def moment(unix_seconds: Any) -> str:
     """Return a Unix time as date and time in UTC."""
-    found = number(unix_seconds)
+    found = drawable_number(unix_seconds)
     if found is None or not 0 < found < 1e11:
         return NONE
     return datetime.fromtimestamp(found, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -7,28 +7,28 @@ from urllib.parse import quote
 
 from sftkit.reports import details, results, sections
 from sftkit.reports.compare import speed_words
-from sftkit.reports.components import badge, headline, table, value_text
-from sftkit.reports.files import number
+from sftkit.reports.components import badge, headline_tiles, html_table, value_text
+from sftkit.reports.files import drawable_number
 from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import duration, moment, parameters, show
+from sftkit.reports.numbers import duration, format_value, moment, parameters
 from sftkit.reports.style import CSS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 SECTIONS = (
     ("proof", "Proof", sections.proof),
     ("curves", "Curves", sections.curves),
-    ("evaluations", "Evaluations", results.evaluations),
+    ("evaluations", "Evaluations", results.evaluations_section),
     ("samples", "Samples", sections.samples),
     ("data", "Data", details.data),
     ("compile", "Compiler", details.compiler),
     ("events", "Events", details.events),
-    ("settings", "Settings", details.settings),
-    ("environment", "Environment", details.environment),
+    ("settings", "Settings", details.settings_section),
+    ("environment", "Environment", details.environment_section),
 )
 _GOOD = {"finished": True, "failed": False, "killed": False}
 
 
-def render(report: dict[str, Any]) -> str:
+def render_report(report: dict[str, Any]) -> str:
     """Return the whole page, from what `gather_report` returns."""
     main = el("main", [build(report) for _, _, build in SECTIONS])
     return html_document(f"{report['run']['name']} · training report", join(_header(report), main, _footer()))
@@ -62,7 +62,7 @@ def _header(report: dict[str, Any]) -> Html:
             el("div", el("h1", report["run"]["name"]), badge(word, ok=_GOOD.get(word)), class_="title"),
             el("ul", facts, class_="facts"),
             error,
-            headline((row["name"], row["text"], row["how"]) for row in report["headline"]),
+            headline_tiles((row["name"], row["text"], row["how"]) for row in report["headline"]),
             _comparison(report),
             el("nav", links, aria_label="Sections"),
         ),
@@ -74,16 +74,19 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str | Html | None]]:
     run, status, summary = report["run"], report["status"], report["summary"]
     size = f"({parameters(run['parameters'])} parameters)" if run["parameters"] else ""
     device = f"{run['world_size']} × {run['device']}" if (run["world_size"] or 1) > 1 else run["device"]
-    steps = number(status.get("step"))
-    total = number(status.get("total_steps"))
+    steps = drawable_number(status.get("step"))
+    total = drawable_number(status.get("total_steps"))
     return [
         (size, _origin(run)),
         ("", value_text(device) if device else None),
-        (f"of {show(total)} steps" if total else "steps", show(steps) if steps is not None else None),
-        ("tokens", show(summary.get("tokens")) if number(summary.get("tokens")) else None),
-        ("in steps", duration(summary.get("train_seconds")) if number(summary.get("train_seconds")) else None),
-        ("warm-up", duration(summary.get("warm_up_seconds")) if number(summary.get("warm_up_seconds")) else None),
-        ("", moment(status.get("time")) if number(status.get("time")) else None),
+        (f"of {format_value(total)} steps" if total else "steps", format_value(steps) if steps is not None else None),
+        ("tokens", format_value(summary.get("tokens")) if drawable_number(summary.get("tokens")) else None),
+        ("in steps", duration(summary.get("train_seconds")) if drawable_number(summary.get("train_seconds")) else None),
+        (
+            "warm-up",
+            duration(summary.get("warm_up_seconds")) if drawable_number(summary.get("warm_up_seconds")) else None,
+        ),
+        ("", moment(status.get("time")) if drawable_number(status.get("time")) else None),
     ]
 
 
@@ -101,13 +104,20 @@ def _comparison(report: dict[str, Any]) -> Html | None:
     names = [report["run"]["name"], report["against"]["run"]["name"]]
     found = report["against"]["comparison"]
     rows = [
-        [row["name"], row["step"], show(row["value"]), show(row["other"]), _percent(row["change"]), row["how"]]
+        [
+            row["name"],
+            row["step"],
+            format_value(row["value"]),
+            format_value(row["other"]),
+            _percent(row["change"]),
+            row["how"],
+        ]
         for row in found["rows"]
     ]
     notes = [speed_words(found, *names), *found["notes"]]
     return el(
         "div",
-        table(["", "step", *names, "change", ""], rows, f"Compared with {names[1]}", text=(5,)),
+        html_table(["", "step", *names, "change", ""], rows, f"Compared with {names[1]}", text=(5,)),
         [el("p", note, class_="soft") for note in notes],
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from sftkit.reports.numbers import duration, show
+from sftkit.reports.numbers import duration, format_value
 
 LITTLE = 1.3
 """An example where compiling pays a little: an eager step takes so many times a compiled one;
@@ -34,7 +34,7 @@ class Pays:
         saved = self.saved_seconds_per_1000_steps
         total = f"1,000 steps take {duration(abs(saved))} {'less' if saved >= 0 else 'longer'}"
         total += f" with {duration(self.compile_seconds)} of compiling"
-        each = f"{show(self.compiled_step_seconds)} against {show(self.eager_step_seconds)} s a step"
+        each = f"{format_value(self.compiled_step_seconds)} against {format_value(self.eager_step_seconds)} s a step"
         if self.steps is None or self.minutes is None:
             return f"{total}; compiling never pays: {each}"
         return f"{total}; compiling pays from {self.steps:,} steps on ({duration(60 * self.minutes)}): {each}"
@@ -76,9 +76,9 @@ def own_words(
     if twice is None or little is None:
         return None
     when = " when the run was resumed" if resumed else ""
-    cached = f" with {show(cache_hits)} hits in caches" if cache_hits > 0 else ""
+    cached = f" with {format_value(cache_hits)} hits in caches" if cache_hits > 0 else ""
     return (
-        f"Compiling took {show(compile_seconds)} s{when}{cached}, as long as {twice:,} of its steps of {show(step)} s: it pays "
+        f"Compiling took {format_value(compile_seconds)} s{when}{cached}, as long as {twice:,} of its steps of {format_value(step)} s: it pays "
         f"after {twice:,} steps where an eager step takes twice as long, after {little:,} where it takes {LITTLE} times as long "
         "(validate_compile.py measures that)."
     )

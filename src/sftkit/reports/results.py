@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from sftkit.reports.charts import Series, ValueAxis, interval_chart
-from sftkit.reports.components import figure, section, table, value_text
+from sftkit.reports.components import figure, html_table, section, value_text
 from sftkit.reports.evaluated import is_part, standing
 from sftkit.reports.files import Report, Rows
 from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import NONE, show
+from sftkit.reports.numbers import NONE, format_value
 
 _MOST_CHARTS = 12
 
 
-def evaluations(report: Report) -> Html:
+def evaluations_section(report: Report) -> Html:
     """Return the section: the newest evaluation with intervals, each task over the steps, validation by source."""
     newest = standing(report)
     tasks = [row["task"] for row in newest]
@@ -52,7 +52,9 @@ def _how_evaluated(newest: Rows) -> Html | None:
     ]
     if not cells:
         return None
-    return el("details", el("summary", "Settings and all metrics"), table(["task", "", "what"], cells, text=(1, 2)))
+    return el(
+        "details", el("summary", "Settings and all metrics"), html_table(["task", "", "what"], cells, text=(1, 2))
+    )
 
 
 def _evaluation_table(report: Report) -> Html:
@@ -71,12 +73,12 @@ def _evaluation_table(report: Report) -> Html:
         interval = (
             f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None and row["high"] is not None else NONE
         )
-        step = f"{show(row['step'])}, final" if row.get("final") else row["step"]
+        step = f"{format_value(row['step'])}, final" if row.get("final") else row["step"]
         cell = [_task(key[0]), key[1], _share(row["value"]), interval, row["chance"], row["examples"], step]
         cell += [_share(first.get(key, {}).get("value"))] if moved else []
         cell += [other[key]] if other else []
         cells.append(cell)
-    return table(head, cells, text=(1,))
+    return html_table(head, cells, text=(1,))
 
 
 def others_at(rows: Rows, report: Report) -> dict[tuple[str, str], str]:
@@ -90,7 +92,7 @@ def others_at(rows: Rows, report: Report) -> dict[tuple[str, str], str]:
         equal = [each for each in its if each["step"] == row["step"]]
         newest = (equal or its or [{"value": None, "step": None}])[-1]
         text = _share(newest["value"])
-        found[key] = text if equal or not its else f"{text} at step {show(newest['step'])}"
+        found[key] = text if equal or not its else f"{text} at step {format_value(newest['step'])}"
     return found
 
 
@@ -138,5 +140,7 @@ def _validation(report: Report) -> Html | None:
     if not rows:
         return None
     return el(
-        "div", table(["source", "nats per target", "bits per byte"], rows, "Validation, last evaluation"), class_="slim"
+        "div",
+        html_table(["source", "nats per target", "bits per byte"], rows, "Validation, last evaluation"),
+        class_="slim",
     )

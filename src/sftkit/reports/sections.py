@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.reports.charts import Series, ValueAxis
-from sftkit.reports.components import Check, check_table, facts, figure, points, section, table, value_text
+from sftkit.reports.components import CheckRow, check_table, facts, figure, html_table, points, section, value_text
 from sftkit.reports.experts import experts
 from sftkit.reports.files import Report, Rows, mapping, on_cpu
 from sftkit.reports.markup import Html, el
-from sftkit.reports.numbers import show
+from sftkit.reports.numbers import format_value
 
 CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = (
     ("Learning rate", "", (("train/lr", "learning rate"),), 1, True),
@@ -63,7 +63,7 @@ def proof(report: Report) -> Html:
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
     words += [f"{unknown} not checked"] if unknown else []
     checks = [
-        Check(row.get("name"), row.get("found"), row.get("expected"), row.get("how") or None, ok=ok)
+        CheckRow(row.get("name"), row.get("found"), row.get("expected"), row.get("how") or None, ok=ok)
         for row, ok in zip(rows, states, strict=True)
     ]
     return section(
@@ -148,7 +148,9 @@ def _all_metrics(report: Report) -> Html | None:
         rows.append([name, report["last"].get(name), min(values, default=None), max(values, default=None)])
     if not rows:
         return None
-    return el("details", el("summary", f"All {len(rows)} metrics"), table(["name", "last", "lowest", "highest"], rows))
+    return el(
+        "details", el("summary", f"All {len(rows)} metrics"), html_table(["name", "last", "lowest", "highest"], rows)
+    )
 
 
 def samples(report: Report) -> Html:
@@ -161,7 +163,9 @@ def samples(report: Report) -> Html:
         stops = [sample["stop"] for sample in entry["samples"] if sample.get("stop")]
         counts = ", ".join(f"{stops.count(stop)} {stop.replace('_', ' ')}" for stop in dict.fromkeys(stops))
         title = el(
-            "summary", f"Step {show(entry['step'])}", el("span", f" {counts}", class_="soft") if counts else None
+            "summary",
+            f"Step {format_value(entry['step'])}",
+            el("span", f" {counts}", class_="soft") if counts else None,
         )
         folds.append(
             el("details", title, [_sample(each) for each in entry["samples"]], open="open" if index == 0 else None)

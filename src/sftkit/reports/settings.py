@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.keys import table
+from sftkit.config.keys import key_table
 from sftkit.config.yaml_text import parse
 from sftkit.reports.files import Rows, clean, dicts, mapping
 from sftkit.rundir.names import CONFIG, RECIPE
@@ -57,7 +57,7 @@ def changed(settings: dict[str, Any]) -> Rows:
     also where there is none."""
     rows = []
     for key, value in _flat(settings):
-        known = table().get(re.sub(r"\.\d+(?=\.|$)", ".N", key))
+        known = key_table().get(re.sub(r"\.\d+(?=\.|$)", ".N", key))
         default = known.default if known is not None else None
         if known is None or known.required or _text(value) != _text(default):
             rows.append({"key": key, "value": value, "default": default})

@@ -12,7 +12,7 @@ from sftkit.config.terminal import print_text, visible
 from sftkit.reports.card import licence, model_card
 from sftkit.reports.collect import gather_report, run_of
 from sftkit.reports.files import checkpoint
-from sftkit.reports.page import render
+from sftkit.reports.page import render_report
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
@@ -37,7 +37,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     data = run_dir / REPORT_DATA if out is None else out.with_suffix(".json")
     texts = {
         data: json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
-        target: visible(render(report)),
+        target: visible(render_report(report)),
     }
     folder = checkpoint(run_dir)
     if out is None and folder is not None:

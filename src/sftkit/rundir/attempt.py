@@ -107,7 +107,7 @@ def put_back(folder: Path) -> None:
     begun = folder.parent.glob(f"{escape(folder.name)}{ARCHIVED}*/{ATTEMPT}/{LOCK}")
     if folder.exists() or not (aside := next((path.parents[1] for path in begun), None)):
         return
-    held = lock.take(aside)
+    held = lock.take_lock(aside)
     os.rename(aside, folder)
     held.moved(folder)
     held.release()
@@ -152,7 +152,7 @@ def replace(folder: Path, held: RunLock) -> tuple[RunLock, Path]:
         (the lock of the new directory; the earlier run's new name)
     """
     # The new run is locked and marked before the first rename: killed between the two, it is found by `put_back`.
-    new = lock.take(folder / ATTEMPT)
+    new = lock.take_lock(folder / ATTEMPT)
     _mark(folder / ATTEMPT)
     aside = archive(folder)
     held.moved(aside)

@@ -29,7 +29,7 @@ class Failure:
 _SYMPTOMS = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "socket", "tcpstore", "connection")
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the message of an error, with its class where the error is not made for users."""
     text = str(error).strip()
     named = isinstance(error, ConfigError | DataError | RunError)

@@ -12,7 +12,7 @@ from typing import Any
 
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.lock import at_work
-from sftkit.rundir.names import METRICS_FILE, STATUS, latest
+from sftkit.rundir.names import METRICS_FILE, STATUS, latest_checkpoint
 from sftkit.rundir.status import read_status, resume_command, start_command
 
 _TAIL = 1 << 16
@@ -37,7 +37,7 @@ def where_it_was(run_dir: Path) -> str:
     """Return the newest step that a run has logged and its newest checkpoint, in words."""
     step, checkpoint = last_step(run_dir), None
     with suppress(OSError):
-        checkpoint = latest(run_dir)
+        checkpoint = latest_checkpoint(run_dir)
     logged = "no step was logged" if step is None else f"newest logged step {step}"
     return f"{logged}, {f'newest checkpoint {checkpoint}' if checkpoint else 'no checkpoint'}"
 
@@ -50,7 +50,7 @@ def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
         start: command that started the run.
     """
     with suppress(OSError):
-        if latest(run_dir) is not None:
+        if latest_checkpoint(run_dir) is not None:
             return f"go on from there: {resume}"
     return f"start it again: {start}"
 

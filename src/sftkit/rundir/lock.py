@@ -121,7 +121,7 @@ def release_all() -> None:
         lock.release()
 
 
-def take(run_dir: Path) -> RunLock:
+def take_lock(run_dir: Path) -> RunLock:
     """Take the lock of a run directory, which is made if need be. That of a process that is gone is taken over.
 
     Raises:
@@ -168,7 +168,7 @@ def at_work(run_dir: Path) -> bool | None:
 
 
 def refuse_at_work(run_dir: Path) -> None:
-    """Refuse a directory in which a run is seen at work. `take` would refuse it too, later and for certain.
+    """Refuse a directory in which a run is seen at work. `take_lock` would refuse it too, later and for certain.
 
     Raises:
         ConfigError: a run is at work there.

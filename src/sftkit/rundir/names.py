@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from sftkit.config.commands import first_run
-from sftkit.config.paths import did_you_mean
+from sftkit.config.paths import similar_paths
 from sftkit.errors import ConfigError
 
 # ---- the run itself: runtime, train, preflight, compile and reports --------------------------------------------------
@@ -228,7 +228,7 @@ def is_archived(path: Path) -> bool:
     return any(ARCHIVED in part for part in path.parts)
 
 
-def latest(run_dir: Path) -> Path | None:
+def latest_checkpoint(run_dir: Path) -> Path | None:
     """Return the checkpoint that LATEST names; None without one."""
     named = run_dir / LATEST
     return run_dir / named.read_text().strip() if named.is_file() else None
@@ -243,14 +243,14 @@ def resolve(path: str) -> str:
     folder = Path(path)
     if (folder / "config.json").is_file():
         return str(folder)
-    if (newest := latest(folder)) is not None:
+    if (newest := latest_checkpoint(folder)) is not None:
         return resolve(str(newest))
     if folder.is_dir():
         raise ConfigError(
             f"{path}: no config.json and no {LATEST} in it, so neither a model nor a run with a checkpoint"
         )
     if path.startswith((".", "/", "runs/")) or path.count("/") > 1:
-        meant = did_you_mean(path)
+        meant = similar_paths(path)
         hint = (
             f"{'' if meant else '.'} A run has not been made there yet: train the recipe whose run.dir is {path} first, or name "
             "another model (in a recipe: model.path)"

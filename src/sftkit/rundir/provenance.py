@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from sftkit.config.schema import Config
 from sftkit.rundir.files import replace_text
-from sftkit.rundir.names import MADE_FROM, MANIFEST, latest
+from sftkit.rundir.names import MADE_FROM, MANIFEST, latest_checkpoint
 
 WEIGHTS = ("*.safetensors", "*.bin")
 "Files of a model folder that transformers reads weights from."
@@ -93,7 +93,7 @@ def _folder(path: str | None) -> Path | None:
     if path is None or not Path(path).is_dir():
         return None
     folder = Path(path)
-    return folder if (folder / "config.json").is_file() else latest(folder) or folder
+    return folder if (folder / "config.json").is_file() else latest_checkpoint(folder) or folder
 
 
 def _matching(folder: Path | None, patterns: Iterable[str]) -> list[Path]:

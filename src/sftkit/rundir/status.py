@@ -22,7 +22,7 @@ import psutil
 from sftkit.config.commands import invocation
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError, DataError, RunError
-from sftkit.rundir.failure import Failure, describe, is_symptom
+from sftkit.rundir.failure import Failure, describe_error, is_symptom
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.rundir.names import ERRORS, STATUS, error_file, error_files, step_dirs
 
@@ -184,7 +184,7 @@ class RunStatus:
             symptom: it is known to be what another rank's end did to this one.
         """
         if self.failure is None:
-            text = error if isinstance(error, str) else describe(error)
+            text = error if isinstance(error, str) else describe_error(error)
             symptom = symptom or (self.world_size > 1 and not isinstance(error, str) and is_symptom(error))
             self.failure = Failure(self.rank, self.step, self.phase, text, time.time(), symptom)
             file = error_file(self.run_dir, self.rank)
@@ -258,7 +258,7 @@ def _report_error(error: BaseException, status: RunStatus | None) -> int:
             return code
     if not expected:
         print_text("".join(traceback.format_exception(error)), error=True)
-    place = f"{cause}" if cause is not None and cause.step and prefix else f"{prefix}{describe(error)}"
+    place = f"{cause}" if cause is not None and cause.step and prefix else f"{prefix}{describe_error(error)}"
     print_text(f"\nerror: {place}", error=True, level="error")
     return code
 

@@ -66,7 +66,7 @@ def neighbours(rt: Runtime) -> dict[int, int]:
     return {rank: pid for rank, (place, pid) in enumerate(gathered) if place == here[0]}
 
 
-def run_identity(recipe: str) -> dict[str, str]:
+def recipe_identity(recipe: str) -> dict[str, str]:
     """Return what must be the same on all ranks before data is read: the resolved recipe, by key, and the versions."""
     ours = installed_version("sftkit") or "not installed"  # run from its sources
     return {"sftkit": ours, "torch": torch.__version__, **_flat(yaml.safe_load(recipe))}

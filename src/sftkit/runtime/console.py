@@ -35,7 +35,7 @@ class VisibleConsole(Console):
 
 
 @cache
-def terminal() -> VisibleConsole:
+def output_console() -> VisibleConsole:
     """Return the console of this process's output, one for all that moves there. Long lines are the terminal's to wrap,
     so that they can be copied."""
     return VisibleConsole(soft_wrap=True, highlight=False)

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from sftkit.config.commands import program
-from sftkit.config.paths import did_you_mean
+from sftkit.config.commands import program_path
+from sftkit.config.paths import similar_paths
 from sftkit.errors import ConfigError
 from sftkit.rundir.names import resolve
 
@@ -116,7 +116,7 @@ def _whoever_asks() -> str:
 
 
 def _log_in() -> str:
-    return f"log in with `{program('hf')} auth login`, or set HF_TOKEN"
+    return f"log in with `{program_path('hf')} auth login`, or set HF_TOKEN"
 
 
 def unreachable() -> str:
@@ -152,7 +152,7 @@ def not_found(name: str, kind: HubKind, reason: str, download: str) -> str:
     """
     what = "folder" if kind == "model" else "file or folder"
     missing = f"no such {what} (looked in {Path.cwd()})"
-    if meant := did_you_mean(name):
+    if meant := similar_paths(name):
         return f"{missing}{meant} As a {kind} of the hub: {reason}"
     return f"{missing}, and as a {kind} of the hub {reason}{f'. {download}' if reason.endswith(unreachable()) else ''}"
 

@@ -17,7 +17,7 @@ from sftkit.rundir.files import replace_text
 from sftkit.rundir.killed import where_it_was
 from sftkit.rundir.names import CONFIG, ENVIRONMENT
 from sftkit.rundir.status import RunStatus, read_status
-from sftkit.runtime.consistency import assert_same_on_ranks, neighbours, run_identity
+from sftkit.runtime.consistency import assert_same_on_ranks, neighbours, recipe_identity
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.launcher import check_launcher
 from sftkit.runtime.signals import end_process
@@ -35,7 +35,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
         ConfigError: the ranks have not the same recipe and versions, another run is at work in the directory, or no run
             can begin there.
     """
-    assert_same_on_ranks(rt, run_identity(recipe))
+    assert_same_on_ranks(rt, recipe_identity(recipe))
     locked = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
     if isinstance(locked, str):
         raise ConfigError(locked)
@@ -82,7 +82,7 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool] | 
     """
     try:
         attempt.put_back(folder)
-        rt.lock = lock.take(folder)
+        rt.lock = lock.take_lock(folder)
         resumes = attempt.goes_on(folder, resume)
         if read_status(folder).get("status") == "running":  # and the lock was free
             goes_on = "this start goes on from there" if resumes else "train.resume=auto would go on from there"

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Column
 
 from sftkit.config.terminal import print_text, visible
-from sftkit.runtime.console import terminal
+from sftkit.runtime.console import output_console
 
 _REFRESHES = 2.0
 "A second: each takes the interpreter lock for a millisecond or two."
@@ -33,7 +33,7 @@ def working(text: str) -> Iterator[None]:
     """Show what is going on that takes a while, once for the whole run: on a terminal for as long as it takes, with its
     seconds; elsewhere as a line of stderr at its beginning."""
     is_main = os.environ.get("RANK", "0") == "0"
-    if not (is_main and terminal().is_interactive):
+    if not (is_main and output_console().is_interactive):
         if is_main:
             print_text(text, error=True)  # stdout may be an answer or a table that goes to a file
         yield
@@ -51,7 +51,7 @@ class LastLine(Progress):
     def __init__(self, *columns: str | ProgressColumn, expand: bool = False) -> None:
         super().__init__(
             *columns,
-            console=terminal(),
+            console=output_console(),
             transient=True,
             expand=expand,
             refresh_per_second=_REFRESHES,

@@ -50,11 +50,11 @@ def script(main: Callable[[], int | None]) -> None:
     except Exception as error:
         listener.catch_up()  # an error that a signal has overtaken is not told beside it, nor does it decide the exit code
         code = report(error)
-        group = process_group()
+        group = joined_process_group()
         if group is not None and group.get_world_size() > 1:
             end_process(code)  # closing the group would wait for ranks that wait for this one
     finally:
-        if (group := process_group()) is not None:
+        if (group := joined_process_group()) is not None:
             group.destroy_process_group()
     if code:
         sys.exit(code)
@@ -68,7 +68,7 @@ def _end(number: int, exit: Callable[[int], NoReturn]) -> NoReturn:
         exit(128 + number)
 
 
-def process_group() -> ModuleType | None:
+def joined_process_group() -> ModuleType | None:
     """Return torch.distributed where main has loaded it and joined a process group; else None."""
     loaded = sys.modules.get("torch.distributed")
     return loaded if loaded is not None and loaded.is_available() and loaded.is_initialized() else None

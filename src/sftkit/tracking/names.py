@@ -127,7 +127,7 @@ def regex(metric: Metric) -> str:
 
 
 @cache
-def find(name: str) -> Metric | None:
+def find_metric(name: str) -> Metric | None:
     """Return the metric that a name in metrics.jsonl or evals.jsonl belongs to; None: it is not documented."""
     patterns = (metric for metric in METRICS if metric.is_pattern and re.fullmatch(regex(metric), name))
     return _EXACT.get(name) or next(patterns, None)
@@ -135,5 +135,5 @@ def find(name: str) -> Metric | None:
 
 def summary_of(name: str) -> Summary:
     """Return which value of its curve stands for the run; "last" for a name that is not documented."""
-    metric = find(name)
+    metric = find_metric(name)
     return "last" if metric is None else metric.summary

@@ -20,7 +20,7 @@ from sftkit.runtime.start import Runtime
 TRACED_STEPS = 3
 _COMMUNICATION = ("nccl", "multimem", "one_shot_all", "two_shot_all", "symm_mem")
 "Parts of the names of kernels that exchange data with other GPUs: NCCL's, and those of torch's symmetric memory."
-Span = tuple[float, float]
+Interval = tuple[float, float]
 "Start and end, in microseconds."
 
 
@@ -92,7 +92,7 @@ class Trace:
         steps = self._last - self._first + 1
         summary: dict[str, Any] = {"steps": [self._first, self._last], "seconds": wall / 1e6 / max(steps, 1)}
         if self._on_gpu:
-            summary["device"] = shares(_kernels(recorded.events() or ()), wall)
+            summary["device"] = busy_shares(_kernels(recorded.events() or ()), wall)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
@@ -100,10 +100,10 @@ class Trace:
         except OSError as error:
             self._rt.print(f"log.trace_at: the trace cannot be written: {error}", "warning")
             return
-        self._rt.print(line(summary) + f": {self._folder / name}.json.gz, for ui.perfetto.dev")
+        self._rt.print(trace_line(summary) + f": {self._folder / name}.json.gz, for ui.perfetto.dev")
 
 
-def line(summary: dict[str, Any]) -> str:
+def trace_line(summary: dict[str, Any]) -> str:
     """Return what a trace says, in a sentence."""
     first, last = summary["steps"]
     text = f"trace of steps {first} to {last}: {summary['seconds']:.3f} s a step"
@@ -123,7 +123,7 @@ def _kernels(events: Iterable[Any]) -> list[tuple[str, float, float]]:
     ]
 
 
-def shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dict[str, float]:
+def busy_shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dict[str, float]:
     """Return the shares of a stretch of time, 0-1, in which a GPU works.
 
     A kernel of communication runs until its peers have come too, so waiting for them counts as communicating.
@@ -136,8 +136,8 @@ def shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dict[str
         computing: kernels other than communication, copies too; communicating; exposed: communicating with nothing
         beside it; idle: neither. computing + exposed + idle is 1.
     """
-    computing: list[Span] = []
-    communicating: list[Span] = []
+    computing: list[Interval] = []
+    communicating: list[Interval] = []
     for name, start, end in kernels:
         (communicating if any(part in name.lower() for part in _COMMUNICATION) else computing).append((start, end))
     compute, either = covered(computing), covered(computing + communicating)
@@ -149,7 +149,7 @@ def shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dict[str
     }
 
 
-def covered(spans: Iterable[Span]) -> float:
+def covered(spans: Iterable[Interval]) -> float:
     """Return the length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):

@@ -29,12 +29,12 @@ from sftkit.rundir.names import (
     SAMPLES,
     evaluation_dir,
 )
-from sftkit.runtime.console import terminal
+from sftkit.runtime.console import output_console
 from sftkit.runtime.progress import TrainingBar
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.ending import begun, ending_of
 from sftkit.tracking.dashboard.identity import identity
-from sftkit.tracking.dashboard.records import preflight_of, proof_of, shortened, table
+from sftkit.tracking.dashboard.records import preflight_of, proof_of, record_table, shortened
 from sftkit.tracking.dashboard.remote import DashboardWriter, first_line, open_dashboard
 from sftkit.tracking.rows import drop_evals_after, drop_rows_after, read_metric_rows, read_results
 
@@ -99,7 +99,7 @@ class ResumePoint:
     "drop the line of that step too: a stop asked for it, and the next line has its steps as well"
 
 
-NEW_RUN = ResumePoint()
+NO_RESUME = ResumePoint()
 
 
 class Tracker:
@@ -114,7 +114,7 @@ class Tracker:
         logging_config: LogConfig,
         rt: Runtime,
         config: dict[str, Any],
-        resume: ResumePoint = NEW_RUN,
+        resume: ResumePoint = NO_RESUME,
     ) -> None:
         """Keep what the files and the dashboard need.
 
@@ -175,7 +175,7 @@ class Tracker:
 
     def start_progress(self, step: int, total_steps: int) -> None:
         """Show a live bar on a terminal; elsewhere plain lines suffice."""
-        if self._rt.is_main and terminal().is_interactive:
+        if self._rt.is_main and output_console().is_interactive:
             self._bar = TrainingBar(step, total_steps)
             self._bar.start()
 
@@ -192,7 +192,9 @@ class Tracker:
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """Log one line of training; an event too if training has waited for data in this one and the two before."""
         self._append(METRICS_FILE, step, values)
-        self.print(train_line(step, total_steps, values, terminal().width if terminal().is_interactive else None))
+        self.print(
+            train_line(step, total_steps, values, output_console().width if output_console().is_interactive else None)
+        )
         if self._bar is not None:
             self._bar.newest = f"loss {_number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
         wait = values["perf/data_wait_pct"] or 0.0
@@ -288,7 +290,7 @@ class Tracker:
     def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table to the dashboard."""
         if self._dashboard is not None:
-            self._dashboard.table(step, table(name, columns, rows))
+            self._dashboard.table(step, record_table(name, columns, rows))
 
 
 def train_line(step: int, total_steps: int, values: dict[str, float | None], width: int | None = None) -> str:

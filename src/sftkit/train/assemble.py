@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
 from sftkit.checkpoint.compatibility import run_identity
-from sftkit.checkpoint.resume import NEW_RUN, ResumeCheckpoint, find
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint
 from sftkit.compile.modules import check_options, named_parts
-from sftkit.config.graph_passes import environment
+from sftkit.config.graph_passes import environment_of_passes
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config
 from sftkit.data import chat, loader
@@ -38,7 +38,7 @@ from sftkit.models.kinds import kind_of
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import positions
-from sftkit.models.vocabulary import describe
+from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
 from sftkit.preflight import analysis as preflight
 from sftkit.preflight.analysis import PlannedModel
@@ -55,7 +55,7 @@ from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.about import about_run
 from sftkit.train.loop import train
-from sftkit.train.parts import Data, Documents, Run, Start, TrainServices
+from sftkit.train.parts import Data, EncodedDocuments, Run, Start, TrainServices
 from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
 
@@ -71,14 +71,14 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
             not whole.
     """
     # before the process group is made, which reads them; a value that the user has set stays
-    for name, value in environment(cfg.graph.passes).items():
+    for name, value in environment_of_passes(cfg.graph.passes).items():
         os.environ.setdefault(name, value)
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
         if rt.is_main and (warning := write_provenance(folder, cfg, resumes=rt.resumes)):
             rt.print(f"warning: {warning}", "warning")
-        yield Run(cfg, stage, rt, folder, find(Path(cfg.run.dir), resume, rt))
+        yield Run(cfg, stage, rt, folder, find_checkpoint(Path(cfg.run.dir), resume, rt))
 
 
 def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
@@ -104,7 +104,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     longest = positions(orig_model)
     max_length, inherited = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     rt.print(inherited)
-    for line in (describe(orig_model, tokenizer), padding.describe(orig_model)):
+    for line in (describe_added_tokens(orig_model, tokenizer), padding.describe_padding(orig_model)):
         if line:
             rt.print(line)
     return Start(orig_model, tokenizer, max_length)
@@ -125,7 +125,7 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
         encode = partial(kind_of(start.orig_model.config).with_inputs, start.orig_model, start.tokenizer)
         examples = encode(examples, start.max_length, cfg.data)
         validation = {name: encode(one, start.max_length, cfg.data) for name, one in validation.items()}
-    documents = Documents(examples, start.max_length, int(start.tokenizer.pad_token_id or 0))
+    documents = EncodedDocuments(examples, start.max_length, int(start.tokenizer.pad_token_id or 0))
     batches = lay_out(cfg, run.rt, documents, objective, run.resume)
     # for models with an encoder the evaluation chooses the samples itself
     shown = 0 if examples.encoder_inputs is not None else cfg.eval.samples
@@ -133,7 +133,11 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
 
 
 def lay_out(
-    cfg: Config, rt: Runtime, documents: Documents, objective: Objective, resume: ResumeCheckpoint = NEW_RUN
+    cfg: Config,
+    rt: Runtime,
+    documents: EncodedDocuments,
+    objective: Objective,
+    resume: ResumeCheckpoint = NO_CHECKPOINT,
 ) -> Batches:
     """Return this rank's share of the documents in rows of declared shapes, without those that the
     resumed checkpoint has used."""
@@ -160,7 +164,7 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
             return
         learned, model = preflight.data_of_run(data.batches, data.validation), PlannedModel(start.orig_model, plan)
         found = preflight.analyse(run.cfg, start.tokenizer, learned, model, preflight.machine_of(run.rt))
-        preflight.record(run.dir, run.rt, found)
+        preflight.record_preflight(run.dir, run.rt, found)
 
     training = Training(start.orig_model, objective, data.batches.layout, run.cfg.model)
     cfg = with_layers(run.cfg, earlier_layers(run))

@@ -32,7 +32,7 @@ def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minu
     return status
 
 
-def warm_up(
+def warm_up_engine(
     engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime
 ) -> tuple[WarmUp, list[Check]]:
     """Warm the engine up, make all checks that need no step, and write them to proof.json.
@@ -53,7 +53,7 @@ def warm_up(
             text = f"check failed: {check.name}: {check.found} (expected: {check.expected})"
             services.tracker.print(text, "warning")
     if rt.is_main and status.step != status.total_steps:
-        proof.write(status.run_dir, checks)
+        proof.write_proof(status.run_dir, checks)
     return ready, checks
 
 

@@ -16,7 +16,7 @@ from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import watchdog
 from sftkit.tracking.trace import Trace
 from sftkit.train import proof
-from sftkit.train.begin import begin_writing, open_status, start_summary, warm_up
+from sftkit.train.begin import begin_writing, open_status, start_summary, warm_up_engine
 from sftkit.train.due import due_after
 from sftkit.train.evaluation import evaluate_at, first_evaluation, record_evaluation
 from sftkit.train.monitor import log_window, start_monitor
@@ -47,7 +47,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     already_done = step == total_steps  # then the proof.json of the start that trained it stays
     with watchdog(rt, status, cfg.run), closing(engine):
         # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data go to proof.json.
-        ready, checks = warm_up(engine, batches, services, status, rt)
+        ready, checks = warm_up_engine(engine, batches, services, status, rt)
         # After it, so that a run that cannot train is refused before an evaluation is spent on it.
         evaluation = first_evaluation(cfg, status, rt, engine, services)
         trained = start_summary(status, ready, evaluation, checkpoints.run_dir)
@@ -137,7 +137,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         logits = proof.logits_of(orig_model)
         checks += closing_checks(None)
         if rt.is_main and not already_done:
-            proof.write(status.run_dir, checks, logits)
+            proof.write_proof(status.run_dir, checks, logits)
         write_end(status, rt, stopped=stopped)
     trained.step, trained.stopped = step, stopped
     trained.tokens, trained.train_seconds = monitor.meter.progress.tokens, monitor.meter.total_step_seconds

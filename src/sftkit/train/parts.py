@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.resume import NEW_RUN, ResumeCheckpoint
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
 from sftkit.config.schema import Config
 from sftkit.data.loader import Batches
 from sftkit.data.prompts import PromptedTargets
@@ -33,7 +33,7 @@ class Run:
     rt: Runtime
     dir: Path
     "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
-    resume: ResumeCheckpoint = NEW_RUN
+    resume: ResumeCheckpoint = NO_CHECKPOINT
     "the checkpoint that it resumes: found as train.resume says, or as auto where the launcher has restarted the run"
 
 
@@ -61,7 +61,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Documents:
+class EncodedDocuments:
     """Encoded documents that are to be laid out."""
 
     examples: Examples

@@ -185,7 +185,7 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
     return Check("Checkpoint gives the logits of the run", same, words, "the same bits", how)
 
 
-def write(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any] | None = None) -> None:
+def write_proof(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any] | None = None) -> None:
     """Write proof.json; on the main rank only. A full disk costs the file, not the run."""
     text = json.dumps({"rows": [asdict(check) for check in checks], "logits": logits}, indent=1, ensure_ascii=False)
     try:
@@ -203,7 +203,7 @@ def write_proof_on_error(
         yield
     except BaseException as error:
         if rt.is_main:
-            write(status.run_dir, [*checks, *at_end(error)])
+            write_proof(status.run_dir, [*checks, *at_end(error)])
         raise
 
 

@@ -61,7 +61,7 @@ WORDS = [word for words in CATEGORIES.values() for word in words]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 MONTHS = re.findall(r"[A-Z][a-z]+", "JanuaryFebruaryMarchAprilMayJuneJulyAugustSeptemberOctoberNovemberDecember")
-EVENTS = ["party", "lesson", "test", "game", "race", "show", "trip", "walk", "talk", "meeting"]
+OCCASIONS = ["party", "lesson", "test", "game", "race", "show", "trip", "walk", "talk", "meeting"]
 UNITS = {"km": ("m", "000"), "kg": ("g", "000"), "m": ("cm", "00"), "cm": ("mm", "0"), "l": ("ml", "000")}
 POSITIONS = {"first": 0, "second": 1, "last": -1}
 
@@ -106,7 +106,7 @@ def _sample(rng: Random, items: Sequence[T], k: int) -> list[T]:
 def calendar(rng: Random) -> Drawn:
     """Draw the day or month one after or before another."""
     names, unit = _choose(rng, [(DAYS, "day"), (MONTHS, "month")])
-    first, second = _sample(rng, EVENTS, 2)
+    first, second = _sample(rng, OCCASIONS, 2)
     start, shift = int(rng.random() * len(names)), _choose(rng, [-1, 1])
     later = f"one {unit} later" if shift == 1 else f"one {unit} earlier"
     fields = {"a": first, "b": second, "x": names[start], "later": later, "on": "on" if unit == "day" else "in"}

@@ -22,13 +22,13 @@ class Channel:
 
     def receive(self) -> bytes:
         """Read the next message. EOFError: there is none; ValueError: it is longer than MAX_BYTES."""
-        size = int.from_bytes(take(self.of, 8), "big")
+        size = int.from_bytes(read_exactly(self.of, 8), "big")
         if size > MAX_BYTES:
             raise ValueError(f"{size} bytes, more than {MAX_BYTES}")
-        return take(self.of, size)
+        return read_exactly(self.of, size)
 
 
-def take(of: int, size: int) -> bytes:
+def read_exactly(of: int, size: int) -> bytes:
     """Read `size` bytes of a descriptor; EOFError if it has fewer."""
     parts = bytearray()
     while len(parts) < size:

@@ -8,7 +8,7 @@ from functools import cache
 
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox import memory
-from sftkit.evals.sandbox.programs import ADVICE, ProgramLimits, ProgramTests, run
+from sftkit.evals.sandbox.programs import ADVICE, ProgramLimits, ProgramTests, run_tests
 from sftkit.evals.sandbox.system_calls import CLONE, MACHINES, REFUSED
 
 # A wall that does not stand is a sandbox that is not there. Each call would succeed, or fail otherwise, without its wall.
@@ -67,7 +67,7 @@ def check_sandbox() -> str | None:
     place = MACHINES.get(os.uname().machine, (0, 0))[0]
     numbers = {name: numbers[place] for name, numbers in REFUSED.items()} | {"clone": CLONE[place]}
     try:
-        verdict = run(ProgramTests(PROBE.format(processes=ProgramLimits().processes, **numbers), ""))
+        verdict = run_tests(ProgramTests(PROBE.format(processes=ProgramLimits().processes, **numbers), ""))
     except ConfigError as error:
         return str(error)
     return None if verdict.passed else f"the sandbox for model-written code does not hold: {verdict.reason}; {ADVICE}"

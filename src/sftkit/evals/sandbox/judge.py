@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from sftkit.evals.sandbox.channel import Channel, take
+from sftkit.evals.sandbox.channel import Channel, read_exactly
 from sftkit.evals.sandbox.values import RequestAndReply
 
 STARTED = b"S"
@@ -142,7 +142,7 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
             os._exit(program_exit_code(status))
 
     signal.signal(signal.SIGCHLD, look)
-    job = json.loads(take(feed, int(take(feed, 12))))
+    job = json.loads(read_exactly(feed, int(read_exactly(feed, 12))))
     os.write(verdict, STARTED)
     try:
         _run(job, Program(channel, end))
@@ -150,7 +150,7 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
         end(f"{type(error).__name__}: {error}")
     # the program may end now: its tests have passed
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.write(verdict, take(feed, NONCE_BYTES))
+    os.write(verdict, read_exactly(feed, NONCE_BYTES))
     os._exit(0)
 
 

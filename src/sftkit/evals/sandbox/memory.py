@@ -50,8 +50,8 @@ def parent() -> Path | None:
 def candidates() -> Iterator[Path]:
     """Yield the control group of this process, or the nearest one above it that divides its memory. Version 2 needs the
     second: a group with processes in it cannot divide."""
-    groups = [line.split(":", 2)[1:] for line in read(Path("/proc/self/cgroup")).splitlines()]
-    for line in read(Path("/proc/self/mountinfo")).splitlines():
+    groups = [line.split(":", 2)[1:] for line in read_text(Path("/proc/self/cgroup")).splitlines()]
+    for line in read_text(Path("/proc/self/mountinfo")).splitlines():
         root, mounted = line.split(" ")[3:5]
         kind, _, options = line.partition(" - ")[2].split(" ")[:3]
         for controllers, path in groups:
@@ -64,7 +64,7 @@ def candidates() -> Iterator[Path]:
 
 def divides_memory(folder: Path) -> bool:
     """Return whether groups below this one have limits on memory (version 2)."""
-    return "memory" in read(folder / "cgroup.subtree_control").split()
+    return "memory" in read_text(folder / "cgroup.subtree_control").split()
 
 
 def works(above: Path) -> bool:
@@ -107,7 +107,7 @@ def _remove(folder: Path) -> None:
             time.sleep(0.01)
 
 
-def read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a file; "" if it cannot be read."""
     try:
         return path.read_text()

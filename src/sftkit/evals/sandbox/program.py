@@ -58,7 +58,7 @@ def serve(channel: Channel) -> None:
     module = types.ModuleType("solution")
     # dataclasses look the module of a class up here
     sys.modules["solution"] = module
-    operations = OPERATIONS | {"run": partial(run, module), "name": partial(name_of, module)}
+    operations = OPERATIONS | {"run": partial(execute_program, module), "name": partial(name_of, module)}
     objects = Objects()
     while True:
         exchange = RequestAndReply(objects.number_of, objects.object_of)
@@ -81,7 +81,7 @@ def described(error: BaseException) -> tuple[str, str, str]:
     return type(error).__name__, next(kinds), text
 
 
-def run(module: types.ModuleType, source: str) -> None:
+def execute_program(module: types.ModuleType, source: str) -> None:
     """Execute the program in its module."""
     exec(compile(source, "program", "exec"), module.__dict__)
 

@@ -82,7 +82,7 @@ class SandboxError(Exception):
     """A wall of the sandbox could not be built; no code of a model has run."""
 
 
-def run(job: ProgramTests, limits: ProgramLimits | None = None) -> ProgramVerdict:
+def run_tests(job: ProgramTests, limits: ProgramLimits | None = None) -> ProgramVerdict:
     """Execute the program, then its tests, in two processes; it passes if the tests end without an exception.
 
     The program's `__name__` is "solution", its standard input is empty, what is printed is thrown away, the standard
@@ -108,7 +108,7 @@ def run_many(
 ) -> list[ProgramVerdict]:
     """Run every job, `workers` at a time (None: one for each CPU core). Returns the verdicts in order."""
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda job: run(job, limits), jobs))
+        return list(pool.map(lambda job: run_tests(job, limits), jobs))
 
 
 ADVICE = (
@@ -155,7 +155,7 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
             raise SandboxError(lines[-1] if in_time else f"no start in {limits.wall_seconds} s")
     passed = said == STARTED + nonce
     return ProgramVerdict(
-        passed, "" if passed else explain(said[1:], process.returncode, limits, in_time=in_time), seconds
+        passed, "" if passed else failure_reason(said[1:], process.returncode, limits, in_time=in_time), seconds
     )
 
 
@@ -203,7 +203,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-def explain(output: bytes, code: int, limits: ProgramLimits, *, in_time: bool) -> str:
+def failure_reason(output: bytes, code: int, limits: ProgramLimits, *, in_time: bool) -> str:
     """Return why a program did not pass, for the per-example output."""
     if not in_time:
         return f"no end in {limits.wall_seconds:g} s"

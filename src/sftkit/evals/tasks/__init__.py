@@ -33,7 +33,7 @@ assert tuple(_BUILDERS) == TASKS, "config.eval_tasks names the same tasks"
 FORMATS = ("completion", "chat")
 
 
-def load(
+def load_task(
     name: str,
     data: str | None = None,
     shots: int | None = None,
@@ -62,5 +62,5 @@ def load(
         raise ConfigError(f"eval.shots: {shots} is less than 0")
     module, function = _BUILDERS[name].split(":")
     build = getattr(import_module(f"sftkit.evals.tasks.{module}"), function)
-    task: Task[Any, Any] = build(partial(rows.read, folder=data), shots, format, max_examples)
+    task: Task[Any, Any] = build(partial(rows.read_split, folder=data), shots, format, max_examples)
     return task

@@ -35,7 +35,7 @@ def pass_at_1(jobs: Sequence[ProgramTests]) -> list[ExampleScores]:
     return [{"pass_at_1": float(verdict.passed)} for verdict in run_many(jobs)]
 
 
-def settings() -> dict[str, Any]:
+def program_settings() -> dict[str, Any]:
     """Return where the programs ran."""
     return {
         "python": f"{platform.python_version()}, the standard library alone",

@@ -71,7 +71,7 @@ Read = Callable[[DatasetSplit], list[CheckedRow]]
 "What a task's `build` gets: all rows of a split, at least one."
 
 
-def read(split: DatasetSplit, folder: str | None) -> list[CheckedRow]:
+def read_split(split: DatasetSplit, folder: str | None) -> list[CheckedRow]:
     """Return all rows of a split, at least one, from files of `folder`, or from the hub if it is None."""
     values, origin = _from_hub(split) if folder is None else _from_folder(split, Path(folder))
     if not values:

@@ -33,7 +33,8 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
         judge=judge_chat if format == "chat" else judge,
         metric="pass_at_1",
         chance=0.0,
-        settings=choices.settings_of(rows, choices.NO_SHOTS, format, choices.first(max_examples)) | code.settings(),
+        settings=choices.settings_of(rows, choices.NO_SHOTS, format, choices.first(max_examples))
+        | code.program_settings(),
     )
 
 

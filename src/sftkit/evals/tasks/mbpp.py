@@ -44,7 +44,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
         settings=choices.settings_of(
             rows, choices.Shots(shots, pool, "tasks 2, 3, 4"), format, choices.first(max_examples)
         )
-        | code.settings(),
+        | code.program_settings(),
     )
 
 

@@ -23,7 +23,9 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     rows = read(TEST)
     pool = read(DEV) if shots else []
     shots_of = _shots_by_subject(rows, pool, shots)
-    examples = [_example(row, shots_of[row.text("subject")], format) for row in spread(rows, max_examples)]
+    examples = [
+        _example(row, shots_of[row.text("subject")], format) for row in spread_over_subjects(rows, max_examples)
+    ]
     selection = "all rows" if max_examples is None else f"{max_examples}, spread evenly over the subjects"
     return Task(
         name="mmlu",
@@ -35,7 +37,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     )
 
 
-def spread(rows: Sequence[CheckedRow], max_examples: int | None) -> list[CheckedRow]:
+def spread_over_subjects(rows: Sequence[CheckedRow], max_examples: int | None) -> list[CheckedRow]:
     """Return the first rows of every subject, as evenly many as possible, in the order of the file."""
     if max_examples is None or max_examples >= len(rows):
         return list(rows)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config, settings
 from sftkit.config.yaml_text import COMMAND_LINE
-from sftkit.config.yaml_tree import render
+from sftkit.config.yaml_tree import render_yaml
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.plan import (
     SYNTHETIC,
@@ -180,7 +180,7 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
     # Read as a file, so that it is checked as every recipe is; problems are told where the plan has them.
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
-        recipe.write_text(render(sections))
+        recipe.write_text(render_yaml(sections))
         try:
             changes = [f"{key}={json.dumps(value)}" for key, value in run.set.items()]
             return read_config(recipe, changes, run.started.data_ranks)

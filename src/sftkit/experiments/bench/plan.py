@@ -17,8 +17,8 @@ from pydantic_core import ErrorDetails
 
 from sftkit.config.schema import NonNegative, Positive, SourceConfig, TokenizerTraining, settings
 from sftkit.config.stages import STAGE_SCRIPTS
-from sftkit.config.validation_errors import explain
-from sftkit.config.yaml_text import Keys, dotted
+from sftkit.config.validation_errors import explain_error
+from sftkit.config.yaml_text import KeyPath, dotted
 from sftkit.config.yaml_tree import read_tree
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import Parallelism, Processes, wrong_processes
@@ -32,7 +32,7 @@ else:  # a type checker knows no Literal of a table's keys
 
 
 @settings
-class DocumentLengths:
+class LognormalLengths:
     """Lengths in row positions: lognormal with this median and mean, rounded, at most `cap` and at least 4."""
 
     count: Positive
@@ -59,7 +59,7 @@ class DataPlan:
 
     row_length: Positive
     "data.row_length of packed runs"
-    documents: DocumentLengths | None = None
+    documents: LognormalLengths | None = None
     lengths: str | None = None
     "a JSON file beside the plan: `positions` and `targets` of real documents, in the order in which they are taken"
     stage: StageData | None = None
@@ -162,7 +162,7 @@ def read_plan(path: Path) -> BenchPlan:
     raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
-def _wrong(error: ErrorDetails, keys: Keys) -> str:
+def _wrong(error: ErrorDetails, keys: KeyPath) -> str:
     """Return what is wrong, in words."""
     if error["type"] in ("missing", "missing_argument"):
         return "is required"
@@ -170,14 +170,14 @@ def _wrong(error: ErrorDetails, keys: Keys) -> str:
         known = [f.name for f in fields(_class_at(keys[:-1]))]
         near = difflib.get_close_matches(str(keys[-1]), known, n=1)
         return "is not a known key. " + (f'Did you mean "{near[0]}"?' if near else f"Known here: {', '.join(known)}")
-    return explain(error, keys)[0]
+    return explain_error(error, keys)[0]
 
 
-def _class_at(keys: Keys) -> Any:
+def _class_at(keys: KeyPath) -> Any:
     """Return the class whose fields stand at these keys of a plan."""
     inside = {
         "data": DataPlan,
-        "documents": DocumentLengths,
+        "documents": LognormalLengths,
         "stage": StageData,
         "train": SourceConfig,
         "train_tokenizer": TokenizerTraining,
@@ -281,6 +281,6 @@ def read_lengths(path: Path) -> Lengths:
     return lengths
 
 
-def sigma(documents: DocumentLengths) -> float:
+def sigma(documents: LognormalLengths) -> float:
     """Return the lognormal's sigma: mean = median * exp(sigma**2 / 2)."""
     return math.sqrt(2.0 * math.log(documents.mean / documents.median))

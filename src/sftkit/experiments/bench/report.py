@@ -11,32 +11,32 @@ _COLUMNS: tuple[tuple[str, Callable[[ResultRow, ResultRow | None], str]], ...] =
     ("run", lambda row, _: row["name"]),
     ("attention", lambda row, _: row.get("attention", {}).get("backend", "-")),
     ("useful tok/s (windows)", lambda row, _: speed(row["tok_per_sec"])),
-    ("target tok/s", lambda row, _: number(middle(row["target_tok_per_sec"]), "{:,.0f}")),
-    ("documents/s", lambda row, _: number(middle(row.get("documents_per_sec")), "{:,.1f}")),
-    ("steps/s", lambda row, _: number(steps_per_sec(row), "{:.2f}")),
+    ("target tok/s", lambda row, _: format_number(middle(row["target_tok_per_sec"]), "{:,.0f}")),
+    ("documents/s", lambda row, _: format_number(middle(row.get("documents_per_sec")), "{:,.1f}")),
+    ("steps/s", lambda row, _: format_number(steps_per_sec(row), "{:.2f}")),
     ("MFU, datasheet", lambda row, _: percent(middle(row["mfu"]))),
     ("MFU, measured ceiling", lambda row, _: percent(row["mfu_of_ceiling"])),
-    ("peak GiB", lambda row, _: number(row["peak_memory_gib"], "{:.1f}")),
-    ("reserved GiB", lambda row, _: number(row["reserved_memory_gib"], "{:.1f}")),
-    ("first step s", lambda row, _: number(row["first_step_seconds"], "{:.1f}")),
+    ("peak GiB", lambda row, _: format_number(row["peak_memory_gib"], "{:.1f}")),
+    ("reserved GiB", lambda row, _: format_number(row["reserved_memory_gib"], "{:.1f}")),
+    ("first step s", lambda row, _: format_number(row["first_step_seconds"], "{:.1f}")),
     ("first steps s", lambda row, _: first_steps(row)),
-    ("recompiles", lambda row, _: number(row["compile"].get("recompiles"), "{:.0f}")),
-    ("graph breaks", lambda row, _: number(row["compile"].get("graph_breaks"), "{:.0f}")),
-    ("data wait %", lambda row, _: number(middle(row["data_wait_pct"]), "{:.1f}")),
-    ("padding %", lambda row, _: number(middle(row["padding_pct"]), "{:.1f}")),
-    ("last loss", lambda row, _: number(last_loss(row), "{:.4f}")),
+    ("recompiles", lambda row, _: format_number(row["compile"].get("recompiles"), "{:.0f}")),
+    ("graph breaks", lambda row, _: format_number(row["compile"].get("graph_breaks"), "{:.0f}")),
+    ("data wait %", lambda row, _: format_number(middle(row["data_wait_pct"]), "{:.1f}")),
+    ("padding %", lambda row, _: format_number(middle(row["padding_pct"]), "{:.1f}")),
+    ("last loss", lambda row, _: format_number(last_loss(row), "{:.4f}")),
     ("ratio", lambda row, base: ratio(row, base)),
 )
 SEVERAL: tuple[tuple[str, Callable[[ResultRow, ResultRow | None], str]], ...] = (
     ("GPUs", lambda row, _: str(gpus(row))),
     ("topology", lambda row, _: topology(row)),
-    ("tok/s per GPU", lambda row, _: number(middle(row.get("tok_per_sec_per_gpu")), "{:,.0f}")),
+    ("tok/s per GPU", lambda row, _: format_number(middle(row.get("tok_per_sec_per_gpu")), "{:,.0f}")),
     ("scaling", lambda row, _: percent(row.get("scaling"))),
 )
 "Columns after the name where a run has more than one process. Results of one process from earlier versions lack them."
 
 
-def markdown(results: dict[str, Any]) -> str:
+def markdown_report(results: dict[str, Any]) -> str:
     """Return the results as Markdown: machine, speeds, losses against a reference, graphs, failures, notes."""
     rows: list[ResultRow] = results["runs"]
     tables = [speed_table(rows), loss_table(rows), graph_table(rows)]
@@ -50,9 +50,9 @@ def machine_lines(machine: dict[str, Any]) -> str:
         return f"Machine: not measured: {machine.get('error', 'unknown')}"
     known = [f"{name} {text}" for name, text in machine["versions"].items() if text]
     ceilings = [
-        f"matrix products {number(machine['matmul_tflops'], '{:.0f} TFLOP/s')} (bf16, 8192 x 8192; datasheet "
-        f"{number(machine['datasheet_tflops'], '{:.0f}')})",
-        f"copies {number(machine['copy_tb_per_sec'], '{:.2f} TB/s')}",
+        f"matrix products {format_number(machine['matmul_tflops'], '{:.0f} TFLOP/s')} (bf16, 8192 x 8192; datasheet "
+        f"{format_number(machine['datasheet_tflops'], '{:.0f}')})",
+        f"copies {format_number(machine['copy_tb_per_sec'], '{:.2f} TB/s')}",
     ]
     count = f"{machine['gpus']} x " if machine.get("gpus", 0) > 1 else ""
     lines = [f"Machine: {count}{machine['device']}, driver {machine['driver'] or '-'}, CUDA {machine['cuda'] or '-'}"]
@@ -66,7 +66,7 @@ def speed_table(rows: Sequence[ResultRow]) -> str:
     several = SEVERAL if any(gpus(row) > 1 for row in good.values()) else ()
     columns = (*_COLUMNS[:1], *several, *_COLUMNS[1:])
     cells = [[cell(row, good.get(row["baseline"])) for _, cell in columns] for row in good.values()]
-    return table([name for name, _ in columns], cells) if cells else ""
+    return markdown_table([name for name, _ in columns], cells) if cells else ""
 
 
 def loss_table(rows: Sequence[ResultRow]) -> str:
@@ -79,7 +79,7 @@ def loss_table(rows: Sequence[ResultRow]) -> str:
         if gaps:
             worst = max(gaps, key=gaps.__getitem__)
             mean = sum(gaps.values()) / len(gaps)
-            ends = ", ".join(number(last_loss(each), "{:.4f}") for each in (reference, row))
+            ends = ", ".join(format_number(last_loss(each), "{:.4f}") for each in (reference, row))
             cells.append(
                 [
                     row["name"],
@@ -91,7 +91,7 @@ def loss_table(rows: Sequence[ResultRow]) -> str:
                 ]
             )
     header = ["run", "reference", "losses compared", "max difference", "mean difference", "last loss: reference, run"]
-    return "Losses on the same batches, nats per target token:\n\n" + table(header, cells) if cells else ""
+    return "Losses on the same batches, nats per target token:\n\n" + markdown_table(header, cells) if cells else ""
 
 
 def graph_table(rows: Sequence[ResultRow]) -> str:
@@ -105,7 +105,7 @@ def graph_table(rows: Sequence[ResultRow]) -> str:
                 cells.append([row["name"], each["graph"], each["after"], each["size"]])
             known[each["graph"]] = each["size"]
     header = ["run", "graph", "after", "size"]
-    return "Captured graphs, of a run's largest shape:\n\n" + table(header, cells) if cells else ""
+    return "Captured graphs, of a run's largest shape:\n\n" + markdown_table(header, cells) if cells else ""
 
 
 def loss_differences(row: ResultRow, reference: ResultRow) -> dict[str, float]:
@@ -129,14 +129,14 @@ def notes(rows: Sequence[ResultRow]) -> str:
     return "Notes:\n\n" + "\n".join(lines) if lines else ""
 
 
-def line(row: ResultRow) -> str:
+def result_line(row: ResultRow) -> str:
     """Return one run for the console, as it ends."""
     if row["error"]:
         return f"{row['name']}: failed after {row['wall_seconds']:.0f} s: {' '.join(str(row['error']).split())[:300]}"
     return (
         f"{row['name']}: {speed(row['tok_per_sec'])} tok/s, MFU {percent(middle(row['mfu']))}, "
-        f"{number(row['peak_memory_gib'], '{:.1f}')} GiB, first step {number(row['first_step_seconds'], '{:.1f}')} s, "
-        f"loss {number(last_loss(row), '{:.4f}')}, {row['wall_seconds']:.0f} s in all"
+        f"{format_number(row['peak_memory_gib'], '{:.1f}')} GiB, first step {format_number(row['first_step_seconds'], '{:.1f}')} s, "
+        f"loss {format_number(last_loss(row), '{:.4f}')}, {row['wall_seconds']:.0f} s in all"
     )
 
 
@@ -188,15 +188,15 @@ def speed(values: dict[str, Any] | None) -> str:
 
 def percent(value: float | None) -> str:
     """Return a share, 0-1, in percent, or a dash for what is unknown."""
-    return number(None if value is None else 100.0 * value, "{:.1f} %")
+    return format_number(None if value is None else 100.0 * value, "{:.1f} %")
 
 
-def number(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
     """Return the number, or a dash for what is unknown."""
     return "-" if value is None else form.format(value)
 
 
-def table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)

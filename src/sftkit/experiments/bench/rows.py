@@ -78,7 +78,7 @@ def _positions(shape: str) -> int:
     return int(rows) * int(length)
 
 
-def measured(
+def measured_row(
     lines: Sequence[MetricsLine],
     steps: Steps,
     world_size: int = 1,

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.command_line import Parser, path
-from sftkit.config.commands import program, running, shipped
+from sftkit.config.commands import program_path, running, shipped
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
 from sftkit.experiments.bench.plan import slug
 from sftkit.experiments.bench.processes import bench_command, first_failure, own_caches, run_logged
-from sftkit.experiments.bench.report import line, markdown
+from sftkit.experiments.bench.report import markdown_report, result_line
 from sftkit.experiments.bench.rows import row_head
 from sftkit.runtime.signals import exit_on_signals
 
@@ -31,7 +31,9 @@ MACHINE_TIMEOUT_SECONDS = 300
 
 def main() -> int:
     """Run a plan, or print earlier results, as the words say. Return the exit code: 1 if a run failed."""
-    words = Parser((__doc__ or "").partition("\n")[0], prog=running(f"{program('python')} -m sftkit.experiments.bench"))
+    words = Parser(
+        (__doc__ or "").partition("\n")[0], prog=running(f"{program_path('python')} -m sftkit.experiments.bench")
+    )
     words.add_argument("plan", nargs="?", type=path, help="the plan, a YAML file")
     words.add_argument("--out", type=path, help="a new folder for the results (runs/bench/PLAN-TIME)")
     words.add_argument("--only", nargs="+", metavar="NAME", help="these runs of the plan")
@@ -40,7 +42,7 @@ def main() -> int:
     if (args.plan is None) == (args.report is None):
         words.error("name a plan, or earlier results with --report")
     if args.report:
-        print_text(markdown(read_bench_results(args.report)), end="")
+        print_text(markdown_report(read_bench_results(args.report)), end="")
         return 0
     plan = Path(shipped(str(args.plan)))
     out = args.out or Path("runs/bench") / f"{plan_name(plan)}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -87,7 +89,7 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
         "runs": [],
     }
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sftkit-bench-") as caches:
-        results["machine"] = machine(out)
+        results["machine"] = machine_ceilings(out)
         for number, job in enumerate(jobs, 1):
             started = time.perf_counter()
             row = _run_job(with_saved_code(job, jobs, Path(caches)), Path(caches))
@@ -96,20 +98,20 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
             add_scaling(row, results["runs"])
             results["runs"].append(row)
             _write(out, results)
-            print_text(f"[{number}/{len(jobs)}] {line(row)}")
-    print_text(f"\n{markdown(results)}\nresults: {out}/results.json")
+            print_text(f"[{number}/{len(jobs)}] {result_line(row)}")
+    print_text(f"\n{markdown_report(results)}\nresults: {out}/results.json")
     return results
 
 
 def _write(out: Path, results: dict[str, Any]) -> None:
     """Write results.json and report.md, each replaced as a whole: a kill leaves those of the run before."""
-    for name, text in (("results.json", json.dumps(results, indent=1)), ("report.md", markdown(results))):
+    for name, text in (("results.json", json.dumps(results, indent=1)), ("report.md", markdown_report(results))):
         temporary = out / f".{name}.tmp"
         temporary.write_text(text)
         os.replace(temporary, out / name)
 
 
-def machine(out: Path) -> dict[str, Any]:
+def machine_ceilings(out: Path) -> dict[str, Any]:
     """Return the ceilings of this machine, or why they could not be measured."""
     path = out / "machine.json"
     command = [sys.executable, "-m", "sftkit.experiments.bench.machine", str(path)]

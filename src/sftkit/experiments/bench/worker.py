@@ -20,7 +20,7 @@ from sftkit.data.loader import Batches
 from sftkit.data.stages import DATA_OF_STAGES
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
-from sftkit.experiments.bench.rows import graphs_of, measured, over_ranks, read_lines, run_job
+from sftkit.experiments.bench.rows import graphs_of, measured_row, over_ranks, read_lines, run_job
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.models.kinds import kind_of
 from sftkit.models.padding import pad_vocabulary
@@ -36,7 +36,7 @@ from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import Training, lay_out, load_data, make_engine
 from sftkit.train.loop import train
-from sftkit.train.parts import Documents, Run, Start, TrainServices
+from sftkit.train.parts import EncodedDocuments, Run, Start, TrainServices
 
 OBJECTIVES: dict[str, type[NextToken]] = {"caption": Caption}
 "Stage -> its objective, where its script names another one than NextToken."
@@ -134,7 +134,7 @@ def joined(job: Job) -> runtime.Runtime:
     return rt
 
 
-def run(job: Job) -> dict[str, Any]:
+def train_job(job: Job) -> dict[str, Any]:
     """Train as the job says, and return its row."""
     with closing(joined(job)) as rt:  # not `with joined(job)`: run_job writes the error of a run into its row
         return measured_run(job, rt)
@@ -161,7 +161,7 @@ def batches_of(
     cfg, stage = job.config, job.data.stage
     if stage is None or tokenizer is None:
         assert cfg.data.max_length is not None
-        documents = Documents(synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length)
+        documents = EncodedDocuments(synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length)
         return lay_out(cfg, rt, documents, objective)
     _, of_stage = DATA_OF_STAGES[stage.name]
     tokenize = of_stage(cfg.data, tokenizer, stage.max_length)
@@ -201,7 +201,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
         "compiled": trained.compiled,
         "shapes": batches.layout.shapes,
         "graphs": graphs_of(job.folder),
-        **measured(read_lines(job.folder / METRICS_FILE), job.steps, rt.world_size, batches.num_documents),
+        **measured_row(read_lines(job.folder / METRICS_FILE), job.steps, rt.world_size, batches.num_documents),
         **over_ranks(on_every_rank(probe)),
         "warm_up_seconds": trained.warm_up_seconds,
         "first_step_seconds": waited[1],
@@ -210,4 +210,4 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    script(lambda: run_job(read_job(Path(sys.argv[1])), run))
+    script(lambda: run_job(read_job(Path(sys.argv[1])), train_job))

@@ -9,9 +9,9 @@ def main() -> int:
 
     args, cfg = parse()  # whatever is wrong with words and recipe is refused here, before torch is imported
 
-    from sftkit.experiments.explain.run import run
+    from sftkit.experiments.explain.run import run_explain
 
-    return run(args, cfg)
+    return run_explain(args, cfg)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from typing import Any
 
 from sftkit.experiments.explain.kinds import KERNEL_KINDS
 from sftkit.experiments.explain.picture import PICTURE_CSS, Bar, bars
-from sftkit.reports.components import badge, section, table
+from sftkit.reports.components import badge, html_table, section
 from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import show
+from sftkit.reports.numbers import format_value
 from sftkit.reports.page import html_document
 from sftkit.runtime.words import counted
 
@@ -24,7 +24,7 @@ _BUSY = (
 )
 
 
-def render(result: dict[str, Any]) -> str:
+def render_page(result: dict[str, Any]) -> str:
     """Return the whole page, from explain.json."""
     title = f"{result['name']} · what the compiler makes of it"
     facts = [el("li", el("b", result["device"])), el("li", f"torch {result['torch']}")]
@@ -63,8 +63,8 @@ def _breaks(breaks: dict[str, Any]) -> Html:
         "breaks",
         "Graph breaks",
         el("p", verdict),
-        table(["where", "why", "remedy", "Dynamo says", "seen by"], rows, text=(1, 2, 3, 4)) if rows else None,
-        table(
+        html_table(["where", "why", "remedy", "Dynamo says", "seen by"], rows, text=(1, 2, 3, 4)) if rows else None,
+        html_table(
             ["instrument", "what it said", "what it adds, and what it leaves out"],
             seen,
             "Three instruments",
@@ -103,7 +103,7 @@ def _bisected(rows: list[dict[str, Any]]) -> Html:
     return section(
         "bisect",
         "The smallest module at fault",
-        table(["a module that", "which", "what was found", "confirmed", "script"], cells, text=(1, 2, 3, 4)),
+        html_table(["a module that", "which", "what was found", "confirmed", "script"], cells, text=(1, 2, 3, 4)),
         trees,
         lead="From the top down: a module's parts are asked, each compiled by itself, where the whole of it has the fault.",
     )
@@ -119,7 +119,7 @@ def _tree(row: dict[str, Any]) -> list[Html]:
     """Return what was asked, and the script, both folded."""
     asked = [[step["module"], step["found"] or "nothing"] for step in row["steps"]]
     title = f"{row['title']}: {counted(len(asked), 'module')} asked"
-    parts = [el("details", el("summary", title), table(["module, compiled by itself", "found"], asked, text=(1,)))]
+    parts = [el("details", el("summary", title), html_table(["module, compiled by itself", "found"], asked, text=(1,)))]
     if row["text"]:
         parts.append(el("details", el("summary", f"{row['title']}: the script"), el("pre", row["text"])))
     return parts
@@ -147,14 +147,18 @@ def time(result: dict[str, Any]) -> Html:
     most = [[one["name"][:90], one["kind"], one["launches"], one["ms"]] for one in profiles["compiled"]["top"]]
     # From Python to the device: what eager dispatches, what of it computes, what each way launches.
     funnel = [
-        Bar("operators dispatched in eager", [("operators", counts["dispatches"], 1)], show(counts["dispatches"])),
+        Bar(
+            "operators dispatched in eager",
+            [("operators", counts["dispatches"], 1)],
+            format_value(counts["dispatches"]),
+        ),
         Bar(
             "of them, views left out",
             [("operators", counts["dispatches"] - counts["views"], 1)],
-            show(counts["dispatches"] - counts["views"]),
+            format_value(counts["dispatches"] - counts["views"]),
         ),
-        Bar("launches in eager", [("launches", counts["eager_launches"], 2)], show(counts["eager_launches"])),
-        Bar("launches compiled", [("launches", counts["launches"], 0)], show(counts["launches"])),
+        Bar("launches in eager", [("launches", counts["eager_launches"], 2)], format_value(counts["eager_launches"])),
+        Bar("launches compiled", [("launches", counts["launches"], 0)], format_value(counts["launches"])),
     ]
     ratio = profiles["eager"]["seconds"] / profiles["compiled"]["seconds"]
     return section(
@@ -168,8 +172,8 @@ def time(result: dict[str, Any]) -> Html:
             [(kind, STYLES[kind]) for kind in used],
         ),
         bars(funnel, "From Python to the device: how many calls a step takes"),
-        table(["kind", "eager", "compiled"], shares, "Share of a step"),
-        table(
+        html_table(["kind", "eager", "compiled"], shares, "Share of a step"),
+        html_table(
             ["kernel or operator", "kind", "launches a step", "ms a step"], most, "Compiled: what takes most", text=(1,)
         ),
         lead="Seconds of the quickest of some steps without a profiler, shares from one. On a CPU, idle is the time between operators: Python, dispatcher, guards.",
@@ -193,8 +197,8 @@ def stages(result: dict[str, Any]) -> Html:
     return section(
         "stages",
         "Three stages",
-        table(heads, rows, text=(1,)),
-        table(
+        html_table(heads, rows, text=(1,)),
+        html_table(
             ["kernel", "graph", "kind", "launches", "from these operators, and nodes of the graph"],
             kernels,
             "Kernels",
@@ -236,7 +240,7 @@ def _pays(pays: dict[str, Any]) -> Html:
         "When does compiling help?",
         bars(compared, "Times as fast as eager; the line across is what is claimed"),
         el("p", _BUSY, class_="warning") if any(row["busy"] for row in pays["rows"]) else None,
-        table(heads, cells),
+        html_table(heads, cells),
         lead=f"Measured on {pays['machine']}, {pays['backend']}. Other machines and sizes give other ratios.",
     )
 
@@ -253,13 +257,13 @@ def _labs(labs: dict[str, Any]) -> list[Html]:
         section(
             "softmax",
             "One softmax kernel",
-            table(["kernel", "kind", "launches", "from"], kernels, text=(1, 3)),
+            html_table(["kernel", "kind", "launches", "from"], kernels, text=(1, 3)),
             lead="A linear layer and a softmax: the product is a call of a library; maximum, exponentials, sum and quotient are one kernel.",
         ),
         section(
             "dispatch",
             "What a linear layer calls",
-            table(
+            html_table(
                 [
                     "operator",
                     "keys with a kernel for it, in the order in which they are asked; autocast only where it is on",
@@ -272,12 +276,12 @@ def _labs(labs: dict[str, Any]) -> list[Html]:
         section(
             "causes",
             "What breaks graphs",
-            table(["code", "breaks", "with the remedy", "remedy", "Dynamo calls it"], broken, text=(3, 4)),
+            html_table(["code", "breaks", "with the remedy", "remedy", "Dynamo calls it"], broken, text=(3, 4)),
         ),
         section(
             "loss",
             "A loss function chosen in forward",
-            table(["chosen", "graphs", "breaks", "recompiles"], losses),
+            html_table(["chosen", "graphs", "breaks", "recompiles"], losses),
             lead="Two calls, of which the second takes the other loss.",
         ),
     ]

@@ -131,7 +131,7 @@ CODE_KINDS = (
 )
 
 
-def measured(device: torch.device, backend: str = "inductor") -> dict[str, Any]:
+def measure_cases(device: torch.device, backend: str = "inductor") -> dict[str, Any]:
     """Return a row for each kind: milliseconds in eager and compiled, of the quickest of some calls in turn, their
     ratio, what was claimed, and which of the two is larger."""
     sizes = SIZES[device.type]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sftkit.reports.markup import Html, el
-from sftkit.reports.numbers import show
+from sftkit.reports.numbers import format_value
 
 WIDTH, LEFT, RIGHT, PITCH, THICK = 960.0, 240.0, 160.0, 34.0, 20.0
 PICTURE_CSS = """
@@ -69,7 +69,7 @@ def _row(row: Bar, index: int, scale: float) -> Html:
     parts: list[Any] = [el("text", row.name, x=LEFT - 10, y=middle + 4, text_anchor="end")]
     at = LEFT
     for name, value, style in row.parts:
-        title = el("title", f"{row.name}, {name}: {show(value)}")
+        title = el("title", f"{row.name}, {name}: {format_value(value)}")
         box = {"x": round(at, 1), "y": top + (PITCH - THICK) / 2, "width": round(value * scale, 1), "height": THICK}
         parts.append(el("rect", title, class_=f"part s{style}", **box))
         at += value * scale

@@ -104,7 +104,7 @@ def profiled(step: Step, device: torch.device, origins: Origins) -> dict[str, An
         wall = 1e6 * (time.perf_counter() - started)
     events = list(traced.events() or [])
     work = _on_device(events) if device.type == "cuda" else on_host(events, origins)
-    return {"shares": shares(work, wall), "launches": round(len(work) / PROFILED_STEPS), "top": top(work)}
+    return {"shares": kind_shares(work, wall), "launches": round(len(work) / PROFILED_STEPS), "top": top(work)}
 
 
 def _on_device(events: Iterable[Any]) -> list[tuple[str, str, float, float]]:
@@ -135,7 +135,7 @@ def on_host(events: Iterable[Any], origins: Origins) -> list[tuple[str, str, flo
     ]
 
 
-def shares(work: Sequence[tuple[str, str, float, float]], wall: float) -> dict[str, float]:
+def kind_shares(work: Sequence[tuple[str, str, float, float]], wall: float) -> dict[str, float]:
     """Return the shares of the wall time by kind, 0-1, in the order of KERNEL_KINDS. What overlaps counts where it
     began first, and what is covered by nothing is idle.
 

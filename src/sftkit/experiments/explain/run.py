@@ -20,7 +20,7 @@ from sftkit.experiments.explain.breaks import ADDS, breaks_of
 from sftkit.experiments.explain.flags import report_dir
 from sftkit.experiments.explain.kernels import kernels_of
 from sftkit.experiments.explain.labs import labs
-from sftkit.experiments.explain.page import render
+from sftkit.experiments.explain.page import render_page
 from sftkit.experiments.explain.private import quiet_profiler
 from sftkit.experiments.explain.reproduce import Reproduction, reproduce
 from sftkit.experiments.explain.subject import Subject, of_file, of_recipe
@@ -34,7 +34,7 @@ from sftkit.runtime.start import quiet_libraries, start_device
 DATA, PAGE = "explain.json", "explain.html"
 
 
-def run(args: Namespace, cfg: Config | None) -> int:
+def run_explain(args: Namespace, cfg: Config | None) -> int:
     """Do what the flags ask for, and return the exit code: 1 where a graph breaks or a module is found guilty.
 
     Args:
@@ -139,7 +139,7 @@ def _finish(result: dict[str, Any], out: Path) -> int:
     """Write the result as data and as a page, print it, and return the exit code."""
     out.mkdir(parents=True, exist_ok=True)
     replace_shared(out / DATA, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    replace_shared(out / PAGE, visible(render(result)))
+    replace_shared(out / PAGE, visible(render_page(result)))
     width = shutil.get_terminal_size((sys.maxsize, 24)).columns  # a file or a pipe gets whole lines
     for line in "\n".join(lines_of(result)).split("\n"):
         for part in wrapped(line, width):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import CompileConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches
-from sftkit.experiments.bench.plan import DataPlan, DocumentLengths
+from sftkit.experiments.bench.plan import DataPlan, LognormalLengths
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
 from sftkit.experiments.patterns.passes import timed_passes
@@ -36,7 +36,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.script import script
 from sftkit.train.assemble import Training, lay_out, make_engine
-from sftkit.train.parts import Documents
+from sftkit.train.parts import EncodedDocuments
 
 LEARNING_RATE = 1e-2
 
@@ -66,7 +66,7 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
     rt.topology = case.topology
     cfg = recipe(case, folder)
     plan = DataPlan(
-        row_length=ROW_LENGTH, documents=DocumentLengths(count=400, median=24, mean=32, cap=ROW_LENGTH // 2)
+        row_length=ROW_LENGTH, documents=LognormalLengths(count=400, median=24, mean=32, cap=ROW_LENGTH // 2)
     )
     objective = NextToken(cfg.loss)
     losses, norms, passes = [], [], list[TimelinePass]()
@@ -74,7 +74,7 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
     with recording() as recorder:
         orig_model = new_model(ModelSpec(MODEL, cfg.run.seed, rt.precision), rt.device)
         batches = lay_out(
-            cfg, rt, Documents(synthetic_documents(plan, MODEL["vocab_size"]), ROW_LENGTH // 2), objective
+            cfg, rt, EncodedDocuments(synthetic_documents(plan, MODEL["vocab_size"]), ROW_LENGTH // 2), objective
         )
         with _lean() if case.lean else nullcontext():
             engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.command_line import Parser, path
-from sftkit.config.commands import program, running
+from sftkit.config.commands import program_path, running
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import run_logged
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
-from sftkit.experiments.patterns.tables import terminal
+from sftkit.experiments.patterns.tables import terminal_tables
 from sftkit.runtime.signals import exit_on_signals, starting_processes
 
 _TIMEOUT_SECONDS = 3600
@@ -31,7 +31,7 @@ _ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISI
 def main() -> int:
     """Measure, or show earlier numbers, as the words say. Return the exit code: 1 if some could not be measured."""
     words = Parser(
-        (__doc__ or "").partition("\n")[0], prog=running(f"{program('python')} -m sftkit.experiments.patterns")
+        (__doc__ or "").partition("\n")[0], prog=running(f"{program_path('python')} -m sftkit.experiments.patterns")
     )
     words.add_argument(
         "--out", type=path, metavar="FILE.json", help="where the raw numbers go (runs/patterns-TIME.json)"
@@ -42,7 +42,7 @@ def main() -> int:
     words.add_argument("--show", type=path, metavar="FILE.json", help="the tables of earlier raw numbers")
     args = words.parse_args()
     if args.show:
-        print_text(terminal(read_pattern_results(args.show)))
+        print_text(terminal_tables(read_pattern_results(args.show)))
         return 0
     out = args.out or Path(f"runs/patterns-{time.strftime('%Y%m%d-%H%M%S')}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def main() -> int:
                 f"{processes} process{plural}: {problem or f'{len(cases)} layouts in {time.perf_counter() - started:.0f} s'}"
             )
     out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
-    print_text(f"\n{terminal(results)}\nraw: {out}")
+    print_text(f"\n{terminal_tables(results)}\nraw: {out}")
     return int(failed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sftkit.experiments.bench.report import table
+from sftkit.experiments.bench.report import markdown_table
 from sftkit.experiments.patterns.cases import TOPOLOGY_CASES, TopologyCase
 from sftkit.experiments.patterns.timeline import bubble, bubble_by_formula, timeline_picture
 
@@ -86,19 +86,19 @@ def timeline_pictures(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def machine(results: Results) -> str:
+def machine_line(results: Results) -> str:
     """Return what it was measured on."""
     found = results["environment"]
     packages = ", ".join(f"{name} {found['packages'][name]}" for name in ("torch", "transformers"))
     return f"{found['device']}, {packages}, commit {found['git']}, {results['started']}"
 
 
-def markdown(content: Table) -> str:
+def to_markdown(content: Table) -> str:
     """Return the table for a page."""
-    return table(*content)
+    return markdown_table(*content)
 
 
-def terminal(results: Results) -> str:
+def terminal_tables(results: Results) -> str:
     """Return all tables, at most 80 columns wide."""
     config = [f"  {case.processes}  {case.name:<16}{case.config}" for case in measured_cases(results)]
     parts = [
@@ -108,7 +108,7 @@ def terminal(results: Results) -> str:
         + _plain(exchanges(results)),
         "Pipelines: the share of the time that ranks wait; saved: KiB of activations\n" + _plain(bubbles(results)),
         timeline_pictures(results),
-        machine(results).replace(", commit", "\ncommit"),
+        machine_line(results).replace(", commit", "\ncommit"),
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -187,7 +187,7 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
     ]
 
 
-def shown(words: Sequence[str], environment: Mapping[str, str]) -> str:
+def typed_command(words: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return the command as a person would type it: `accelerate launch` for our own start of it."""
     start = words.index("--config_file")
     visible = environment.get("CUDA_VISIBLE_DEVICES")

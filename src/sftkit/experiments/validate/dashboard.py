@@ -8,7 +8,7 @@ from typing import Any
 
 from sftkit.config.schema import LogConfig
 from sftkit.experiments.validate.judge import in_time, speedup, trios
-from sftkit.experiments.validate.page import headline, mark
+from sftkit.experiments.validate.page import criteria_passed, mark
 
 VERDICT_COLUMNS = ("layout", "processes", "criterion", "verdict", "found", "wanted")
 SPEED_COLUMNS = (
@@ -17,7 +17,7 @@ SPEED_COLUMNS = (
 )
 
 
-def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
+def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
     """Send a judged result to the dashboard that the recipe's `log` asks for; never an error. Return what the person
     should be told; None without a dashboard.
 
@@ -29,7 +29,7 @@ def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
 
     from sftkit.tracking.dashboard.ending import Ending
     from sftkit.tracking.dashboard.identity import Identity, run_name
-    from sftkit.tracking.dashboard.records import RunFile, table
+    from sftkit.tracking.dashboard.records import RunFile, record_table
     from sftkit.tracking.dashboard.remote import DashboardWriter, dashboard_name, open_dashboard
 
     name = dashboard_name(config)
@@ -38,15 +38,17 @@ def show(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
     verdicts = [verdict | {"verdict": mark(ok=verdict["ok"])} for verdict in result["verdicts"]]
     speeds = speeds_of(result)
     tables = [
-        table("validate/verdicts", VERDICT_COLUMNS, sorted(verdicts, key=lambda verdict: verdict["ok"] is not False)),
-        table("validate/speed", SPEED_COLUMNS, speeds),
+        record_table(
+            "validate/verdicts", VERDICT_COLUMNS, sorted(verdicts, key=lambda verdict: verdict["ok"] is not False)
+        ),
+        record_table("validate/speed", SPEED_COLUMNS, speeds),
     ]
     about = Identity(
         name=run_name(out),
         group=config.group,
         job_type="validate",
         tags=config.tags,
-        notes=config.notes or headline(dict(result)),
+        notes=config.notes or criteria_passed(dict(result)),
         settings={"plan": result["plan"], "environment": result["environment"]},
     )
     dashboard = open_dashboard(config, out, None, about, Accelerator(cpu=True, log_with=name))

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from sftkit.experiments.validate.measure import Measured, spread
+from sftkit.experiments.validate.measure import Measured, format_spread
 from sftkit.reports.pays import Pays, pays
-from sftkit.rundir.names import latest
+from sftkit.rundir.names import latest_checkpoint
 
 # What the criteria allow; docs/validate.md gives each in words.
 SPEEDUP = 1.3
@@ -175,7 +175,7 @@ def speedup(trio: Trio) -> float:
 def faster(trio: Trio) -> tuple[bool, str]:
     """Check that the compiled run is faster by SPEEDUP."""
     ratio = speedup(trio)
-    eager, compiled = (spread(run.speeds(trio.warm_up), ",.0f") for run in (trio.eager, trio.compiled))
+    eager, compiled = (format_spread(run.speeds(trio.warm_up), ",.0f") for run in (trio.eager, trio.compiled))
     found, time = f"{ratio:.2f}: {compiled} against {eager} tokens/s", in_time(trio)
     return ratio >= SPEEDUP, f"{found}; {time.words}" if time else found
 
@@ -319,4 +319,4 @@ def scaling(trios: list[Trio]) -> Iterator[Verdict]:
 
 def step_folder(run: Path) -> Path | None:
     """Return the checkpoint that a run's LATEST names."""
-    return latest(run)
+    return latest_checkpoint(run)

@@ -212,7 +212,7 @@ def in_repository(path: str) -> str:
 # ---- recording ----
 
 
-def record(result: Mapping[str, Any], path: Path) -> str:
+def record_validation(result: Mapping[str, Any], path: Path) -> str:
     """Append a validation that passed, an entry for each layout and number of processes. Return what was done, in
     words.
 

@@ -108,7 +108,7 @@ def rows(path: Path) -> list[MetricsLine]:
     return found
 
 
-def spread(values: list[float], form: str) -> str:
+def format_spread(values: list[float], form: str) -> str:
     """Return the median, and the extremes in brackets."""
     if not values:
         return "-"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sftkit.config.terminal import visible
-from sftkit.experiments.validate.measure import Measured, spread
-from sftkit.reports.components import Check, badge, check_table, section, table
+from sftkit.experiments.validate.measure import Measured, format_spread
+from sftkit.reports.components import CheckRow, badge, check_table, html_table, section
 from sftkit.reports.markup import el, join
 from sftkit.reports.page import html_document
 
@@ -28,7 +28,7 @@ def mark(*, ok: bool | None) -> str:
     return {True: "PASS", False: "FAIL", None: "not checked"}[ok]
 
 
-def headline(result: dict[str, Any]) -> str:
+def criteria_passed(result: dict[str, Any]) -> str:
     """Return how many criteria passed."""
     states = [verdict["ok"] for verdict in result["verdicts"]]
     unknown = f", {states.count(None)} not checked" if None in states else ""
@@ -57,7 +57,7 @@ def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
         return [run["name"], measured.error, *["-"] * (len(RUN_COLUMNS) - 2)]
 
     def windows(name: str, form: str) -> str:
-        return spread([line[name] for line in measured.timed(warm_up) if line.get(name) is not None], form)
+        return format_spread([line[name] for line in measured.timed(warm_up) if line.get(name) is not None], form)
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -75,9 +75,15 @@ def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
     ]
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown_page(result: dict[str, Any]) -> str:
     """Return the page as Markdown."""
-    lines = ["# Does compiling pay?", "", f"**{headline(result)}**", "", *(f"- {fact}" for fact in _facts(result))]
+    lines = [
+        "# Does compiling pay?",
+        "",
+        f"**{criteria_passed(result)}**",
+        "",
+        *(f"- {fact}" for fact in _facts(result)),
+    ]
     for heading, rows in groups(result):
         cells = ([mark(ok=v["ok"]), v["criterion"], v["found"], v["wanted"]] for v in rows)
         lines += ["", f"## {heading}", "", *_table(("", "criterion", "found", "wanted"), cells)]
@@ -96,16 +102,18 @@ def _table(columns: Sequence[str], rows: Iterator[list[str]]) -> list[str]:
 
 def html(result: dict[str, Any]) -> str:
     """Return the page; nothing in it is loaded from anywhere."""
-    title = el("div", el("h1", "Does compiling pay?"), badge(headline(result), ok=result["passed"]), class_="title")
+    title = el(
+        "div", el("h1", "Does compiling pay?"), badge(criteria_passed(result), ok=result["passed"]), class_="title"
+    )
     header = el("header", el("div", title, [el("p", fact, class_="soft") for fact in _facts(result)]))
     parts = [
         section(f"criteria-{number}", heading, check_table(list(map(_check, rows)), ("Criterion", "Found", "Wanted")))
         for number, (heading, rows) in enumerate(groups(result), 1)
     ]
-    parts.append(section("runs", "Runs", table(RUN_COLUMNS, list(_cells_of_runs(result)))))
+    parts.append(section("runs", "Runs", html_table(RUN_COLUMNS, list(_cells_of_runs(result)))))
     parts.append(section("commands", "Commands", el("pre", "\n".join(run["command"] for run in result["runs"]))))
     return visible(html_document(f"Validation: {result['plan']['recipe']}", join(header, el("main", parts)), _CSS))
 
 
-def _check(verdict: dict[str, Any]) -> Check:
-    return Check(verdict["criterion"], verdict["found"], verdict["wanted"], ok=verdict["ok"])
+def _check(verdict: dict[str, Any]) -> CheckRow:
+    return CheckRow(verdict["criterion"], verdict["found"], verdict["wanted"], ok=verdict["ok"])

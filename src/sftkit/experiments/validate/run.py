@@ -14,11 +14,11 @@ from sftkit.config.load import read_config
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import first_failure, run_logged
-from sftkit.experiments.validate.cases import ValidationPlan, ValidationRun, cases, check_plan, shown
+from sftkit.experiments.validate.cases import ValidationPlan, ValidationRun, cases, check_plan, typed_command
 from sftkit.experiments.validate.judge import Trio, Verdict, in_time, judge, scaling, trios
 from sftkit.experiments.validate.ledger import Ledger, as_in_ledger, check_portable, key_words, start_of
-from sftkit.experiments.validate.measure import Measured, measure, spread
-from sftkit.experiments.validate.page import html, markdown
+from sftkit.experiments.validate.measure import Measured, format_spread, measure
+from sftkit.experiments.validate.page import html, markdown_page
 from sftkit.launch.hardware import find_hardware
 from sftkit.models.size import replica_of
 from sftkit.rundir.files import read_object
@@ -26,7 +26,7 @@ from sftkit.rundir.files import read_object
 LOGITS_TIMEOUT_SECONDS = 600
 
 
-def validate(plan: ValidationPlan, out: Path, ledger: Ledger | None = None) -> dict[str, Any]:
+def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None) -> dict[str, Any]:
     """Run all cases in processes of their own and judge them, also by what the ledger has; write out/validation.json,
     .md and .html.
 
@@ -88,7 +88,7 @@ def _write(result: dict[str, Any], out: Path) -> dict[str, Any]:
     """Write the result as JSON, Markdown and a page."""
     for name, text in (
         ("validation.json", json.dumps(result, indent=1)),
-        ("validation.md", markdown(result)),
+        ("validation.md", markdown_page(result)),
         ("validation.html", html(result)),
     ):
         (out / name).write_text(text)
@@ -109,7 +109,7 @@ def run_case(case: ValidationRun, plan: ValidationPlan) -> dict[str, Any]:
         "layout": case.layout,
         "processes": case.processes,
         "kind": case.kind,
-        "command": shown(case.command, case.environment),
+        "command": typed_command(case.command, case.environment),
         "measured": asdict(measured),
         "logits": logits_row(case) if case.kind == "compiled" and not measured.error else {},
     }
@@ -147,4 +147,4 @@ def run_line(run: dict[str, Any], warm_up: int) -> str:
         return f"{run['name']}: FAILED: {measured.error}"
     speeds, loss = measured.speeds(warm_up), measured.last("train/loss")
     shown_loss = "-" if loss is None else f"{loss:.4f}"
-    return f"{run['name']}: {spread(speeds, ',.0f')} tok/s, loss {shown_loss}, {measured.most('mem/peak_gib'):.2f} GiB"
+    return f"{run['name']}: {format_spread(speeds, ',.0f')} tok/s, loss {shown_loss}, {measured.most('mem/peak_gib'):.2f} GiB"

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from sftkit.graph import compat
 from sftkit.graph.parallel.exchange import add_and_scatter, exchange_counts, gather, send
-from sftkit.graph.parallel.grouped import computed, ordered
+from sftkit.graph.parallel.grouped import computed, rows_in_order
 
 _GROUP = "_sftkit_experts_of"
 "Attribute of experts: the group that they are shared out over; None: every rank has all."
@@ -89,9 +89,9 @@ def by_all_to_all(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor,
     sent = torch.searchsorted(numbers, every, right=True).diff().view(ranks, count)
     received, sizes = exchange_counts(sent, group)
     room = ranks * tokens * min(visits, count)
-    arrived = send(ordered(hidden, order, back, visits), sizes, room, group)
+    arrived = send(rows_in_order(hidden, order, back, visits), sizes, room, group)
     results = computed(experts, arrived, _experts_of(received, room), 1)
-    results = ordered(send(results, sizes, tokens * visits, group, back=True), back, order, 1)
+    results = rows_in_order(send(results, sizes, tokens * visits, group, back=True), back, order, 1)
     return _weighted(results, weights).to(hidden.dtype)
 
 

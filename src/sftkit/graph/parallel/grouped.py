@@ -28,12 +28,12 @@ def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tens
     back = order.argsort()
     own = (numbers < count)[:, None]
     # Rows of none are never written by the products, nor are their gradients: 0 before the first, and after the last.
-    rows = ordered(hidden, order, back, visits).where(own, 0.0)
+    rows = rows_in_order(hidden, order, back, visits).where(own, 0.0)
     rows = grouped_product(experts._apply_gate(grouped_product(rows, gate_up, ends)), down, ends).where(own, 0.0)
-    return ordered(rows, back, order, 1)
+    return rows_in_order(rows, back, order, 1)
 
 
-def ordered(rows: Tensor, order: Tensor, back: Tensor, visits: int) -> Tensor:
+def rows_in_order(rows: Tensor, order: Tensor, back: Tensor, visits: int) -> Tensor:
     """Row `order[i] // visits` at i.
 
     Args:

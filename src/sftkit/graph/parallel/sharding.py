@@ -66,7 +66,9 @@ class _Gathered(torch.autograd.Function):
         return summed.to(ctx.dtype), None
 
 
-def shard(model: ModelWithLoss, spec_of: Callable[[torch.nn.Module, str], ShardingSpec], precision: str) -> None:
+def shard_for_graph(
+    model: ModelWithLoss, spec_of: Callable[[torch.nn.Module, str], ShardingSpec], precision: str
+) -> None:
     """Cut every weight of the model, in place.
 
     Args:

@@ -24,11 +24,11 @@ from sftkit.graph.parallel.exchange import Exchange
 from sftkit.graph.parallel.sharding import ShardingSpec
 from sftkit.models.structure import decoder_blocks
 from sftkit.parallel.tensor import (
-    COLUMNS,
+    COLUMNWISE,
     HEAD_NORMS,
-    MODEL_TYPES,
     NORMS,
     ROWS,
+    TENSOR_MODEL_TYPES,
     check_divides,
     check_known,
 )
@@ -71,7 +71,10 @@ _DEEPSEEK_V3 = TensorPlan(
     divided=("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_routed_experts"),
     experts=("mlp.experts",),
 )
-PLANS = {**dict.fromkeys(MODEL_TYPES, TensorPlan(COLUMNS, ROWS, NORMS, HEAD_NORMS)), "deepseek_v3": _DEEPSEEK_V3}
+PLANS = {
+    **dict.fromkeys(TENSOR_MODEL_TYPES, TensorPlan(COLUMNWISE, ROWS, NORMS, HEAD_NORMS)),
+    "deepseek_v3": _DEEPSEEK_V3,
+}
 "By model_type."
 
 
@@ -85,7 +88,7 @@ class GraphMeshes:
     "[tensor, shards] or [replicas, tensor, shards]: what matrices of tensor-parallel blocks are cut over, by tensor first"
 
 
-def check_plan(orig_model: PreTrainedModel, size: int) -> None:
+def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
     """Refuse a model that tensor parallelism over so many ranks is not possible for.
 
     Raises:
@@ -104,11 +107,11 @@ def check_plan(orig_model: PreTrainedModel, size: int) -> None:
 
 
 def tensor_plan(orig_model: PreTrainedModel) -> TensorPlan:
-    """Return the plan of a model that `check_plan` does not refuse."""
+    """Return the plan of a model that `check_tensor_plan` does not refuse."""
     return PLANS[orig_model.config.model_type]
 
 
-def make_meshes(topology: Topology, device_type: str) -> GraphMeshes:
+def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
     """Process groups for a topology; every rank calls it."""
     t, names = topology, ("replicas", "shards")
     every = init_device_mesh(device_type, (t.replicas, t.shards * t.tensor), mesh_dim_names=names)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.errors import ConfigError
-from sftkit.reports.collect import curves_of, machine, read_run
-from sftkit.reports.compare import Curves, compare, speed_words
-from sftkit.reports.numbers import show
+from sftkit.reports.collect import curves_of, machine_name, read_run
+from sftkit.reports.compare import Curves, compare_curves, speed_words
+from sftkit.reports.numbers import format_value
 from sftkit.rundir.files import read_object
-from sftkit.rundir.names import TRAINING_STATE, latest
+from sftkit.rundir.names import TRAINING_STATE, latest_checkpoint
 from sftkit.tracking.dashboard import panels
 from sftkit.tracking.dashboard.identity import run_name
 from sftkit.tracking.dashboard.remote import first_line
@@ -35,7 +35,7 @@ class Compared:
     machine: str | None = None
 
 
-def find(run: str, entity: str, project: str, *, offline: bool) -> Compared:
+def find_run(run: str, entity: str, project: str, *, offline: bool) -> Compared:
     """Return a run from its directory, or by its id or name from wandb; offline without its curves then.
 
     Raises:
@@ -56,9 +56,9 @@ def _local(run_dir: Path) -> Compared:
     Its newest checkpoint has its id on wandb; its name there is made of the last two folders.
     """
     report, curves = read_run(run_dir)
-    name, folder = run_name(run_dir), latest(run_dir)
+    name, folder = run_name(run_dir), latest_checkpoint(run_dir)
     found = read_object(folder / TRAINING_STATE).get("tracker") if folder else None
-    return Compared(name, (str(found),) if found else (name,), curves, machine(report["environment"]))
+    return Compared(name, (str(found),) if found else (name,), curves, machine_name(report["environment"]))
 
 
 def _from_wandb(run: str, entity: str, project: str) -> Compared:
@@ -75,7 +75,7 @@ def _from_wandb(run: str, entity: str, project: str) -> Compared:
     if found is None:
         raise ConfigError(f"--report {run}: {entity}/{project} has no run of that name or id")
     where = found.config.get("environment") or {}
-    return Compared(run, (found.id,), curves_of(rows), machine(where))
+    return Compared(run, (found.id,), curves_of(rows), machine_name(where))
 
 
 def comparison(
@@ -97,7 +97,7 @@ def comparison(
         reports.H1("What differs"),
         grid([comparer]),
     ]
-    for section in panels.sections(logged):
+    for section in panels.panel_sections(logged):
         blocks += [reports.H1(section.title), grid([panel_of(panel) for panel in section.panels])]
     blocks.append(reports.P("Names, units and formulas: docs/metrics.md of sftkit."))
     title = f"sftkit: {' and '.join(run.name for run in runs)}"
@@ -110,9 +110,11 @@ def _numbers(first: Compared, second: Compared) -> list[Any]:
     if first.curves is None or second.curves is None:
         words = "The speed-up and losses at equal steps are not here: name run directories, or leave out --dry-run."
         return [reports.H1("Speed-up: not known"), reports.P(words)]
-    found = compare(first.curves, second.curves, (first.machine, second.machine))
+    found = compare_curves(first.curves, second.curves, (first.machine, second.machine))
     speed_up = found["speed_up"]
-    rows = [[r["name"], show(r["step"]), show(r["value"]), show(r["other"])] for r in found["rows"]]
+    rows = [
+        [r["name"], format_value(r["step"]), format_value(r["value"]), format_value(r["other"])] for r in found["rows"]
+    ]
     lines = [["", "step", first.name, second.name], ["---", *["---:"] * 3], *rows]
     return [
         reports.H1(f"Speed-up: {'not known' if speed_up is None else format(speed_up, '.2f')}"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from sftkit.config.secrets import secret_in
 from sftkit.errors import ConfigError, DataError
-from sftkit.rundir.failure import describe
+from sftkit.rundir.failure import describe_error
 from sftkit.rundir.names import STATUS
 from sftkit.rundir.status import RunStatus, read_status
 
@@ -45,7 +45,7 @@ def ending_of(run_dir: Path, status: RunStatus | None, error: BaseException | No
     """
     if error is not None:
         causes = [failure for failure in status.failures() if not failure.symptom] if status else []
-        text = str(causes[0]) if causes else describe(error)
+        text = str(causes[0]) if causes else describe_error(error)
         if kind := secret_in(text):
             text = f"{type(error).__name__}: its text holds what looks like {kind}, and is in {STATUS} alone"
         code = 2 if isinstance(error, ConfigError | DataError) else 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, Metric, find, regex
+from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, Metric, find_metric, regex
 
 _DRAWN = {
     # All but low and high: wandb's regular expressions cannot look ahead, and no metric begins with l or h.
@@ -186,7 +186,7 @@ PANEL_SECTIONS = (
 )
 
 
-def sections(logged: Collection[str] | None) -> list[Section]:
+def panel_sections(logged: Collection[str] | None) -> list[Section]:
     """Return what there is to see of runs that have logged these names; empty panels and sections are left out.
 
     Args:
@@ -230,5 +230,5 @@ def expression(name: str) -> str:
 
 def value_of_run(name: str) -> str:
     """Return where wandb's summary has the value of a name that stands for the run."""
-    metric = None if name in RUN_VALUES else find(name)
+    metric = None if name in RUN_VALUES else find_metric(name)
     return name if metric is None or metric.summary == "last" else f"{name}.{metric.summary}"

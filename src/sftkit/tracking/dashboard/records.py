@@ -49,7 +49,7 @@ def proof_of(run_dir: Path) -> RunFile:
     rows = [{**check, "check": check.get("name"), "verdict": VERDICTS[check.get("ok")]} for check in checks]
     counts = {"passed": results.count(True), "failed": results.count(False), "not_checked": results.count(None)}
     summary = {f"proof/{name}": count for name, count in counts.items()}
-    return RunFile([table("proof", PROOF_COLUMNS, rows)], summary)
+    return RunFile([record_table("proof", PROOF_COLUMNS, rows)], summary)
 
 
 def preflight_of(run_dir: Path) -> RunFile:
@@ -69,10 +69,10 @@ def preflight_of(run_dir: Path) -> RunFile:
     ]
     warnings = [{"warning": text} for text in found.get("warnings", [])]
     tables = [
-        table("preflight/sources", SOURCE_COLUMNS, sources),
-        table("preflight/layouts", LAYOUT_COLUMNS, found.get("layouts", [])),
-        table("preflight/findings", FINDING_COLUMNS, odd),
-        table("preflight/warnings", ("warning",), warnings),
+        record_table("preflight/sources", SOURCE_COLUMNS, sources),
+        record_table("preflight/layouts", LAYOUT_COLUMNS, found.get("layouts", [])),
+        record_table("preflight/findings", FINDING_COLUMNS, odd),
+        record_table("preflight/warnings", ("warning",), warnings),
     ]
     own: Mapping[str, Any] = next((layout for layout in found.get("layouts", []) if layout.get("own")), {})
     values = {
@@ -89,7 +89,7 @@ def preflight_of(run_dir: Path) -> RunFile:
     return RunFile([each for each in tables if each.rows], summary)
 
 
-def table(name: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> LoggedTable:
+def record_table(name: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> LoggedTable:
     """Return a table of mappings; a cell is empty where one has no such key."""
     return LoggedTable(name, columns, [[shortened(row.get(column)) for column in columns] for row in rows])
 

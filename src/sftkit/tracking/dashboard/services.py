@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from sftkit.config.commands import program
+from sftkit.config.commands import program_path
 from sftkit.tracking import names as metric_names
 from sftkit.tracking.dashboard.ending import Ending
 from sftkit.tracking.dashboard.records import LoggedTable
@@ -108,7 +108,7 @@ class Wandb:
         """Return how to upload a run that was kept on disk; None: it is online and complete."""
         if complete and self._mode == "online":
             return None
-        return f"the run is kept on disk; to upload it:\n  {program('wandb')} sync {self.folder}"
+        return f"the run is kept on disk; to upload it:\n  {program_path('wandb')} sync {self.folder}"
 
 
 class Means:
@@ -176,4 +176,4 @@ class Trackio:
 
     def where(self, *, complete: bool) -> str | None:
         """Return the command that shows the run."""
-        return f"see the run with `{program('trackio')} show --project {self._project}`"
+        return f"see the run with `{program_path('trackio')} show --project {self._project}`"

@@ -1,4 +1,4 @@
-"""The project's wandb workspace as code. Only `save` asks a server."""
+"""The project's wandb workspace as code. Only `save_view` asks a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.commands import install, program
+from sftkit.config.commands import install, program_path
 from sftkit.errors import ConfigError
 from sftkit.reports.collect import check_run
 from sftkit.rundir.names import EVALS, EVALUATIONS, METRICS_FILE, RESULTS, SAMPLES, STEP_DIRS, VALIDATION, is_archived
@@ -36,7 +36,7 @@ def workspace(entity: str, project: str, logged: Collection[str] | None = None) 
     """Return the view of all runs of a project: speed, loss and evaluation, then what must be zero, then the rest.
 
     Args:
-        logged: names that a run of the project has, so that no panel is empty; see panels.sections.
+        logged: names that a run of the project has, so that no panel is empty; see panels.panel_sections.
     """
     sections = [
         workspaces.Section(
@@ -45,7 +45,7 @@ def workspace(entity: str, project: str, logged: Collection[str] | None = None) 
             is_open=section.is_open,
             layout_settings=layout(section),
         )
-        for section in panels.sections(logged)
+        for section in panels.panel_sections(logged)
     ]
     columns = [f"summary:{panels.value_of_run(name)}" for name in _COLUMNS if panels.has(name, logged)]
     return workspaces.Workspace(
@@ -116,12 +116,12 @@ def logged_by(run_dir: Path) -> set[str]:
 
 
 def spec(view: workspaces.Workspace | reports.Report) -> dict[str, Any]:
-    """Return what `save` would send, as JSON."""
+    """Return what `save_view` would send, as JSON."""
     # Private: the library has no public way to see a spec without sending it.
     return json.loads(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
 
 
-def save(view: workspaces.Workspace | reports.Report) -> str:
+def save_view(view: workspaces.Workspace | reports.Report) -> str:
     """Create the workspace or report on the server and return its address.
 
     Raises:
@@ -146,5 +146,5 @@ def check_key() -> None:
 
     if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False)):
         raise ConfigError(
-            f"there is no wandb key on this machine: run `{program('wandb')} login`, or look at the spec with --dry-run"
+            f"there is no wandb key on this machine: run `{program_path('wandb')} login`, or look at the spec with --dry-run"
         )
