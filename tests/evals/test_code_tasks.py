@@ -248,7 +248,7 @@ def test_prompts_and_stops_are_those_of_lm_eval() -> None:
         assert question.prompt[0]["content"] == rendered(asked, question.source)  # type: ignore[index]
 
     theirs = lm_eval_task("mbpp", "mbpp")
-    every = {row["task_id"]: row for row in tasks.rows.read(mbpp.PROMPT, str(DATA))}
+    every = {row["task_id"]: row for row in tasks.rows.read_split(mbpp.PROMPT, str(DATA))}
     shots = [
         rendered(theirs["doc_to_text"], every[i]) + rendered(theirs["doc_to_target"], every[i] | {"is_fewshot": True})
         for i in (2, 3, 4)

@@ -199,7 +199,7 @@ def test_every_rule_decides_as_lm_eval_does(theirs: Any) -> None:
     task = tasks.load_task("ifeval", str(DATA))
     draw = random.Random(0)
     seen: Counter[tuple[str, bool]] = Counter()
-    for question, row in zip(task.examples, tasks.rows.read(ifeval.PROMPTS, str(DATA)), strict=True):
+    for question, row in zip(task.examples, tasks.rows.read_split(ifeval.PROMPTS, str(DATA)), strict=True):
         given = [{key: value for key, value in named.items() if value is not None} for named in row["kwargs"]]
         if any(named.get("letter", "a") in "#!" for named in given):
             continue  # lm_eval draws another letter at random
