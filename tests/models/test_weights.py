@@ -84,7 +84,7 @@ def test_two_ranks_load_what_from_pretrained_loads_in_little_memory_and_name_wha
         piece = (
             num_bytes / 2 * (2 if precision == "fp32" else 1)
         )  # which on a CPU is host memory itself, some of it freed before
-        assert all(piece * 0.7 < most < piece * 1.3 for most in ranks), (model, precision, piece, ranks)
+        assert all(piece * 0.7 < peak < piece * 1.3 for peak in ranks), (model, precision, piece, ranks)
     problems = found["problems"]
     assert set(problems) == {f"broken {name}" for name in broken}
     for name, parts in broken.items():

@@ -121,8 +121,8 @@ def collate(
 
     is_target = targets != IGNORE
     size = (len(rows), row_length)
-    per_row, most = shape.docs_per_row or max(docs_in_row.max(), 1), number_in_row.max(initial=-1) + 1
-    assert examples.encoder_inputs is None or most <= per_row, f"{most} documents for {per_row} encoded inputs"
+    per_row, max_docs = shape.docs_per_row or max(docs_in_row.max(), 1), number_in_row.max(initial=-1) + 1
+    assert examples.encoder_inputs is None or max_docs <= per_row, f"{max_docs} documents for {per_row} encoded inputs"
     batch = Batch(
         {
             "input_ids": torch.from_numpy(input_ids.reshape(size)),

@@ -233,12 +233,12 @@ def _inputs_per_row(lengths: np.ndarray, row_length: int) -> int:
     """Return the most documents of a row, each with an encoded input, at which nearly all
     places for inputs are taken."""
     sample = np.random.default_rng(0).permutation(len(lengths))[:_SAMPLE]
-    least, most = 1, max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
-    while least < most:
-        middle = (least + most + 1) // 2
+    low, high = 1, max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
+    while low < high:
+        middle = (low + high + 1) // 2
         rows = len(pack(lengths, sample, row_length, middle))
-        least, most = (middle, most) if len(sample) >= FULL_OF_INPUTS * rows * middle else (least, middle - 1)
-    return least
+        low, high = (middle, high) if len(sample) >= FULL_OF_INPUTS * rows * middle else (low, middle - 1)
+    return low
 
 
 def _bucket_lengths(plain: Layout, data: DataConfig, lengths: np.ndarray) -> tuple[int, ...]:

@@ -86,8 +86,8 @@ class Replicas:
     def _error(self, step: int, differing: list[tuple[str, list[list[int]]]], of: int) -> ReplicaError:
         """Build the error that names the ranks and the first tensor, and write it to the rank's status."""
         name, groups = differing[0]
-        *odd, most = groups
-        unsure = len(odd[-1]) == len(most)  # nobody is in the minority
+        *odd, majority = groups
+        unsure = len(odd[-1]) == len(majority)  # nobody is in the minority
         error = ReplicaError(
             f"step {step}: {' and '.join(map(_named, groups))} hold different bits of {name}, and must hold the same "
             f"({len(differing)} of {of} tensors differ). {'' if unsure else f'The odd one out is {_named(odd[0])}. '}"
@@ -96,7 +96,7 @@ class Replicas:
             "checkpoint with train.resume=auto, and leave out the machine of a rank that is named again"
         )
         if self._rt.status is not None:
-            self._rt.status.failed(error, symptom=self._rt.rank in most and not unsure)
+            self._rt.status.failed(error, symptom=self._rt.rank in majority and not unsure)
         return error
 
 

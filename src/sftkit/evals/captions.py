@@ -55,13 +55,13 @@ def evaluate_captions(
     Args:
         config: with max_new_tokens.
     """
-    most = config.max_new_tokens
-    assert most is not None
+    max_new_tokens = config.max_new_tokens
+    assert max_new_tokens is not None
     marks: dict[str, list[float]] = {"exact_match": [], "token_f1": []}
     records, shown = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, examples in sources.items():
         num_examples = min(config.max_examples or len(examples), len(examples))
-        prompts = prompts_of(orig_model, tokenizer, examples, num_examples, most)
+        prompts = prompts_of(orig_model, tokenizer, examples, num_examples, max_new_tokens)
         answers = generate(orig_model, tokenizer, prompts, Batching(config.batch_size, rt))
         for document, answer in enumerate(answers):
             reference = examples[document].ids[1:].tolist()
@@ -73,11 +73,11 @@ def evaluate_captions(
                 examples.encoder_sources[document],
                 str(tokenizer.decode(reference, skip_special_tokens=True)),
             )
-            question = Question(f"{name}-{document}", source, most, target=said, source={"source": name})
+            question = Question(f"{name}-{document}", source, max_new_tokens, target=said, source={"source": name})
             records.append(example_record(question, answer, {**mark}))
             if len(shown) < config.samples:
                 shown.append({"prompt": source, "reference": said, "answer": answer.text, "stop": answer.stop})
-    settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": most}
+    settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": max_new_tokens}
     exact, shared = (_result(metric, values, settings) for metric, values in marks.items())
     return [Evaluated(exact, records), Evaluated(shared, [])], shown
 

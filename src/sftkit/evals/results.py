@@ -90,8 +90,8 @@ def interval(marks: Sequence[float]) -> tuple[float, float | None, float, float]
         half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
         return mean, stderr, max(centre - half, 0.0), min(centre + half, 1.0)
     half = Z * (stderr or 0.0)
-    least, most = (0.0, 1.0) if all(0 <= mark <= 1 for mark in marks) else (-math.inf, math.inf)
-    return mean, stderr, max(mean - half, least), min(mean + half, most)
+    lowest, highest = (0.0, 1.0) if all(0 <= mark <= 1 for mark in marks) else (-math.inf, math.inf)
+    return mean, stderr, max(mean - half, lowest), min(mean + half, highest)
 
 
 def centred_mean(results: Sequence[Result]) -> float | None:

@@ -72,8 +72,8 @@ class CapturedModel(torch.nn.Module):
 
     @contextmanager
     def contract(self, on_recompile: OnRecompile) -> Iterator[None]:
-        """Hold calls to the captured shapes within the context: another one is an error, or captured now (warn), or run eagerly,
-        and told.
+        """Hold calls to the captured shapes within the context: another one is an error, or captured now
+        (warn), or run eagerly, and told.
 
         Raises:
             RecompileError: the shape, and those that there are.

@@ -119,8 +119,8 @@ def fsdp_modules(orig_model: torch.nn.Module) -> Iterator[FSDPModule]:
 
 
 def set_gradient_sync(model: torch.nn.Module, *, last: bool) -> None:
-    """Set what a sharded model does in the next micro-batch: exchange gradients and free weights, or keep them. A model whose
-    weights are not FSDP2's stays as it is: it gathers and exchanges in each.
+    """Set what a sharded model does in the next micro-batch: exchange gradients and free weights, or keep them. A model
+    whose weights are not FSDP2's stays as it is: it gathers and exchanges in each.
 
     Args:
         last: it is the last micro-batch of its step.

@@ -31,9 +31,9 @@ Forward = Callable[..., Tensor]
 
 @contextmanager
 def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
-    """Make orig_model of a pipeline callable as one that is whole, within the context: eagerly, by all ranks of the pipeline
-    together and with the same inputs. Weights of a sharded stage are gathered once, over the ranks that share it. A model
-    that is no pipeline's stays as it is, and so does one that is in such a context already.
+    """Make orig_model of a pipeline callable as one that is whole, within the context: eagerly, by all ranks of the
+    pipeline together and with the same inputs. Weights of a sharded stage are gathered once, over the ranks that share
+    it. A model that is no pipeline's stays as it is, and so does one that is in such a context already.
 
     Hidden states of the decoder are the last stage's alone: `models.stages.from_last`. Logits are the same on all.
     """
@@ -53,8 +53,8 @@ def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Make parameters of this rank's stages whole within the context, where FSDP gathers none; those of others are NaN without
-    memory, so that the model is on its device and nobody reads them unseen."""
+    """Make parameters of this rank's stages whole within the context, where FSDP gathers none; those of others are NaN
+    without memory, so that the model is on its device and nobody reads them unseen."""
     device = next(p.device for p in orig_model.parameters() if not p.is_meta)
     full = {id(p): _full_parameter(p, device) for p in orig_model.parameters()}
     parameters = [
@@ -179,7 +179,7 @@ class _Links:
         return value
 
     def _work(self, way: Callable[..., Any], value: Tensor, peer: int) -> dist.Work:
-        """Send or receive as torch's schedules do: NCCL then takes the communicator of the group, and makes none for the pair."""
+        """Send or receive as torch's schedules do: NCCL then takes the group's communicator, and makes none for the pair."""
         group = self.stages.group
         (work,) = dist.batch_isend_irecv([dist.P2POp(way, value, dist.get_global_rank(group, peer), group)])
         return work

@@ -43,8 +43,8 @@ class Activations:
 
 @contextmanager
 def without_sequence_parallel(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Give every rank of a group all positions of its rows within the context: inputs of any length, as in decoding. A model
-    without tensor parallelism stays as it is."""
+    """Give every rank of a group all positions of its rows within the context: inputs of any length, as in decoding. A
+    model without tensor parallelism stays as it is."""
     activations = getattr(orig_model, "_activations", None)
     if not isinstance(activations, Activations):
         yield
@@ -155,7 +155,7 @@ def _to_local(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor)
 
 
 def _gather(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> DTensor:
-    """Gather whole rows; a DTensor still, so that the gradients of what reads it are added up before they are scattered."""
+    """Gather whole rows; a DTensor still, so that gradients of what reads it are added up before they are scattered."""
     return output.redistribute(placements=[Replicate()])
 
 

@@ -192,9 +192,9 @@ def disk_text(analysis: dict[str, Any]) -> str:
 
 def _histogram(lengths: dict[str, Any]) -> str:
     """Return the number of documents by length, in powers of two, as bars."""
-    lines, most = ["document length in positions"], max(lengths["counts"])
+    lines, highest = ["document length in positions"], max(lengths["counts"])
     for (start, end), count in zip(pairwise(lengths["edges"]), lengths["counts"], strict=True):
-        bar = "█" * round(BAR_WIDTH * count / most)
+        bar = "█" * round(BAR_WIDTH * count / highest)
         lines.append(f"  {start:>7,} .. {end - 1:<7,} {count:>9,}  {bar}".rstrip())
     return "\n".join(lines)
 

@@ -78,8 +78,8 @@ def judge_mc2(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> li
     """Mark mc2: the share of the true choices in the summed probability of all choices."""
     marks: list[ExampleScores] = []
     for example, likelihoods in zip(examples, outputs, strict=True):
-        most = max(likelihoods.sums)
-        probabilities = [math.exp(nats - most) for nats in likelihoods.sums]
+        largest = max(likelihoods.sums)
+        probabilities = [math.exp(nats - largest) for nats in likelihoods.sums]
         marks.append({"mc2": sum(probabilities[i] for i in example.gold) / sum(probabilities)})
     return marks
 

@@ -180,8 +180,8 @@ def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
 def _block_placements(
     plan: TensorPlan, block: torch.nn.Module, ranks: int, shards: int
 ) -> dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]]:
-    """Return the parameters of a block that are sharded over `ranks` tensor-parallel ranks, by module and name, and along which
-    dimensions."""
+    """Return the parameters of a block that are sharded over `ranks` tensor-parallel ranks, by module and name, and along
+    which dimensions."""
     placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
     for module in _of_plan(block, plan.columns).values():
         placements |= {(module, name): (Shard(0), Shard(0)) for name, _ in module.named_parameters()}
