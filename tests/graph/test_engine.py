@@ -157,7 +157,7 @@ def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str)
     assert found["local_elements"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
     summed = [line for line in found["stages"][0]["text"].splitlines() if ".all_reduce.default(" in line]
     assert len(summed) == collectives(case, {case: found})["joint captured"]["all-reduce"] > 0
-    assert all(".all_reduce.default(wait_tensor" in line for line in summed), "copies sum pieces, not whole gradients"
+    assert all(".all_reduce.default(wait_tensor" in line for line in summed), "copies sum shards, not whole gradients"
 
 
 FOUR_TENSOR = (

@@ -148,7 +148,7 @@ GPUS_LINE = (
 
 
 def smallest(cfg: Config, gib: float) -> tuple[int, MemoryPlan]:
-    """The fewest GPUs of that size on which a recipe runs as it is, its plan there: one, else pieces of the model."""
+    """The fewest GPUs of that size on which a recipe runs as it is, its plan there: one, else shards of the model."""
     for number in (1, 2, 4, 8):
         topology = Topology() if number == 1 else topology_of(FSDP2, number)
         try:

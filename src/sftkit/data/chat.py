@@ -163,8 +163,8 @@ def _answers(
 
 
 def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> int:
-    """Return the index of the first message before which the others have more than `max_tokens`, whatever the template writes
-    around them. Merging at its borders may take a token from either side of a text."""
+    """Return the index of the first message before which the others have more than `max_tokens`, whatever the template
+    writes around them. Merging at its borders may take a token from either side of a text."""
     tokens = 0
     for i, message in enumerate(messages):
         if tokens > max_tokens:
@@ -320,8 +320,8 @@ def _encode_answers(
 def _shares(
     tokenizer: PreTrainedTokenizerBase, text: str, prompt_end: int, encoded: Encoded, specials: list[Span]
 ) -> bool:
-    """Return whether the prompt text[:prompt_end] alone has other ids than in the whole text. Special tokens split a text, so
-    what follows the last one of the prompt decides.
+    """Return whether the prompt text[:prompt_end] alone has other ids than in the whole text. Special tokens split a
+    text, so what follows the last one of the prompt decides.
 
     Args:
         encoded: the text, or the beginning of it: if it ends before the prompt does, what lies between the special

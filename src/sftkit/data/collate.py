@@ -243,7 +243,7 @@ def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
 
 
 def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: BatchShape) -> np.ndarray:
-    """Return the starts of the documents, and of each row's padding in pieces of max_doc_length: int32 [D + 1]."""
+    """Return the starts of the documents, and of each row's padding in chunks of max_doc_length: int32 [D + 1]."""
     row_length, max_docs, max_doc_length = shape.row_length, shape.max_docs, shape.max_doc_length
     padding = [np.arange(r * row_length + n, (r + 1) * row_length, max_doc_length) for r, n in enumerate(used)]
     all_starts = np.sort(np.concatenate([starts, *padding]))

@@ -99,9 +99,9 @@ class Layout:
 
     def max_docs(self, rows: int, row_length: int) -> int:
         """Return the document slots of a micro-batch: each row's documents, and its padding in
-        pieces of max_doc_length."""
-        pieces_of_padding = -(-row_length // self.max_doc_length)
-        return rows * (self.docs_per_row + pieces_of_padding)
+        chunks of max_doc_length."""
+        chunks_of_padding = -(-row_length // self.max_doc_length)
+        return rows * (self.docs_per_row + chunks_of_padding)
 
     def batch_shape(self, rows: int, row_length: int) -> BatchShape:
         """Return what a batch of so many rows of this length declares."""

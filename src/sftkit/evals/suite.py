@@ -263,7 +263,7 @@ class Suite:
         return results.evaluated(task, outputs, self._judged(task, outputs), settings)
 
     def _judged(self, task: Task[Any, Any], outputs: Sequence[Likelihoods | Answer]) -> list[ExampleScores]:
-        """Return the main rank's marks on every rank. An error there is raised on all ranks, which
+        """Return the main rank's scores on every rank. An error there is raised on all ranks, which
         would else wait forever."""
 
         def judge() -> list[ExampleScores] | Exception:
@@ -272,10 +272,10 @@ class Suite:
             except Exception as error:
                 return error
 
-        marks = self.rt.from_main(judge)
-        if isinstance(marks, Exception):
-            raise marks
-        return marks
+        scores = self.rt.from_main(judge)
+        if isinstance(scores, Exception):
+            raise scores
+        return scores
 
     def answers(
         self,

@@ -148,7 +148,7 @@ def stream(
     messages: list[dict[str, str]],
     sampling: Sampling,
 ) -> Iterator[str]:
-    """Yield one answer in pieces as it is decoded. Closing the generator early waits for the
+    """Yield one answer in parts as it is decoded. Closing the generator early waits for the
     token that is being computed."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompt = torch.tensor([chat.render_prompt(messages, tokenizer)], device=orig_model.device)

@@ -20,7 +20,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.runtime.signals import exit_on_signals
 
 Stream = Callable[[list[Message]], Iterator[str]]
-"Messages -> the answer, piece by piece."
+"Messages -> the answer, in parts as it is decoded."
 
 HISTORY_FILE = Path(DataConfig.cache_dir) / "chat_history"
 MAX_LINES = 1000

@@ -63,7 +63,7 @@ class Pipelined(torch.nn.Module):
         return (p for p in self.model.orig_model.parameters() if not p.is_meta)
 
     def copies(self) -> dict[int, int]:
-        """Return id of each parameter that this rank has -> ranks that have the same piece, where it is no DTensor."""
+        """Return id of each parameter that this rank has -> ranks that have the same shard, where it is no DTensor."""
         replicas, holders = self.placement.mesh.size(1), self.placement.holders
         return {id(p): replicas * len(holders[name]) for name, p in self.model.orig_model.named_parameters()}
 

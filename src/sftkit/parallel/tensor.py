@@ -142,7 +142,7 @@ def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement)
 
 
 def _as_dtensor(mesh: DeviceMesh, placement: Callable[[], Placement]) -> Any:
-    """Return a hook that says of what whole the input is this rank's piece."""
+    """Return a hook that says of what whole the input is this rank's shard."""
 
     def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (DTensor.from_local(inputs[0], mesh, [placement()], run_check=False), *inputs[1:])

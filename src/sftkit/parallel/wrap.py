@@ -1,4 +1,4 @@
-"""A model with its loss, compiled in place, becomes what the train step calls: replicas (DDP), pieces (FSDP2) or stages."""
+"""A model with its loss, compiled in place, becomes what a train step calls: replicas (DDP), shards (FSDP2) or stages."""
 
 from __future__ import annotations
 

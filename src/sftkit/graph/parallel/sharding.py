@@ -48,7 +48,7 @@ class Gather:
 
 
 class _Gathered(torch.autograd.Function):
-    """Gradients are scattered first, and only shards summed over copies; `redistribute` alone sums whole ones over them."""
+    """Gradients are scattered first, only shards summed over copies; `redistribute` alone sums whole ones over them."""
 
     @staticmethod
     def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Tensor parallelism inside the graph: matrices of a block cut over the ranks that share rows, activations cut by position.
+"""Tensor parallelism inside the graph: matrices of a block sharded over the ranks that share rows, activations by position.
 
-The layout is that of `sftkit.parallel.tensor`, without DTensors between layers: a rank's piece of a matrix is a plain tensor, an
-all-gather stands behind a norm and a reduce-scatter behind the matrix that ends a layer.
+The layout is that of `sftkit.parallel.tensor`, without DTensors between layers: a rank's shard of a matrix is a plain
+tensor, an all-gather stands behind a norm and a reduce-scatter behind the matrix that ends a layer.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class WeightPlacement:
 
 
 def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Let the blocks of a model whose matrices are pieces exchange activations, in place; before weights are cut.
+    """Let the blocks of a model whose matrices are shards exchange activations, in place; before weights are sharded.
 
     Args:
         mesh: that has a dimension "tensor".
