@@ -140,7 +140,7 @@ def token_nll(orig_model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def full_parameters(orig_model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter by name, from whichever rank holds it, or pieces of it; every rank calls it."""
+    """Every parameter by name, from whichever rank holds it, or shards of it; every rank calls it."""
     stages = stages_of(orig_model)
     for name, p in orig_model.named_parameters():
         value = (p.full_tensor() if isinstance(p, DTensor) else p).detach()

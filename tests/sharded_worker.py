@@ -122,7 +122,7 @@ def main_load(folder: str) -> None:
     """Load each case of plan.json; write the weights that came out, or the error of every rank."""
     rt, out = start(), Path(folder)
     plan = json.loads((out / "plan.json").read_text())
-    memory = most_memory(rt, out, plan["large"])
+    memory = max_memory(rt, out, plan["large"])
     problems: dict[str, list[str]] = {}
     for name, (model, topology, precision) in plan["cases"].items():
         try:
@@ -143,7 +143,7 @@ def gather(value: Any) -> list[Any]:
     return found
 
 
-def most_memory(rt: Runtime, out: Path, large: list[list[str]]) -> list[list[float]]:
+def max_memory(rt: Runtime, out: Path, large: list[list[str]]) -> list[list[float]]:
     """The most host memory that each rank took, beyond what it had, to load its half of each (model, precision)."""
     grown, before = [], resident()
     for model, precision in large:

@@ -368,9 +368,11 @@ def test_answers_and_their_logits(tokenizer, groups: list[str] | None, dtype: to
     def answered() -> list[object]:
         model, logits = odd_llama(dtype, device).eval(), []
         model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output.clone()))
-        most = [12, 3, 7, 12, 1, 9, 12, 5, 2]  # rows leave their batch one after the other
+        max_new_tokens = [12, 3, 7, 12, 1, 9, 12, 5, 2]  # rows leave their batch one after the other
         for batch_size in (1, 4, 9):
-            answers = generate(model, tokenizer, Prompts(prompts, [10**6], most, groups=groups), Batching(batch_size))
+            answers = generate(
+                model, tokenizer, Prompts(prompts, [10**6], max_new_tokens, groups=groups), Batching(batch_size)
+            )
             logits += [(answer.text, answer.tokens) for answer in answers]
         asked = [Choices(str(i), "", ("", ""), (0,), (1, 1), groups[i] if groups else "") for i in range(9)]
         pairs = [[(np.array(p, np.int32), np.array(c, np.int32)) for c in ([5, 6], [7])] for p in prompts]

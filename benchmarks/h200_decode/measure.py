@@ -40,7 +40,7 @@ ENDS_WITHIN = 130
 "Seconds for all parts; what is under way then is broken off, what comes after it left out."
 SHOWN = 80
 "Characters of an error."
-MOST_RUNS, RUN_SECONDS = 3, 2.0
+MAX_RUNS, RUN_SECONDS = 3, 2.0
 "Later calls of each way that are timed, and the seconds after which none begins."
 
 
@@ -53,7 +53,7 @@ def speed(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, dict
     """Return (the texts, what was measured) of a first call and of later ones, the first of which may still record."""
     (texts, first), later = written(task, way, rows, new_tokens), list[tuple[Texts, list[float]]]()
     began = time.perf_counter()
-    while len(later) < MOST_RUNS and (not later or time.perf_counter() - began < RUN_SECONDS):
+    while len(later) < MAX_RUNS and (not later or time.perf_counter() - began < RUN_SECONDS):
         later.append(written(task, way, rows, new_tokens))
     seconds = sorted(times[-1] - times[0] for _, times in later)
     steps = [np.diff(times).tolist() for _, times in later]

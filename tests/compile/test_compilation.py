@@ -30,7 +30,7 @@ from sftkit.compile.contract import (
     undo_compile,
     warm_up,
 )
-from sftkit.compile.switches import MOST_RECORDS, compiler_switches
+from sftkit.compile.switches import MAX_RECORDS, compiler_switches
 from sftkit.compile.watch import CompileWatch, phase_seconds
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
@@ -504,8 +504,8 @@ def test_the_switches_are_set_inside_and_all_as_before_afterwards_even_after_an_
         dynamo, functorch, inductor, symbolic, records = settings_of_the_process()
         raise ValueError("in a step")
     assert settings_of_the_process() == before
-    assert records == MOST_RECORDS
-    assert before[-1] < MOST_RECORDS
+    assert records == MAX_RECORDS
+    assert before[-1] < MAX_RECORDS
     was = before[0]
     assert dynamo["optimize_ddp"] == (False if enabled else was["optimize_ddp"])
     assert dynamo["recompile_limit"] == (508 if enabled else was["recompile_limit"])

@@ -26,7 +26,7 @@ EXPECTED = {
 }
 ALL = sorted(str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").rglob("*.yaml"))
 PUBLISHED = [name for name in ALL if not name.startswith("shared/")]
-MOST_PROCESSES = {"lab/gpt2_compile/compiled.yaml": 2, "lab/gpt2_compile/eager.yaml": 2}
+MAX_PROCESSES = {"lab/gpt2_compile/compiled.yaml": 2, "lab/gpt2_compile/eager.yaml": 2}
 "Of recipes for so few that more cannot share their rows."
 
 
@@ -37,7 +37,7 @@ def test_the_documented_recipes_exist():
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_recipes_are_valid(name: str, world_size: int):
-    read_config(ROOT / "recipes" / name, world_size=min(world_size, MOST_PROCESSES.get(name, world_size)))
+    read_config(ROOT / "recipes" / name, world_size=min(world_size, MAX_PROCESSES.get(name, world_size)))
 
 
 def test_what_recipes_share_lacks_a_model_and_a_place_to_run_and_nothing_else():

@@ -183,9 +183,9 @@ def test_a_text_in_pieces_has_the_tokens_of_one_call(
     tokenizer = make_tokenizer(trim_offsets=trim_offsets)
     whole = encode.encode(tokenizer, text)
     monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 150)
-    pieces, some = encode.encode(tokenizer, text), encode.encode(tokenizer, text, enough=40)
-    assert (pieces.complete, len(some.ids) >= 40) == (True, True)
-    for one, other, first in zip(whole[:3], pieces[:3], some[:3], strict=True):
+    chunks, some = encode.encode(tokenizer, text), encode.encode(tokenizer, text, enough=40)
+    assert (chunks.complete, len(some.ids) >= 40) == (True, True)
+    for one, other, first in zip(whole[:3], chunks[:3], some[:3], strict=True):
         assert one.tolist() == other.tolist()
         assert one[: len(first)].tolist() == first.tolist()
     if text is MIXED:
@@ -238,8 +238,8 @@ def test_base_training_learns_a_text_in_pieces_as_in_one_call(make_tokenizer, mo
     whole = text.tokenize(row, tokenizer, max_length=64)
     monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 150)
     monkeypatch.setattr(text, "CHUNK_CHARACTERS", 150)
-    pieces = text.tokenize(row, tokenizer, max_length=64)
-    assert [e.ids.tolist() for e in pieces.examples] == [e.ids.tolist() for e in whole.examples]
+    chunks = text.tokenize(row, tokenizer, max_length=64)
+    assert [e.ids.tolist() for e in chunks.examples] == [e.ids.tolist() for e in whole.examples]
 
 
 @pytest.mark.parametrize("kind", ["question", "answer"])

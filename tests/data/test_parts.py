@@ -115,7 +115,7 @@ def visible_by_cu_seqlens(batch: Batch, chunk: int) -> torch.Tensor:
 
 
 def visible_by_documents(batch: Batch) -> torch.Tensor:
-    """[B * T, B * T]: causal attention within the documents of whole rows and the pieces of their padding."""
+    """[B * T, B * T]: causal attention within the documents of whole rows and the chunks of their padding."""
     document = torch.repeat_interleave(torch.arange(len(batch.cu_seqlens) - 1), batch.cu_seqlens.diff())
     return torch.ones(len(document), len(document), dtype=torch.bool).tril() & (document[:, None] == document)
 

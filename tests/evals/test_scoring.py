@@ -154,8 +154,8 @@ def test_a_continuation_without_tokens_is_refused_by_name(tokenizer) -> None:
 
 def test_batches_are_bounded_by_positions_and_targets(tokenizer, model, monkeypatch) -> None:
     expected = score(model, tokenizer, examples())
-    monkeypatch.setattr(scoring, "MOST_POSITIONS", 64)
-    monkeypatch.setattr(scoring, "MOST_TARGETS", 3)
+    monkeypatch.setattr(scoring, "MAX_POSITIONS", 64)
+    monkeypatch.setattr(scoring, "MAX_TARGETS", 3)
     with passes(model) as seen:
         found = score(model, tokenizer, examples())
     assert all(rows * positions <= 64 or rows == 1 for rows, positions in seen)

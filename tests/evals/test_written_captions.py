@@ -49,12 +49,14 @@ def test_token_f1_counts_tokens_that_both_have_as_often(
     assert token_f1(written, reference) == pytest.approx(expected)
 
 
-def transformers_own(orig_model: PreTrainedModel, examples: Examples, most: int, end: int) -> list[tuple[int, ...]]:
+def transformers_own(
+    orig_model: PreTrainedModel, examples: Examples, max_new_tokens: int, end: int
+) -> list[tuple[int, ...]]:
     """What transformers' own greedy generation writes for each document, without first token and end."""
     assert examples.encoder_inputs is not None
     given = {name: torch.from_numpy(array) for name, array in examples.encoder_inputs.arrays.items()}
     settings = GenerationConfig(
-        max_new_tokens=most, do_sample=False, decoder_start_token_id=0, eos_token_id=end, pad_token_id=1
+        max_new_tokens=max_new_tokens, do_sample=False, decoder_start_token_id=0, eos_token_id=end, pad_token_id=1
     )
     generate: Any = orig_model.eval().generate
     with plain_attention(orig_model):
@@ -78,12 +80,12 @@ def describe(
     tokenizer: Any,
     examples: Examples,
     count: int,
-    most: int,
+    max_new_tokens: int,
     batch_size: int,
     replay: bool | None = None,
 ) -> list[Answer]:
     """Texts of at most so many tokens for the first documents."""
-    prompts = prompts_of(orig_model, tokenizer, examples, count, most)
+    prompts = prompts_of(orig_model, tokenizer, examples, count, max_new_tokens)
     return decode.generate(orig_model, tokenizer, prompts, Batching(batch_size), replay=replay)
 
 
@@ -164,10 +166,10 @@ def test_steps_are_replayed_on_a_gpu_alone_and_from_as_many_as_pay(monkeypatch: 
     replayed = []
     monkeypatch.setattr(decode, "replay_pays", lambda _, steps: steps >= 8)
     monkeypatch.setattr(Decoding, "_replayed", lambda self: replayed.append(1) or self._read())
-    for fields, most, expected in ((CAPTIONER, 8, False), (CAPTIONER, 9, True), (TRANSLATOR, 9, False)):
+    for fields, max_new_tokens, expected in ((CAPTIONER, 8, False), (CAPTIONER, 9, True), (TRANSLATOR, 9, False)):
         replayed.clear()
         orig_model = made(fields)
-        describe(orig_model, ending(10**6), with_ends(captions(orig_model, [5])), 1, most, 1)
+        describe(orig_model, ending(10**6), with_ends(captions(orig_model, [5])), 1, max_new_tokens, 1)
         assert bool(replayed) is expected
 
 

@@ -44,11 +44,11 @@ MODELS = {
 }
 
 
-def one_by_one(model: PreTrainedModel, prompt: list[int], most: int, stop_ids: list[int]) -> list[int]:
+def one_by_one(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, stop_ids: list[int]) -> list[int]:
     """Greedy decoding without batch and cache."""
     tokens: list[int] = []
     with torch.no_grad():
-        while len(tokens) < most:
+        while len(tokens) < max_new_tokens:
             token = int(model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, -1].argmax())
             if token in stop_ids:
                 break
@@ -117,15 +117,15 @@ def test_the_keys_and_values_of_a_batch_have_a_bound_that_follows_from_the_model
     settings = {"stop_ids": NOTHING, "max_new_tokens": 20, "batch_size": 12}
     free = answers(model, tokenizer, prompts, **settings)
     each = 2 * 2 * 2 * 8 * 4  # keys and values, layers, key heads, their size, bytes
-    assert kv_cache.most_cached(model) == kv_cache.MOST_BYTES // each
-    monkeypatch.setattr(kv_cache, "MOST_BYTES", 150 * each)
+    assert kv_cache.max_cached_positions(model) == kv_cache.MAX_CACHE_BYTES // each
+    monkeypatch.setattr(kv_cache, "MAX_CACHE_BYTES", 150 * each)
     with passes(model) as seen:
         bounded = answers(model, tokenizer, prompts, **settings)
     assert bounded == free
     firsts = [shape for shape in seen if shape[1] > 1]
     assert all(rows * (width + 20) <= 150 for rows, width in firsts)
     assert max(rows for rows, _ in seen) > 1
-    monkeypatch.setattr(kv_cache, "MOST_BYTES", each)
+    monkeypatch.setattr(kv_cache, "MAX_CACHE_BYTES", each)
     with passes(model) as seen:
         assert answers(model, tokenizer, prompts, **settings) == free
     assert {rows for rows, _ in seen} == {1}
@@ -133,7 +133,7 @@ def test_the_keys_and_values_of_a_batch_have_a_bound_that_follows_from_the_model
 
 def test_a_shared_prefix_counts_for_each_row_that_copies_it(tokenizer, monkeypatch) -> None:
     model, prompts = MODELS["llama"](), make_prompts(8, shared=40)
-    monkeypatch.setattr(kv_cache, "MOST_BYTES", 120 * 256)
+    monkeypatch.setattr(kv_cache, "MAX_CACHE_BYTES", 120 * 256)
     with passes(model) as seen:
         answers(model, tokenizer, prompts, stop_ids=NOTHING, max_new_tokens=1, batch_size=8, groups=["a"] * 8)
     assert seen[0] == (1, 40)

@@ -157,7 +157,7 @@ def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str)
     assert found["local_elements"] == sum(p.numel() for p in MODELS[model]().parameters()) / 2
     summed = [line for line in found["stages"][0]["text"].splitlines() if ".all_reduce.default(" in line]
     assert len(summed) == collectives(case, {case: found})["joint captured"]["all-reduce"] > 0
-    assert all(".all_reduce.default(wait_tensor" in line for line in summed), "copies sum pieces, not whole gradients"
+    assert all(".all_reduce.default(wait_tensor" in line for line in summed), "copies sum shards, not whole gradients"
 
 
 FOUR_TENSOR = (
@@ -248,8 +248,8 @@ def test_prefetching_changes_the_order_alone() -> None:
         next(stage["text"] for stage in ranks(2, *TWO)[PREFETCHED]["stages"] if (stage["graph"], stage["after"]) == at)
         for at in (("forward", "split"), ("forward", "prefetching"))
     )
-    assert most_in_flight(before) == 1
-    assert most_in_flight(after) >= 2 * 9, "a block has nine weights"
+    assert max_in_flight(before) == 1
+    assert max_in_flight(after) >= 2 * 9, "a block has nine weights"
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_merging_changes_no_bit() -> None:
     assert moved["gradients"] == merged["gradients"]
 
 
-def most_in_flight(text: str) -> int:
+def max_in_flight(text: str) -> int:
     """All-gathers that were started and not waited for, where there are most, in the text of a graph."""
     steps = [
         1 if ".all_gather_into_tensor" in line else -1

@@ -24,7 +24,7 @@ def taken(name: str, machines: Machines, rows: int = 64, row_length: int = 8192,
 
 def test_the_simplest_layout_that_is_about_as_fast_is_taken() -> None:
     assert taken("8B", Machines(8)) == "ddp.yaml"  # a replica fits
-    assert taken("8B", Machines(8, memory_bytes=80 * GIB)) == "fsdp2.yaml"  # a piece does
+    assert taken("8B", Machines(8, memory_bytes=80 * GIB)) == "fsdp2.yaml"  # a shard does
     assert taken("8B", Machines(64), rows=256) == "multi_node.yaml"  # copies over machines: gathering stays within them
     assert taken("8B", Machines(8, per_machine=1, between=1e9)) == "pp.yaml"  # slow links
     assert taken("8B", Machines(8), row_length=65536, rows=8) in ("cp.yaml", "tp.yaml")  # a row is too much for one GPU

@@ -46,12 +46,12 @@ def test_bytes_by_formula_are_the_bytes_that_were_counted(case: TopologyCase, sh
         sharding=Sharding(not case.lean, not case.lean), stage_layers=(8 // stages,) * stages if t.stages > 1 else (),
     )  # fmt: skip
     ranks = [rank["exchanged"] for rank in RAW["cases"][case.key]]
-    most = max(ranks, key=lambda exchanged: sum(each["sent"] for each in exchanged))
-    counted = by_kind([(each["kind"], each["bytes"]) for each in most])
+    largest = max(ranks, key=lambda exchanged: sum(each["sent"] for each in exchanged))
+    counted = by_kind([(each["kind"], each["bytes"]) for each in largest])
     formula = by_kind([(each.kind, each.size) for each in traffic(setup)])
     for kind in counted.keys() | formula.keys():
         assert formula[kind] == pytest.approx(counted[kind], rel=0.01, abs=8000), (
             kind
         )  # norms that tensor ranks hold alike
-    sent = sum(each["sent"] for each in most)
+    sent = sum(each["sent"] for each in largest)
     assert sum(each.sent for each in traffic(setup)) == pytest.approx(sent, rel=0.01, abs=8000)

@@ -319,7 +319,7 @@ SLOW = (
 def test_ranks_grow_what_one_process_grows_and_resume_what_they_saved(
     save: Save, tmp_path: Path, todo: tuple[tuple[str, int, str, str], ...]
 ) -> None:
-    """Two ranks, each with its piece of an embedding larger than that of the files."""
+    """Two ranks, each with its shard of an embedding larger than that of the files."""
     cases = {
         f"{kind} {topology}": (save(kind, spare), topology, precision) for kind, spare, topology, precision in todo
     }

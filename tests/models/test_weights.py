@@ -1,4 +1,4 @@
-"""Sharded models get their weights piece by piece: bitwise those of from_pretrained, in little memory, or a clear error."""
+"""Sharded models get their weights shard by shard: bitwise those of from_pretrained, in little memory, or a clear error."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def test_two_ranks_load_what_from_pretrained_loads_in_little_memory_and_name_wha
     large = (("large", "bf16"), ("large in files", "bf16"), ("large in files", "fp32"))
     found = check_loaded(tmp_path, 2, cases, large)
     for (model, precision), ranks in zip(large, found["memory"], strict=True):
-        piece = (
+        shard = (
             num_bytes / 2 * (2 if precision == "fp32" else 1)
         )  # which on a CPU is host memory itself, some of it freed before
-        assert all(piece * 0.7 < most < piece * 1.3 for most in ranks), (model, precision, piece, ranks)
+        assert all(shard * 0.7 < peak < shard * 1.3 for peak in ranks), (model, precision, shard, ranks)
     problems = found["problems"]
     assert set(problems) == {f"broken {name}" for name in broken}
     for name, parts in broken.items():

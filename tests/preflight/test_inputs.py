@@ -448,7 +448,7 @@ def test_a_hub_that_takes_too_long_refuses_nothing(stand_in: str, monkeypatch: p
         auth_check(*words, **more)
 
     monkeypatch.setattr(HfApi, "auth_check", slow)
-    monkeypatch.setattr(hub, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(hub, "MAX_SECONDS", 0.5)
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
     assert problems(*of_model("some/gated")) == []
     answered.set()

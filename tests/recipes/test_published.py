@@ -148,7 +148,7 @@ GPUS_LINE = (
 
 
 def smallest(cfg: Config, gib: float) -> tuple[int, MemoryPlan]:
-    """The fewest GPUs of that size on which a recipe runs as it is, its plan there: one, else pieces of the model."""
+    """The fewest GPUs of that size on which a recipe runs as it is, its plan there: one, else shards of the model."""
     for number in (1, 2, 4, 8):
         topology = Topology() if number == 1 else topology_of(FSDP2, number)
         try:
@@ -293,12 +293,14 @@ def test_inspection_without_weights_finds_answers_and_memory(
 @pytest.mark.parametrize("recipe", SFT, ids=name_of)
 def test_a_row_longer_than_the_models_positions_is_refused(recipe: Path, stand_in: Folder) -> None:
     cfg, tokenizer = read(recipe), stand_in(read(recipe))
-    most = positions(shell(published(cfg)))
-    assert most is not None
-    longer = [f"data.max_length={most + 1}", f"data.row_length={2 * most}"]
+    max_positions = positions(shell(published(cfg)))
+    assert max_positions is not None
+    longer = [f"data.max_length={max_positions + 1}", f"data.row_length={2 * max_positions}"]
     longer = read_config(recipe, with_stand_in(recipe, tokenizer, *longer), world_size=1)
     words = prepare.tokenizer_of(longer)
-    with pytest.raises(ConfigError, match=f"data.max_length: {most + 1} is more than the model's {most} positions"):
+    with pytest.raises(
+        ConfigError, match=f"data.max_length: {max_positions + 1} is more than the model's {max_positions} positions"
+    ):
         prepare.row_length(longer, words, shell(published(cfg)), "bf16")
 
 

@@ -357,7 +357,7 @@ def test_a_report_that_cannot_be_written_or_takes_long_only_says_so(tmp_path: Pa
     assert said[0].startswith("no report: ConfigError")
     monkeypatch.setattr("sftkit.reports.write.write_report", lambda _: time.sleep(1))
     started = time.monotonic()
-    try_report(tmp_path, said.append, most_seconds=0.1)
+    try_report(tmp_path, said.append, max_seconds=0.1)
     assert time.monotonic() - started < 0.6
     assert "takes more than" in said[1]
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl is the record; a dashboard mirrors it; neither ever stops training."""
+"""metrics.jsonl is the record; a dashboard gets a copy; neither ever stops training."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Fake:
         return None if complete else "`wandb sync runs/x/wandb/run-1`"
 
 
-def mirrored(folder: Path, dashboard: Fake) -> Tracker:
+def logged_remotely(folder: Path, dashboard: Fake) -> Tracker:
     tracker = Tracker(folder, LogConfig(tracker="none"), cpu_runtime(), {}).open()
     tracker._dashboard = DashboardWriter(dashboard)
     return tracker
@@ -321,7 +321,7 @@ def gone() -> None:
 
 def test_a_dashboard_that_raises_costs_its_own_rows_and_is_complained_of_once(tmp_path: Path, caplog, capsys) -> None:
     dashboard = Fake(on_row=gone)
-    with caplog.at_level(logging.WARNING, logger="sftkit"), mirrored(tmp_path, dashboard) as tracker:
+    with caplog.at_level(logging.WARNING, logger="sftkit"), logged_remotely(tmp_path, dashboard) as tracker:
         tracker.log_metrics(1, 2, METRICS)
         tracker.log_metrics(2, 2, METRICS)
     assert len(rows(tmp_path / "metrics.jsonl")) == 2
@@ -337,7 +337,7 @@ def test_a_dashboard_that_never_answers_holds_neither_training_nor_its_end(
     monkeypatch.setattr("sftkit.tracking.dashboard.remote.FINISH_SECONDS", 0.3)
     dashboard = Fake(on_row=lambda: threading.Event().wait())
     began = time.monotonic()
-    with caplog.at_level(logging.WARNING, logger="sftkit"), mirrored(tmp_path, dashboard) as tracker:
+    with caplog.at_level(logging.WARNING, logger="sftkit"), logged_remotely(tmp_path, dashboard) as tracker:
         for step in range(1, 101):
             tracker.log_metrics(step, 100, METRICS)
     assert time.monotonic() - began < 5
@@ -350,7 +350,7 @@ def test_a_dashboard_that_never_answers_holds_neither_training_nor_its_end(
 
 def test_a_slow_dashboard_gets_every_row_before_the_end(tmp_path: Path) -> None:
     dashboard = Fake(on_row=lambda: time.sleep(0.02))
-    with mirrored(tmp_path, dashboard) as tracker:
+    with logged_remotely(tmp_path, dashboard) as tracker:
         for step in range(1, 31):
             tracker.log_metrics(step, 30, METRICS)
     assert [seen[1] for seen in dashboard.seen] == list(range(1, 31))
@@ -361,7 +361,7 @@ def test_a_dashboard_that_does_not_finish_is_left_after_a_while(tmp_path: Path, 
     monkeypatch.setattr("sftkit.tracking.dashboard.remote.FINISH_SECONDS", 0.3)
     dashboard = Fake(on_finish=lambda: time.sleep(60))
     began = time.monotonic()
-    with caplog.at_level(logging.WARNING, logger="sftkit"), mirrored(tmp_path, dashboard):
+    with caplog.at_level(logging.WARNING, logger="sftkit"), logged_remotely(tmp_path, dashboard):
         pass
     assert time.monotonic() - began < 5
     assert "wandb does not finish: no answer in time" in caplog.text
@@ -383,7 +383,7 @@ def test_what_ends_a_run_is_an_event_and_a_failed_run_on_the_dashboard(
     tmp_path: Path, error: Exception, kind: str
 ) -> None:
     dashboard = Fake()
-    tracker = mirrored(tmp_path, dashboard)
+    tracker = logged_remotely(tmp_path, dashboard)
     tracker.advance(7)
     with pytest.raises(type(error)), tracker:
         raise error
@@ -600,12 +600,12 @@ from pathlib import Path
 import psutil
 from accelerate import Accelerator
 from test_tracker import METRICS
-from sftkit.tracking.dashboard import remote as mirror
+from sftkit.tracking.dashboard import remote
 from sftkit.config.schema import LogConfig
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.tracker import Tracker
 
-mirror.FINISH_SECONDS = 3.0
+remote.FINISH_SECONDS = 3.0
 rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
 with Tracker(Path(sys.argv[1]), LogConfig(wandb="offline"), rt, {}).open() as tracker:
     tracker.log_metrics(1, 2000, METRICS)

@@ -22,7 +22,8 @@ from sftkit.errors import ConfigError
 from sftkit.models.padding import padding_rows
 from sftkit.models.vision import PIXELS
 
-MISSING = object()
+_NO_KEY = object()
+"Stands for the value of a key that only one of the two has."
 _FIXED = (
     *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.router_aux_loss_coef"),
     *("model.path", "model.revision"),
@@ -112,7 +113,7 @@ def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _shortened(value: Any) -> str:
     """Format a value for a message; the middle of a long one is left out."""
-    if value is MISSING:
+    if value is _NO_KEY:
         return "(none)"
     text = json.dumps(value, ensure_ascii=False, sort_keys=True)
     return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
@@ -121,8 +122,8 @@ def _shortened(value: Any) -> str:
 def _differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
     """Return dotted key -> (value in the checkpoint, value in this run) of every leaf that differs."""
     old, new = dict(flattened(there)), dict(flattened(json.loads(json.dumps(here))))
-    pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in {**old, **new}}
-    return {key: (a, b) for key, (a, b) in pairs.items() if a is MISSING or b is MISSING or a != b}
+    pairs = {key: (old.get(key, _NO_KEY), new.get(key, _NO_KEY)) for key in {**old, **new}}
+    return {key: (a, b) for key, (a, b) in pairs.items() if a is _NO_KEY or b is _NO_KEY or a != b}
 
 
 def check_identity(there: Any, here: Any, prefix: str) -> None:

@@ -41,8 +41,8 @@ class WeightSnapshot:
 def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) -> WeightSnapshot:
     """Copy what this rank will write; every rank calls it, and shards are gathered in the same order on all.
 
-    A model in one piece is copied by the main rank. Of a sharded one each rank keeps the files that fall to it, so none
-    ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts of a
+    A model that is not sharded is copied by the main rank. Of a sharded one each rank keeps the files that fall to it,
+    so none ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts of a
     mixture in one tensor), which only the whole can be turned into: the main rank keeps it then. Padding of the
     vocabulary is left out. Stages of a pipeline each write files of their own.
     """

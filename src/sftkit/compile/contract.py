@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from sftkit.compile.fallbacks import RECOMPILE_REFUSED, eager_on_recompile
 from sftkit.compile.modules import compile_part, has_cuda_graphs, named_parts
-from sftkit.compile.refusal import describe_guards, module_in
+from sftkit.compile.recompile_message import describe_guards, module_in
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.models.structure import called, decoder_blocks
@@ -128,7 +128,7 @@ def step_contract(
     """
     if breaks and on_recompile == "error":
         raise RecompileError(
-            "the compiled model has graph breaks, so it is compiled in pieces and slower than it could be:\n  "
+            "the compiled model has graph breaks, so it is compiled in parts and slower than it could be:\n  "
             + "\n  ".join(breaks)
             + "\nMend the model's code, or train with the breaks: compile.on_recompile=warn"
         )

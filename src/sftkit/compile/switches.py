@@ -16,7 +16,7 @@ from torch.fx.experimental import _config as symbolic_shapes
 
 from sftkit.config.schema import FROM_COMPILER, CompileConfig
 
-MOST_RECORDS = 100_000
+MAX_RECORDS = 100_000
 "Compilation records that are kept: torch keeps 64, but recompiles are counted from all records of a run."
 _MARGIN = 8
 "Graphs of a function beyond those that a run declares, before torch may give up on it."
@@ -45,7 +45,7 @@ def compiler_switches(
     records = dynamo_utils._compilation_metrics.maxlen or dynamo_utils.DEFAULT_COMPILATION_METRICS_LIMIT
     with ExitStack() as stack:
         stack.callback(dynamo_utils.set_compilation_metrics_limit, records)
-        dynamo_utils.set_compilation_metrics_limit(MOST_RECORDS)
+        dynamo_utils.set_compilation_metrics_limit(MAX_RECORDS)
         if compile.enabled:
             limit = _MARGIN + graphs
             dynamo: dict[str, Any] = {

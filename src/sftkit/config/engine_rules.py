@@ -57,20 +57,20 @@ def enough_micro_batches(get: Get, world_size: int) -> Iterator[Problem]:
     schedule = get("train.pipeline_schedule")
     if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:
         return
-    most = get("train.micro_batch_size")
-    count = min(rows // size for size in range(1, min(most, rows) + 1) if rows % size == 0)
+    micro_batch_size = get("train.micro_batch_size")
+    count = min(rows // size for size in range(1, min(micro_batch_size, rows) + 1) if rows % size == 0)
     stages = stages or int(os.environ.get("WORLD_SIZE", "1"))
     if schedule == "interleaved":
         if count % max(1, count // stages):
             yield (
                 "train.micro_batch_size",
-                f"{most} makes {count} micro-batches of a step, and train.pipeline_schedule interleaved takes them in rounds "
+                f"{micro_batch_size} makes {count} micro-batches of a step, and train.pipeline_schedule interleaved takes them in rounds "
                 f"of one size for {stages} processes: choose it so that they are a multiple of {stages}",
             )
     elif count < stages:
         yield (
             "train.micro_batch_size",
-            f"{most} makes {count} micro-batches of a step, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b "
+            f"{micro_batch_size} makes {count} micro-batches of a step, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b "
             f"needs {stages} or more: set {max(rows // stages, 1)} or less, or a larger train.global_batch_size",
         )
 

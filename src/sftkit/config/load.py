@@ -26,9 +26,9 @@ from sftkit.config.topology import read_topology
 from sftkit.config.validation_errors import explain_error
 from sftkit.config.yaml_text import (
     COMMAND_LINE,
-    MOST_CHARACTERS,
-    MOST_RECIPE_BYTES,
-    MOST_VALUES,
+    MAX_CHARACTERS,
+    MAX_RECIPE_BYTES,
+    MAX_VALUES,
     KeyPath,
     Node,
     Plain,
@@ -38,7 +38,7 @@ from sftkit.config.yaml_text import (
 from sftkit.config.yaml_tree import apply_override, read_tree, render_yaml
 from sftkit.errors import ConfigError
 
-MOST_PROBLEMS = 30
+MAX_PROBLEMS = 30
 "The most problems that a report lists."
 
 
@@ -135,12 +135,12 @@ def _resolve(
     recipe: str | Path, overrides: Sequence[str], row_ranks: Callable[[TrainConfig], int] | None, more: Sequence[Rule]
 ) -> tuple[Config, Node]:
     problems: list[str] = []
-    words = [word for word in overrides if len(word) <= MOST_CHARACTERS]
+    words = [word for word in overrides if len(word) <= MAX_CHARACTERS]
     if len(words) < len(overrides):
-        problems.append(f"{COMMAND_LINE}: a word of more than {MOST_CHARACTERS:,} characters: put it into the recipe")
-    if sum(map(len, words)) > MOST_RECIPE_BYTES:
+        problems.append(f"{COMMAND_LINE}: a word of more than {MAX_CHARACTERS:,} characters: put it into the recipe")
+    if sum(map(len, words)) > MAX_RECIPE_BYTES:
         raise ConfigError(
-            f"{COMMAND_LINE}: more than {MOST_RECIPE_BYTES // 1024} KiB of words: put them into the recipe"
+            f"{COMMAND_LINE}: more than {MAX_RECIPE_BYTES // 1024} KiB of words: put them into the recipe"
         )
     harmless = [word for word in words if not _secret_word(word, problems)]
     recipe = shipped(expanded(str(recipe)))
@@ -173,14 +173,14 @@ def _resolve(
 
 
 def _refuse_too_many(tree: Node, recipe: str) -> None:
-    if any(islice(_walk(tree, ()), MOST_VALUES, None)):
-        raise ConfigError(f"{recipe}: more than {MOST_VALUES:,} values, with what it extends and the {COMMAND_LINE}")
+    if any(islice(_walk(tree, ()), MAX_VALUES, None)):
+        raise ConfigError(f"{recipe}: more than {MAX_VALUES:,} values, with what it extends and the {COMMAND_LINE}")
 
 
 def _report(problems: list[str]) -> ConfigError:
     lines = list(dict.fromkeys(problems))
-    more = [f"... and {len(lines) - MOST_PROBLEMS:,} more problems"] if len(lines) > MOST_PROBLEMS else []
-    return ConfigError("\n".join(lines[:MOST_PROBLEMS] + more))
+    more = [f"... and {len(lines) - MAX_PROBLEMS:,} more problems"] if len(lines) > MAX_PROBLEMS else []
+    return ConfigError("\n".join(lines[:MAX_PROBLEMS] + more))
 
 
 def _row_ranks(train: TrainConfig) -> int:
@@ -263,7 +263,7 @@ def _validate(tree: Node, recipe: str, dropped: set[KeyPath], problems: list[str
         errors = error.errors(include_url=False)
     for i, e in enumerate(errors):
         keys, missing = tuple(e["loc"]), e["type"] in ("missing", "missing_argument")
-        if i >= MOST_PROBLEMS:  # counted; what was meant takes its time to find
+        if i >= MAX_PROBLEMS:  # counted; what was meant takes its time to find
             problems.append(dotted(keys))
             continue
         if missing and any(keys[: len(gone)] == gone for gone in dropped):

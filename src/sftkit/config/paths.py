@@ -13,13 +13,13 @@ from pathlib import Path
 from sftkit.config.terminal import visible
 from sftkit.errors import ConfigError
 
-MOST_NAME_BYTES = 240
+MAX_NAME_BYTES = 240
 "The most bytes in the name of a run directory. File systems allow 255, and earlier runs are kept as NAME.old-1."
-MOST_PATH_BYTES = 3800
+MAX_PATH_BYTES = 3800
 "The most bytes in its path. A path may have 4096, and the files of a checkpoint lie some levels below."
 
 WILDCARD = re.compile(r"[*?]")
-MOST_MATCHES = 1000
+MAX_MATCHES = 1000
 "The most matches of a path with wildcards, or files of a folder, that are looked at for a hint."
 
 
@@ -61,8 +61,8 @@ def _not_expanded(pattern: Path) -> str:
     """Return a sentence for a path with wildcards: what they match, else what is in the folder."""
     folder = next(above for above in pattern.parents if above.is_dir() and not WILDCARD.search(str(above)))
     try:
-        matches = sorted(islice(folder.glob(str(pattern.relative_to(folder))), MOST_MATCHES))
-        there = matches or sorted(islice(folder.iterdir(), MOST_MATCHES))
+        matches = sorted(islice(folder.glob(str(pattern.relative_to(folder))), MAX_MATCHES))
+        there = matches or sorted(islice(folder.iterdir(), MAX_MATCHES))
     except (OSError, ValueError):
         matches = there = []
     listed = ", ".join(map(str, there[:3])) + (" and others" if len(there) > 3 else "")
@@ -84,10 +84,10 @@ def unusable(run_dir: str) -> str | None:
     sizes = [len(os.fsencode(name)) for name in path.split(os.sep)]
     if visible(run_dir) != run_dir or "\n" in run_dir or "\t" in run_dir:
         return f"{run_dir!r} has characters that no terminal shows: take letters, digits, dots and dashes"
-    if max(sizes) > MOST_NAME_BYTES or sum(sizes) + len(sizes) > MOST_PATH_BYTES:
+    if max(sizes) > MAX_NAME_BYTES or sum(sizes) + len(sizes) > MAX_PATH_BYTES:
         return (
             f"{_short(run_dir)} is too long, with {max(sizes)} bytes in a name and {sum(sizes) + len(sizes)} in the path: take "
-            f"{MOST_NAME_BYTES} and {MOST_PATH_BYTES} at most"
+            f"{MAX_NAME_BYTES} and {MAX_PATH_BYTES} at most"
         )
     parent = path
     while not os.path.lexists(parent):

@@ -11,7 +11,7 @@ ALIKE = 0.65
 "The least likeness (0 to 1) of two recipe names, or two folder names, at which one is suggested for the other."
 SIBLINGS = 0.6
 "The least likeness of two files in one folder."
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 "The most recipes that a message lists."
 
 
@@ -20,8 +20,10 @@ def in_folder(folder: Path) -> str:
     found = sorted(folder.glob("*.yaml")) or sorted(folder.glob("*/*.yaml"))
     if not found:
         return f"{_shown(folder)}: a folder without recipes in it; name a recipe, a .yaml file"
-    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
-    return f"{_shown(folder)}: a folder; name one of the recipes in it: {', '.join(map(_shown, found[:_MOST_NAMES]))}{more}"
+    more = f" and {len(found) - _MAX_NAMES} more" if len(found) > _MAX_NAMES else ""
+    return (
+        f"{_shown(folder)}: a folder; name one of the recipes in it: {', '.join(map(_shown, found[:_MAX_NAMES]))}{more}"
+    )
 
 
 def similar_recipes(path: Path) -> str:
@@ -29,7 +31,7 @@ def similar_recipes(path: Path) -> str:
     score = {recipe: _alike(path, recipe) for recipe in _there(path)}
     best = max(score.values(), default=0.0)
     found = sorted({f'"{_shown(recipe)}"' for recipe, value in score.items() if value == best}) if best else []
-    return f". Did you mean {' or '.join(found[:_MOST_NAMES])}?" if found else ""
+    return f". Did you mean {' or '.join(found[:_MAX_NAMES])}?" if found else ""
 
 
 def _shown(path: Path) -> str:

@@ -124,7 +124,7 @@ class DataConfig:
     pad_multiple: Positive | None = None
     "dynamic: row lengths are rounded up to a multiple of this; 8 and 32 suit GPUs; null: 8."
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    "What happens to a conversation longer than max_length. Plain text is always cut into pieces of max_length."
+    "What happens to a conversation longer than max_length. Plain text is always split into chunks of max_length."
     targets: Literal["assistant", "last_turn", "all"] | None = None
     "What is learned of a conversation: every answer, those after the last user message, or every token; null: assistant in chat_sft.py, all in mid_train.py. Answers with weight 0 or train false are never learned."
     thinking: Literal["auto", "learn_empty", "off"] = "auto"
@@ -360,7 +360,7 @@ class CheckpointConfig:
 
 @settings
 class LogConfig:
-    """metrics.jsonl and the console always; a dashboard that mirrors them."""
+    """metrics.jsonl and the console always; a dashboard that gets a copy of them."""
 
     every: Positive = 10
     "Steps between logged lines."

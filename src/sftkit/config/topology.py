@@ -27,9 +27,9 @@ class Topology:
     shards: int = 1
     "processes that a copy is sharded over, each with rows of its own (FSDP2)"
     context: int = 1
-    "processes that hold pieces of the same rows"
+    "processes that hold shards of the same rows"
     tensor: int = 1
-    "processes that hold pieces of the same matrices, and of the same rows outside them"
+    "processes that hold shards of the same matrices, and of the same rows outside them"
     sharded: bool = False
     "whether weights are sharded at all; else DDP"
 

@@ -69,16 +69,16 @@ def keys_of(key: str) -> KeyPath:
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
 
 
-MOST_RECIPE_BYTES = 64 * 1024
+MAX_RECIPE_BYTES = 64 * 1024
 "The most bytes of a recipe file with those that it extends; also of the words of the command line."
-MOST_VALUES = 5_000
+MAX_VALUES = 5_000
 "The most values of a file, of a word, and of the recipe that they make; an alias counts as all that it stands for."
-MOST_LEVELS = 32
-MOST_CHARACTERS = 10_000
+MAX_LEVELS = 32
+MAX_CHARACTERS = 10_000
 "The most characters of one value."
-MOST_OF_KEY = 200
+MAX_KEY_CHARACTERS = 200
 "The most characters of a key."
-MOST_FILES = 16
+MAX_FILES = 16
 "The most files that extend one another."
 
 
@@ -88,10 +88,10 @@ class _TooMuch(Exception):
 
 def check_size(values: int, levels: int) -> None:
     """Raise _TooMuch for more values or levels than a recipe may hold."""
-    if values > 2 * MOST_VALUES:  # keys are values too while they are read
-        raise _TooMuch(f"more than {MOST_VALUES:,} values, aliases written out")
-    if levels > MOST_LEVELS:
-        raise _TooMuch(f"nested more than {MOST_LEVELS} levels deep")
+    if values > 2 * MAX_VALUES:  # keys are values too while they are read
+        raise _TooMuch(f"more than {MAX_VALUES:,} values, aliases written out")
+    if levels > MAX_LEVELS:
+        raise _TooMuch(f"nested more than {MAX_LEVELS} levels deep")
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -158,9 +158,11 @@ class _Conversion:
             return Node([self.convert(item, (*keys, i), parents) for i, item in enumerate(node.value)], self.origin)
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind not in ("null", "bool", "int", "float", "str"):
-            return self._problem(keys, f"the YAML tag {node.tag[:MOST_OF_KEY]!r} is not allowed: plain values only")
-        if len(node.value) > MOST_CHARACTERS:
-            return self._problem(keys, f"{len(node.value):,} characters, and a value has {MOST_CHARACTERS:,} at most")
+            return self._problem(
+                keys, f"the YAML tag {node.tag[:MAX_KEY_CHARACTERS]!r} is not allowed: plain values only"
+            )
+        if len(node.value) > MAX_CHARACTERS:
+            return self._problem(keys, f"{len(node.value):,} characters, and a value has {MAX_CHARACTERS:,} at most")
         try:
             return Node(_scalar(kind, node.value), self.origin)
         except ValueError:
@@ -175,8 +177,8 @@ class _Conversion:
         values: dict[str, Node] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode) or len(key_node.value) > MOST_OF_KEY:
-                self._problem(keys, f"line {line}: a key must be a word of {MOST_OF_KEY} characters at most")
+            if not isinstance(key_node, yaml.ScalarNode) or len(key_node.value) > MAX_KEY_CHARACTERS:
+                self._problem(keys, f"line {line}: a key must be a word of {MAX_KEY_CHARACTERS} characters at most")
                 continue
             key = key_node.value
             if key in lines:

@@ -16,9 +16,9 @@ from sftkit.config.commands import shipped, shipped_recipes
 from sftkit.config.paths import expanded
 from sftkit.config.yaml_text import (
     COMMAND_LINE,
-    MOST_FILES,
-    MOST_OF_KEY,
-    MOST_RECIPE_BYTES,
+    MAX_FILES,
+    MAX_KEY_CHARACTERS,
+    MAX_RECIPE_BYTES,
     KeyPath,
     Node,
     Plain,
@@ -39,7 +39,7 @@ def merge(base: Node, top: Node) -> Node:
     return Node(merged, top.origin)
 
 
-def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), room: int = MOST_RECIPE_BYTES) -> Node:
+def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), room: int = MAX_RECIPE_BYTES) -> Node:
     """Read a recipe file merged over the files that it `extends`, which may have `room` bytes together. Problems are
     appended to `problems`."""
     origin = str(path)
@@ -62,8 +62,8 @@ def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), roo
         problems.append(f"{origin}: extends: {error}")
         return tree
     chain = (*chain, path)
-    if len(chain) > MOST_FILES:
-        problems.append(f"{origin}: extends: more than {MOST_FILES} files that extend one another")
+    if len(chain) > MAX_FILES:
+        problems.append(f"{origin}: extends: more than {MAX_FILES} files that extend one another")
         return tree
     if os.path.realpath(base_path) in map(os.path.realpath, chain):
         cycle = " -> ".join(str(p) for p in (*chain, base_path))
@@ -92,7 +92,7 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: 
             content = file.read(room + 1)
         if len(content) > room:
             together = " together with the files that extend it" if extended_by else ""
-            problems.append(f"{path}: more than {MOST_RECIPE_BYTES // 1024} KiB{together}, which no recipe has")
+            problems.append(f"{path}: more than {MAX_RECIPE_BYTES // 1024} KiB{together}, which no recipe has")
             return None
         return content.decode()
     except FileNotFoundError:
@@ -114,8 +114,10 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
     if word.startswith("-"):
         problems.append(f'{COMMAND_LINE}: {word}: no such option. Settings have no dashes: "{name.lstrip("-")}=..."')
         return
-    if len(name) > MOST_OF_KEY:
-        problems.append(f"{COMMAND_LINE}: {name[:20]}...: a key of {len(name):,} characters, {MOST_OF_KEY} at most")
+    if len(name) > MAX_KEY_CHARACTERS:
+        problems.append(
+            f"{COMMAND_LINE}: {name[:20]}...: a key of {len(name):,} characters, {MAX_KEY_CHARACTERS} at most"
+        )
         return
     if not equals or not name:
         problems.append(f"{COMMAND_LINE}: {word}: is not key=value")

@@ -38,7 +38,8 @@ class AnswerMatcher:
     """What is known of the answers of one rendered conversation."""
 
     def __init__(self, template: Template, messages: list[Message], text: str, last: int) -> None:
-        """
+        """Find the headers of the answers in a rendered conversation.
+
         Args:
             text: the rendered messages up to `last`, an answer.
         """

@@ -71,7 +71,8 @@ class Finder:
         thinking: Thinking,
         where: str,
     ) -> None:
-        """
+        """Prepare a conversation to be rendered with a tokenizer's template.
+
         Args:
             conversation: of a record, its messages checked, see conversation.validated.
             thinking: auto: an answer without reasoning is one with thinking turned off, where the template knows that;

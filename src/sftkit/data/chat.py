@@ -162,15 +162,15 @@ def _answers(
     return found[::-1]
 
 
-def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, most: int) -> int:
-    """Return the index of the first message before which the others have more than `most` tokens, whatever the template
+def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> int:
+    """Return the index of the first message before which the others have more than `max_tokens`, whatever the template
     writes around them. Merging at its borders may take a token from either side of a text."""
     tokens = 0
     for i, message in enumerate(messages):
-        if tokens > most:
+        if tokens > max_tokens:
             return i
         text = conversation.answer_core(message) if message["role"] == "assistant" else message["content"].strip()
-        tokens += max(len(encode(tokenizer, text, most + 3).ids) - 2, 0)
+        tokens += max(len(encode(tokenizer, text, max_tokens + 3).ids) - 2, 0)
     return len(messages)
 
 
@@ -320,8 +320,8 @@ def _encode_answers(
 def _shares(
     tokenizer: PreTrainedTokenizerBase, text: str, prompt_end: int, encoded: Encoded, specials: list[Span]
 ) -> bool:
-    """Return whether the prompt text[:cut] alone has other ids than in the whole text. Special tokens split a text, so
-    what follows the last one of the prompt decides.
+    """Return whether the prompt text[:prompt_end] alone has other ids than in the whole text. Special tokens split a
+    text, so what follows the last one of the prompt decides.
 
     Args:
         encoded: the text, or the beginning of it: if it ends before the prompt does, what lies between the special

@@ -121,8 +121,8 @@ def collate(
 
     is_target = targets != IGNORE
     size = (len(rows), row_length)
-    per_row, most = shape.docs_per_row or max(docs_in_row.max(), 1), number_in_row.max(initial=-1) + 1
-    assert examples.encoder_inputs is None or most <= per_row, f"{most} documents for {per_row} encoded inputs"
+    per_row, max_docs = shape.docs_per_row or max(docs_in_row.max(), 1), number_in_row.max(initial=-1) + 1
+    assert examples.encoder_inputs is None or max_docs <= per_row, f"{max_docs} documents for {per_row} encoded inputs"
     batch = Batch(
         {
             "input_ids": torch.from_numpy(input_ids.reshape(size)),
@@ -243,7 +243,7 @@ def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
 
 
 def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: BatchShape) -> np.ndarray:
-    """Return the starts of the documents, and of each row's padding in pieces of max_doc_length: int32 [D + 1]."""
+    """Return the starts of the documents, and of each row's padding in chunks of max_doc_length: int32 [D + 1]."""
     row_length, max_docs, max_doc_length = shape.row_length, shape.max_docs, shape.max_doc_length
     padding = [np.arange(r * row_length + n, (r + 1) * row_length, max_doc_length) for r, n in enumerate(used)]
     all_starts = np.sort(np.concatenate([starts, *padding]))

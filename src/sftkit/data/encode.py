@@ -1,4 +1,4 @@
-"""Text to token ids and the characters that each covers. Long texts are tokenized in pieces, and only as far as is
+"""Text to token ids and the characters that each covers. Long texts are tokenized in chunks, and only as far as is
 asked for."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sftkit.errors import ConfigError
 CHUNK_CHARACTERS = 2**16
 "Characters that are tokenized at a time: tokenizers need some 600 bytes for each."
 _MARGIN = 8
-"Words at the end of a piece that the next one repeats twice: what follows may change the last ones."
+"Words at the end of a chunk that the next one repeats twice: what follows may change the last ones."
 
 
 class Encoded(NamedTuple):
@@ -35,8 +35,8 @@ def encode(
     """Tokenize a text as the tokenizer does in one call. No special tokens are added: a template writes its own, and
     apply_chat_template and inference servers add none either, so a second BOS cannot happen.
 
-    A long text is cut between words of the tokenizer, inside of which its model works. The words before a cut come out
-    of the next piece once more; where they differ, or where there are none, the text is tokenized in one call.
+    A long text is split between words of the tokenizer, inside of which its model works. The words before a split come out
+    of the next chunk once more; where they differ, or where there are none, the text is tokenized in one call.
 
     Args:
         enough: so many tokens will do, if there are more; null: all.

@@ -11,7 +11,7 @@ from sftkit.data.types import Finding
 from sftkit.errors import DataError
 from sftkit.runtime.words import counted
 
-MOST_TEXT = 500
+MAX_TEXT = 500
 "The most characters of an example: the names of a row's columns may be its whole text."
 DROPPED = {"dropped_too_long": "too long", "dropped_no_target": "without a target"}
 "Tokenized.note of a row that is left out without being bad -> the reason that is reported."
@@ -78,4 +78,4 @@ def without_logging() -> Iterator[None]:
 
 def _short(words: str) -> str:
     words = words.replace("\n", "\\n")  # as in errors.DataError
-    return words if len(words) <= MOST_TEXT else f"{words[:MOST_TEXT]}..."
+    return words if len(words) <= MAX_TEXT else f"{words[:MAX_TEXT]}..."

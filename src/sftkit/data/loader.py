@@ -77,7 +77,8 @@ class StepDataset(Dataset[StepBatches]):
         pad_id: int = 0,
         divisors: np.ndarray | None = None,
     ) -> None:
-        """
+        """Take what batches are made of.
+
         Args:
             share: of this process.
             divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
@@ -139,7 +140,8 @@ class Batches:
         earlier: Sequence[PlanSegment] = (),
         first_step: int = 0,
     ) -> None:
-        """
+        """Plan from the segments of earlier starts on; no batch is made yet.
+
         Args:
             dataset: makes the batches of this process.
             seed: of the order of documents.

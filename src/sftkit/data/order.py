@@ -30,7 +30,8 @@ class Order:
     begin."""
 
     def __init__(self, lengths: np.ndarray, layout: Layout, segments: Sequence[PlanSegment]) -> None:
-        """
+        """Begin with no epoch planned.
+
         Args:
             lengths: int [D], positions of each document.
         """

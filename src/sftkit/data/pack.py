@@ -99,9 +99,9 @@ class Layout:
 
     def max_docs(self, rows: int, row_length: int) -> int:
         """Return the document slots of a micro-batch: each row's documents, and its padding in
-        pieces of max_doc_length."""
-        pieces_of_padding = -(-row_length // self.max_doc_length)
-        return rows * (self.docs_per_row + pieces_of_padding)
+        chunks of max_doc_length."""
+        chunks_of_padding = -(-row_length // self.max_doc_length)
+        return rows * (self.docs_per_row + chunks_of_padding)
 
     def batch_shape(self, rows: int, row_length: int) -> BatchShape:
         """Return what a batch of so many rows of this length declares."""
@@ -233,12 +233,12 @@ def _inputs_per_row(lengths: np.ndarray, row_length: int) -> int:
     """Return the most documents of a row, each with an encoded input, at which nearly all
     places for inputs are taken."""
     sample = np.random.default_rng(0).permutation(len(lengths))[:_SAMPLE]
-    least, most = 1, max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
-    while least < most:
-        middle = (least + most + 1) // 2
+    low, high = 1, max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
+    while low < high:
+        middle = (low + high + 1) // 2
         rows = len(pack(lengths, sample, row_length, middle))
-        least, most = (middle, most) if len(sample) >= FULL_OF_INPUTS * rows * middle else (least, middle - 1)
-    return least
+        low, high = (middle, high) if len(sample) >= FULL_OF_INPUTS * rows * middle else (low, middle - 1)
+    return low
 
 
 def _bucket_lengths(plain: Layout, data: DataConfig, lengths: np.ndarray) -> tuple[int, ...]:

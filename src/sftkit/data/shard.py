@@ -71,7 +71,7 @@ def check_row_shard(layout: Layout, shard: RowShard) -> None:
     multiple = shard.multiple
     split = f"{multiple} chunks of equal length (two for each of {shard.num_shards} context-parallel processes)"
     if shard.kind == "columns":
-        split = f"{multiple} pieces of equal length (one for each of {multiple} tensor-parallel processes)"
+        split = f"{multiple} chunks of equal length (one for each of {multiple} tensor-parallel processes)"
     lengths = layout.row_lengths
     if layout.kind == "bucketed":  # a longer document of the validation data takes a row of max_length
         lengths = tuple(sorted({*lengths, layout.max_length}))

@@ -1,4 +1,4 @@
-"""Plain text to tokens: a document ended by eos, cut into pieces that fit a row. All but the first token is learned."""
+"""Plain text to tokens: a document ended by eos, split into chunks that fit rows. All but the first token is learned."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sftkit.errors import ConfigError
 
 
 def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Tokenized:
-    """Tokenize one text to pieces of at most max_length + 1 tokens.
+    """Tokenize one text to chunks of at most max_length + 1 tokens.
 
-    The last token of a piece is the first of the next, so each token of the text is a target exactly once. BOS stands
+    The last token of a chunk is the first of the next, so each token of the text is a target exactly once. BOS stands
     in front where the tokenizer adds one, and eos at the end, each once.
     """
     text = require_text(row)
     if not text.strip():
         return Tokenized([], "dropped_no_target", details="an empty text")
     ids = _ids(text, tokenizer)
-    pieces = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
-    examples = [chat.document(piece, np.ones(len(piece), dtype=bool), tokenizer) for piece in pieces]
+    chunks = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
+    examples = [chat.document(chunk, np.ones(len(chunk), dtype=bool), tokenizer) for chunk in chunks]
     documents = [example for example in examples if example is not None]
     return Tokenized(documents) if documents else Tokenized([], "dropped_no_target", details="a text without tokens")
 

@@ -9,7 +9,7 @@ import torch
 from sftkit.compile.records import Records
 from sftkit.engine.gradient_check import GradientCheck
 from sftkit.engine.gradient_samples import GradientDifference
-from sftkit.engine.roundings import MOST, MOST_OF_SCALE, RoundingLimits
+from sftkit.engine.roundings import MAX_LIMIT, MAX_SCALE_LIMIT, RoundingLimits
 from sftkit.engine.self_check import DocumentCheck
 from sftkit.errors import RecompileError
 from sftkit.tracking.checks import Check
@@ -72,7 +72,7 @@ def gradients_check(check: GradientCheck, allowed: RoundingLimits, backend: str)
     if allowed.gradients is not None and (alone := check.roundings) is not None:
         allowed = allowed.widened(alone)
         found += f"; roundings alone: {alone.relative:.1e}, {alone.scale:.1e} of the scale"
-        unknown = alone.relative > MOST or alone.scale > MOST_OF_SCALE
+        unknown = alone.relative > MAX_LIMIT or alone.scale > MAX_SCALE_LIMIT
     same = all(allowed.hold(d) for d in known.values())
     return Check(
         "Same gradients as the plain model",

@@ -81,13 +81,13 @@ class Replicas:
         table = torch.zeros(ranks, 2, len(sums), dtype=torch.int64, device=device)
         table[self._rt.rank, 0] = torch.tensor(first, device=device)
         table[self._rt.rank, 1] = torch.stack(sums)
-        return [[(piece, found) for piece, found in rows] for rows in self._rt.sum(table).permute(2, 0, 1).tolist()]
+        return [[(shard, found) for shard, found in rows] for rows in self._rt.sum(table).permute(2, 0, 1).tolist()]
 
     def _error(self, step: int, differing: list[tuple[str, list[list[int]]]], of: int) -> ReplicaError:
         """Build the error that names the ranks and the first tensor, and write it to the rank's status."""
         name, groups = differing[0]
-        *odd, most = groups
-        unsure = len(odd[-1]) == len(most)  # nobody is in the minority
+        *odd, majority = groups
+        unsure = len(odd[-1]) == len(majority)  # nobody is in the minority
         error = ReplicaError(
             f"step {step}: {' and '.join(map(_named, groups))} hold different bits of {name}, and must hold the same "
             f"({len(differing)} of {of} tensors differ). {'' if unsure else f'The odd one out is {_named(odd[0])}. '}"
@@ -96,7 +96,7 @@ class Replicas:
             "checkpoint with train.resume=auto, and leave out the machine of a rank that is named again"
         )
         if self._rt.status is not None:
-            self._rt.status.failed(error, symptom=self._rt.rank in most and not unsure)
+            self._rt.status.failed(error, symptom=self._rt.rank in majority and not unsure)
         return error
 
 
@@ -168,10 +168,10 @@ def parted(sums: list[tuple[int, int]]) -> list[list[list[int]]]:
     Args:
         sums: of each rank (the first rank that holds the same shard, checksum).
     """
-    pieces: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, (piece, found) in enumerate(sums):
-        pieces[piece][found].append(rank)
-    return [sorted(groups.values(), key=len) for groups in pieces.values() if len(groups) > 1]
+    shards: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, (shard, found) in enumerate(sums):
+        shards[shard][found].append(rank)
+    return [sorted(groups.values(), key=len) for groups in shards.values() if len(groups) > 1]
 
 
 def _named(ranks: list[int]) -> str:

@@ -21,7 +21,7 @@ DRAWS = 3
 "Passes with random roundings, of which the worst counts."
 APART = 3.0
 "The limit is this many times the distance of such a pass: both ways to compute the same round, in 28 blocks and more."
-MOST, MOST_OF_SCALE = 0.5, 0.05
+MAX_LIMIT, MAX_SCALE_LIMIT = 0.5, 0.05
 "No limit is wider: an attention scale wrong by 1.2 times moves gradients by 0.7 and more, a wrong divisor all of them."
 
 
@@ -54,8 +54,8 @@ class RoundingLimits(NamedTuple):
     def widened(self, measured: Roundings) -> RoundingLimits:
         """Return the limits for a model whose gradients are moved further by roundings than others'."""
         assert self.gradients is not None
-        gradients = max(self.gradients, min(APART * measured.relative, MOST))
-        return RoundingLimits(self.logits, gradients, max(self.scale, min(APART * measured.scale, MOST_OF_SCALE)))
+        gradients = max(self.gradients, min(APART * measured.relative, MAX_LIMIT))
+        return RoundingLimits(self.logits, gradients, max(self.scale, min(APART * measured.scale, MAX_SCALE_LIMIT)))
 
 
 def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> RoundingLimits:

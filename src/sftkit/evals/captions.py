@@ -55,37 +55,37 @@ def evaluate_captions(
     Args:
         config: with max_new_tokens.
     """
-    most = config.max_new_tokens
-    assert most is not None
-    marks: dict[str, list[float]] = {"exact_match": [], "token_f1": []}
+    max_new_tokens = config.max_new_tokens
+    assert max_new_tokens is not None
+    scores: dict[str, list[float]] = {"exact_match": [], "token_f1": []}
     records, shown = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, examples in sources.items():
         num_examples = min(config.max_examples or len(examples), len(examples))
-        prompts = prompts_of(orig_model, tokenizer, examples, num_examples, most)
+        prompts = prompts_of(orig_model, tokenizer, examples, num_examples, max_new_tokens)
         answers = generate(orig_model, tokenizer, prompts, Batching(config.batch_size, rt))
         for document, answer in enumerate(answers):
             reference = examples[document].ids[1:].tolist()
             reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
-            mark = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}
-            for metric, value in mark.items():
-                marks[metric].append(value)
+            score = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}
+            for metric, value in score.items():
+                scores[metric].append(value)
             source, said = (
                 examples.encoder_sources[document],
                 str(tokenizer.decode(reference, skip_special_tokens=True)),
             )
-            question = Question(f"{name}-{document}", source, most, target=said, source={"source": name})
-            records.append(example_record(question, answer, {**mark}))
+            question = Question(f"{name}-{document}", source, max_new_tokens, target=said, source={"source": name})
+            records.append(example_record(question, answer, {**score}))
             if len(shown) < config.samples:
                 shown.append({"prompt": source, "reference": said, "answer": answer.text, "stop": answer.stop})
-    settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": most}
-    exact, shared = (_result(metric, values, settings) for metric, values in marks.items())
+    settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": max_new_tokens}
+    exact, shared = (_result(metric, values, settings) for metric, values in scores.items())
     return [Evaluated(exact, records), Evaluated(shared, [])], shown
 
 
-def _result(metric: str, marks: Sequence[float], settings: dict[str, Any]) -> Result:
+def _result(metric: str, scores: Sequence[float], settings: dict[str, Any]) -> Result:
     """Return the result of one metric."""
-    value, stderr, low, high = interval(marks)
-    return Result(NAME, metric, value, stderr, low, high, None, len(marks), settings, {metric: value})
+    value, stderr, low, high = interval(scores)
+    return Result(NAME, metric, value, stderr, low, high, None, len(scores), settings, {metric: value})
 
 
 def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:

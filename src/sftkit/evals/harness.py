@@ -136,5 +136,6 @@ def _version() -> str:
 def _record(sample: dict[str, Any]) -> dict[str, Any]:
     """Return the record of one example."""
     kept = ("doc_id", "target", "arguments", "resps", "filtered_resps", "filter", "doc")
-    marks = {metric: sample.get(metric) for metric in sample.get("metrics", ())}
-    return {"id": str(sample["doc_id"]), **{key: sample.get(key) for key in kept}, "marks": marks}
+    scores = {metric: sample.get(metric) for metric in sample.get("metrics", ())}
+    # "marks" is the key of results.example_record: files of all tasks are read alike.
+    return {"id": str(sample["doc_id"]), **{key: sample.get(key) for key in kept}, "marks": scores}

@@ -50,13 +50,13 @@ class Evaluated:
 def evaluated(
     task: Task[Any, Any],
     outputs: Sequence[Likelihoods | Answer],
-    marks: Sequence[ExampleScores],
+    scores: Sequence[ExampleScores],
     settings: dict[str, Any],
 ) -> Evaluated:
-    """Return the result of a task from the marks of its examples; `settings` are added to the task's own."""
+    """Return the result of a task from the scores of its examples; `settings` are added to the task's own."""
     flat: dict[str, list[float]] = defaultdict(list)
-    for example, mark in zip(task.examples, marks, strict=True):
-        for name, value in mark.items():
+    for example, score in zip(task.examples, scores, strict=True):
+        for name, value in score.items():
             values = list(value) if isinstance(value, Sequence) else [value]
             flat[name] += values
             if family := example.source.get("family"):
@@ -75,23 +75,23 @@ def evaluated(
         settings={**task.settings, **settings},
         metrics=metrics,
     )
-    return Evaluated(result, [example_record(*row) for row in zip(task.examples, outputs, marks, strict=True)])
+    return Evaluated(result, [example_record(*row) for row in zip(task.examples, outputs, scores, strict=True)])
 
 
-def interval(marks: Sequence[float]) -> tuple[float, float | None, float, float]:
-    """Return (mean, standard error, low, high) with the 95 % interval: Wilson's for marks of 0 and 1, which
-    stays within [0, 1] and does not vanish if all marks agree; else that of the normal distribution, within
-    [0, 1] if all marks are."""
-    n = len(marks)
-    mean = sum(marks) / n
-    stderr = math.sqrt(sum((mark - mean) ** 2 for mark in marks) / (n - 1) / n) if n > 1 else None
-    if set(marks) <= {0.0, 1.0}:
+def interval(scores: Sequence[float]) -> tuple[float, float | None, float, float]:
+    """Return (mean, standard error, low, high) with the 95 % interval: Wilson's for scores of 0 and 1, which
+    stays within [0, 1] and does not vanish if all scores agree; else that of the normal distribution, within
+    [0, 1] if all scores are."""
+    n = len(scores)
+    mean = sum(scores) / n
+    stderr = math.sqrt(sum((score - mean) ** 2 for score in scores) / (n - 1) / n) if n > 1 else None
+    if set(scores) <= {0.0, 1.0}:
         centre = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
         half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
         return mean, stderr, max(centre - half, 0.0), min(centre + half, 1.0)
     half = Z * (stderr or 0.0)
-    least, most = (0.0, 1.0) if all(0 <= mark <= 1 for mark in marks) else (-math.inf, math.inf)
-    return mean, stderr, max(mean - half, least), min(mean + half, most)
+    lowest, highest = (0.0, 1.0) if all(0 <= score <= 1 for score in scores) else (-math.inf, math.inf)
+    return mean, stderr, max(mean - half, lowest), min(mean + half, highest)
 
 
 def centred_mean(results: Sequence[Result]) -> float | None:
@@ -117,7 +117,7 @@ def values_of(results: Sequence[Result]) -> dict[str, float | None]:
     return values | ({"eval/centred_mean": centred_mean(results)} if results else {})
 
 
-def example_record(example: Choices | Question, output: Likelihoods | Answer, marks: ExampleScores) -> dict[str, Any]:
+def example_record(example: Choices | Question, output: Likelihoods | Answer, scores: ExampleScores) -> dict[str, Any]:
     """Return a line of <task>.jsonl: what was asked, what the model gave, how it was judged."""
     row: dict[str, Any] = {"id": example.id, "prompt": example.prompt}
     if isinstance(example, Choices):
@@ -127,7 +127,8 @@ def example_record(example: Choices | Question, output: Likelihoods | Answer, ma
     else:
         assert isinstance(output, Answer)
         row |= {"answer": output.text, "stop": output.stop, "tokens": output.tokens, "target": example.target}
-    return row | {"marks": marks, "source": example.source}
+    # The scores of a file have the key "marks" for good: readers of earlier files expect it.
+    return row | {"marks": scores, "source": example.source}
 
 
 def write_results(folder: Path, evaluated: Sequence[Evaluated]) -> None:

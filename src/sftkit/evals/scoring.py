@@ -21,7 +21,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
 from sftkit.generation.batching import (
     ALONE,
-    MOST_POSITIONS,
+    MAX_POSITIONS,
     Batching,
     BatchLimits,
     PromptBatch,
@@ -31,11 +31,11 @@ from sftkit.generation.batching import (
     shared_prefixes,
     turns,
 )
-from sftkit.generation.kv_cache import SharedPrefix, empty_pass, most_cached, plain_forward
+from sftkit.generation.kv_cache import SharedPrefix, empty_pass, max_cached_positions, plain_forward
 from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens
 
-MOST_TARGETS = 1024
+MAX_TARGETS = 1024
 "The most positions of a batch with logits, V numbers each."
 _CHUNK = 256
 "Positions whose fp32 log-probabilities exist at a time."
@@ -200,7 +200,9 @@ def score(
     sizes = [
         RowSize(len(row.ids) - len(prefix), prefix, row.targets) for row, prefix in zip(rows, prefixes, strict=True)
     ]
-    batches = plan(sizes, BatchLimits(batching.batch_size, MOST_POSITIONS, MOST_TARGETS, most_cached(orig_model)))
+    batches = plan(
+        sizes, BatchLimits(batching.batch_size, MAX_POSITIONS, MAX_TARGETS, max_cached_positions(orig_model))
+    )
     # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
     in_step = rt is not None and rt.topology.sharded
     found: dict[int, list[tuple[tuple[int, int], tuple[float, bool, int]]]] = {}

@@ -102,10 +102,10 @@ def check_room(tasks: Sequence[Task[Any, Any]], config: EvalConfig, longest: int
     for task in tasks:
         if not isinstance(task.examples[0], Choices):
             asks[task.name] = config.max_new_tokens or max(question.max_new_tokens for question in task.examples)
-    for name, most in asks.items():
-        if most >= longest:
+    for name, max_new_tokens in asks.items():
+        if max_new_tokens >= longest:
             raise ConfigError(
-                f"eval.max_new_tokens: answers of {most} tokens ({name}) leave no room for the prompt: the model reads "
+                f"eval.max_new_tokens: answers of {max_new_tokens} tokens ({name}) leave no room for the prompt: the model reads "
                 f"{longest} tokens with both; set it to less, say {max(longest // 2, 1)}"
             )
 
@@ -247,11 +247,13 @@ class Suite:
             num_truncated = scoring.num_truncated(encoded, self._longest)
             outputs = scoring.score(self.orig_model, self.tokenizer, task.examples, self._batching, encoded)
         else:
-            most = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
-            settings["max_new_tokens"] = max(most)
-            num_truncated = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, most, strict=True))
+            max_new_tokens = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
+            settings["max_new_tokens"] = max(max_new_tokens)
+            num_truncated = sum(
+                len(prompt) + n > self._longest for prompt, n in zip(encoded, max_new_tokens, strict=True)
+            )
             outputs = self.answers(
-                encoded, most, [question.stop for question in task.examples], [q.group for q in task.examples]
+                encoded, max_new_tokens, [question.stop for question in task.examples], [q.group for q in task.examples]
             )
         if num_truncated:
             log.warning(
@@ -261,7 +263,7 @@ class Suite:
         return results.evaluated(task, outputs, self._judged(task, outputs), settings)
 
     def _judged(self, task: Task[Any, Any], outputs: Sequence[Likelihoods | Answer]) -> list[ExampleScores]:
-        """Return the main rank's marks on every rank. An error there is raised on all ranks, which
+        """Return the main rank's scores on every rank. An error there is raised on all ranks, which
         would else wait forever."""
 
         def judge() -> list[ExampleScores] | Exception:
@@ -270,31 +272,31 @@ class Suite:
             except Exception as error:
                 return error
 
-        marks = self.rt.from_main(judge)
-        if isinstance(marks, Exception):
-            raise marks
-        return marks
+        scores = self.rt.from_main(judge)
+        if isinstance(scores, Exception):
+            raise scores
+        return scores
 
     def answers(
         self,
         prompts: Sequence[Sequence[int]],
-        most: Sequence[int],
+        max_new_tokens: Sequence[int],
         stop_texts: Sequence[Sequence[str]] | None = None,
         groups: Sequence[str] | None = None,
     ) -> list[Answer]:
-        """Return greedy answers to tokenized prompts of at most `most` tokens each; a prompt that leaves no room for
+        """Return greedy answers to tokenized prompts of at most `max_new_tokens` each; a prompt that leaves no room for
         its answer loses its beginning."""
-        room = [self._longest - n for n in most]
+        room = [self._longest - n for n in max_new_tokens]
         assert all(n > 0 for n in room), "check_room has seen to it"
         truncated = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
-        asked = Prompts(truncated, chat.end_of_turn_ids(self.tokenizer), most, stop_texts, groups)
+        asked = Prompts(truncated, chat.end_of_turn_ids(self.tokenizer), max_new_tokens, stop_texts, groups)
         return generate(self.orig_model, self.tokenizer, asked, self._batching)
 
     def samples(self) -> list[dict[str, Any]]:
         """Return prompt, reference and answer of each sample row, and why the answer ended."""
         prompts = [sample_prompt(row, self.tokenizer) for row in self.sample_rows]
-        most = self.config.max_new_tokens or min(SAMPLE_TOKENS, self._longest // 2)
-        answers = self.answers([ids for ids, _, _ in prompts], [most] * len(prompts))
+        max_new_tokens = self.config.max_new_tokens or min(SAMPLE_TOKENS, self._longest // 2)
+        answers = self.answers([ids for ids, _, _ in prompts], [max_new_tokens] * len(prompts))
         return [
             {"prompt": shown, "reference": reference, "answer": answer.text, "stop": answer.stop}
             for (_, shown, reference), answer in zip(prompts, answers, strict=True)

@@ -10,7 +10,7 @@ from sftkit.data.conversation import Message
 from sftkit.generation.answer import Answer
 
 ExampleScores = dict[str, float | list[float]]
-"Metric -> the mark of one example, or its list of marks where an example is judged several times (IFEval's instructions)."
+"Metric -> the score of one example, or its list of scores where an example is judged several times (IFEval's instructions)."
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Task(Generic[ExampleT, AnswerT]):
     name: str
     examples: tuple[ExampleT, ...]
     judge: Callable[[Sequence[ExampleT], Sequence[AnswerT]], list[ExampleScores]]
-    "marks of every example, in order; called once for all, on one rank"
+    "scores of every example, in order; called once for all, on one rank"
     metric: str
     "the one that stands for the task: acc, acc_norm, mc2, exact_match, pass_at_1, ..."
     chance: float

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from sftkit.runtime.start import Runtime
 
-MOST_POSITIONS = 32_768
+MAX_POSITIONS = 32_768
 "The most positions that a batch reads at once, padding included."
 MIN_SHARED = 16
 "Tokens that rows must have in common before their keys and values are computed once."
@@ -77,7 +77,7 @@ class Turn(NamedTuple):
     "some rank computes a new prefix in this round"
 
 
-def shared_prefixes(rows: Sequence[np.ndarray], most: Sequence[int], groups: Sequence[str]) -> list[Prefix]:
+def shared_prefixes(rows: Sequence[np.ndarray], max_shared: Sequence[int], groups: Sequence[str]) -> list[Prefix]:
     """Return, for each row, the tokens that all rows of its group begin with; empty if they are fewer than MIN_SHARED
     or the row is alone in its group.
 
@@ -92,7 +92,7 @@ def shared_prefixes(rows: Sequence[np.ndarray], most: Sequence[int], groups: Seq
     shared: dict[str, Prefix] = {}
     for group, indices in members.items():
         first = rows[indices[0]]
-        length = min(most[i] for i in indices) if group and len(indices) > 1 else 0
+        length = min(max_shared[i] for i in indices) if group and len(indices) > 1 else 0
         for i in indices[1:] if length else ():
             length = _common(first[:length], rows[i][:length])
         shared[group] = tuple(first[:length].tolist()) if length >= MIN_SHARED else ()

@@ -16,7 +16,7 @@ from sftkit.data.types import EncoderInputs
 from sftkit.errors import ConfigError
 from sftkit.generation.answer import Answer, Sampling
 from sftkit.generation.batching import (
-    MOST_POSITIONS,
+    MAX_POSITIONS,
     Batching,
     BatchLimits,
     PromptBatch,
@@ -26,7 +26,7 @@ from sftkit.generation.batching import (
     shared_prefixes,
     turns,
 )
-from sftkit.generation.kv_cache import SharedPrefix, most_cached, plain_forward
+from sftkit.generation.kv_cache import SharedPrefix, max_cached_positions, plain_forward
 from sftkit.generation.rows import DecodedSequence, Decoding
 from sftkit.generation.static_step import replay_pays, replay_unsupported_reason
 from sftkit.models.kind import Continuation
@@ -69,7 +69,7 @@ def generate(
 
     Args:
         batching: batches are smaller if the keys and values of prompts and answers would take more than
-            `kv_cache.MOST_BYTES`, or the prompts more than `batching.MOST_POSITIONS`.
+            `kv_cache.MAX_CACHE_BYTES`, or the prompts more than `batching.MAX_POSITIONS`.
         replay: decode in steps of a fixed shape, on a GPU as a CUDA graph (static_step.py); None: where that is faster.
 
     Raises:
@@ -81,11 +81,11 @@ def generate(
     if replay and reason:
         raise ConfigError(f"steps of decoding cannot be replayed: {reason}")
     # one limit and one tuple of stop texts for each prompt
-    count, most = len(prompts.ids), prompts.max_new_tokens
-    most = [most] * count if isinstance(most, int) else list(most)
+    count, max_new_tokens = len(prompts.ids), prompts.max_new_tokens
+    max_new_tokens = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
     stops = [tuple(texts) for texts in prompts.stop_texts] if prompts.stop_texts is not None else [()] * count
     ids = [np.asarray(prompt, dtype=np.int64) for prompt in prompts.ids]
-    batches = _batches(orig_model, ids, prompts.groups, most, batching.batch_size)
+    batches = _batches(orig_model, ids, prompts.groups, max_new_tokens, batching.batch_size)
     # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
     kind, together = kind_of(orig_model.config), rt if rt is not None and rt.topology.sharded else None
     prefix = SharedPrefix(orig_model)
@@ -93,10 +93,10 @@ def generate(
     with plain_forward(orig_model):
         for batch, new_prefix in turns(batches, rt):
             prefix.move_to(batch.prefix if batch else (), in_step=together is not None and new_prefix)
-            rows = [DecodedSequence(i, ids[i], most[i], stops[i]) for i in batch.rows] if batch else []
+            rows = [DecodedSequence(i, ids[i], max_new_tokens[i], stops[i]) for i in batch.rows] if batch else []
             inputs = _inputs(prompts.encoder_inputs, rows, orig_model.device)
             continuation = kind.continuation(orig_model, inputs) if rows else Continuation(orig_model, {})
-            steps = max((row.most for row in rows), default=0) - 1
+            steps = max((row.max_new_tokens for row in rows), default=0) - 1
             replayed = replay if replay is not None else not reason and replay_pays(orig_model.device, steps)
             decoding = Decoding(orig_model, continuation, rows, prefix, replay=replayed)
             while decoding.goes_on(together):
@@ -107,18 +107,22 @@ def generate(
 
 
 def _batches(
-    orig_model: PreTrainedModel, ids: list[np.ndarray], groups: Sequence[str] | None, most: list[int], batch_size: int
+    orig_model: PreTrainedModel,
+    ids: list[np.ndarray],
+    groups: Sequence[str] | None,
+    max_new_tokens: list[int],
+    batch_size: int,
 ) -> list[PromptBatch]:
-    """Return which prompts are decoded together, after which prefix; `most`: new tokens of each prompt at most."""
+    """Return which prompts are decoded together, after which prefix; `max_new_tokens`: of each prompt."""
     # Padding lies between a prefix and its rows, and windows count it.
     may_share = groups is not None and not mixes_tokens(orig_model) and not windows(orig_model.config)
     names = list(groups) if groups is not None and may_share else [""] * len(ids)
     prefixes = shared_prefixes(ids, [len(prompt) - 1 for prompt in ids], names)
     sizes = [
         RowSize(len(prompt) - len(prefix), prefix, new_tokens=new)
-        for prompt, prefix, new in zip(ids, prefixes, most, strict=True)
+        for prompt, prefix, new in zip(ids, prefixes, max_new_tokens, strict=True)
     ]
-    return plan(sizes, BatchLimits(batch_size, positions=MOST_POSITIONS, cached=most_cached(orig_model)))
+    return plan(sizes, BatchLimits(batch_size, positions=MAX_POSITIONS, cached=max_cached_positions(orig_model)))
 
 
 def _inputs(
@@ -144,7 +148,7 @@ def stream(
     messages: list[dict[str, str]],
     sampling: Sampling,
 ) -> Iterator[str]:
-    """Yield one answer in pieces as it is decoded. Closing the generator early waits for the
+    """Yield one answer in parts as it is decoded. Closing the generator early waits for the
     token that is being computed."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     prompt = torch.tensor([chat.render_prompt(messages, tokenizer)], device=orig_model.device)

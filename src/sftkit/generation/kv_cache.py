@@ -16,12 +16,12 @@ from sftkit.ops.attention import mixes_tokens, plain_attention
 from sftkit.ops.attention_choice import head_sizes
 from sftkit.parallel.tensor import without_sequence_parallel
 
-MOST_BYTES = 8 * 2**30
+MAX_CACHE_BYTES = 8 * 2**30
 "The most bytes of keys and values of a batch. The same on every device, so batches and results are the same."
 
 
-def most_cached(orig_model: PreTrainedModel) -> int | None:
-    """Return for how many positions, over all rows of a batch, keys and values fit in MOST_BYTES; None
+def max_cached_positions(orig_model: PreTrainedModel) -> int | None:
+    """Return for how many positions, over all rows of a batch, keys and values fit in MAX_CACHE_BYTES; None
     if the model keeps none.
 
     Of the whole model's sizes, also where ranks share its heads.
@@ -32,7 +32,7 @@ def most_cached(orig_model: PreTrainedModel) -> int | None:
     head_dim, queries_per_key = head_sizes(orig_model)
     key_heads = config.num_attention_heads // queries_per_key
     each = 2 * config.num_hidden_layers * key_heads * head_dim * orig_model.dtype.itemsize
-    return max(MOST_BYTES // int(each), 1)
+    return max(MAX_CACHE_BYTES // int(each), 1)
 
 
 class FixedLayer(DynamicLayer):

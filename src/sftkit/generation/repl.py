@@ -20,10 +20,10 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.runtime.signals import exit_on_signals
 
 Stream = Callable[[list[Message]], Iterator[str]]
-"Messages -> the answer, piece by piece."
+"Messages -> the answer, in parts as it is decoded."
 
 HISTORY_FILE = Path(DataConfig.cache_dir) / "chat_history"
-MOST_LINES = 1000
+MAX_LINES = 1000
 "The most lines of the history."
 SAVED = "chat.jsonl"
 EXITS = ("exit", "quit", "bye")
@@ -159,7 +159,7 @@ def _editing() -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            readline.set_history_length(MOST_LINES)
+            readline.set_history_length(MAX_LINES)
             HISTORY_FILE.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(HISTORY_FILE, os.O_WRONLY | os.O_CREAT, 0o600))  # nobody else's to read
             readline.write_history_file(HISTORY_FILE)

@@ -29,7 +29,7 @@ class DecodedSequence:
     index: int
     prompt: np.ndarray
     "int64 [T], its tokens"
-    most: int
+    max_new_tokens: int
     "tokens of its answer at most"
     stop_texts: tuple[str, ...]
     tokens: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class DecodedSequence:
             find_stop_text(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
         ):
             self.stop = "stop_text"
-        if not self.stop and len(self.tokens) == self.most:
+        if not self.stop and len(self.tokens) == self.max_new_tokens:
             self.stop = "length"
 
     def answer(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
@@ -90,9 +90,9 @@ class Decoding:
         # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is 0 at
         # padding.
         skip, device = len(prefix.ids), orig_model.device
-        width, most = max(len(row.prompt) for row in rows) - skip, max(row.most for row in rows)
+        width, max_new_tokens = max(len(row.prompt) for row in rows) - skip, max(row.max_new_tokens for row in rows)
         ids = np.zeros((len(rows), width), dtype=np.int64)
-        mask = np.ones((len(rows), skip + width + most), dtype=np.int64)
+        mask = np.ones((len(rows), skip + width + max_new_tokens), dtype=np.int64)
         for i, row in enumerate(rows):
             pad = width - (len(row.prompt) - skip)
             ids[i, pad:] = row.prompt[skip:]
@@ -102,7 +102,7 @@ class Decoding:
         # Position ids count what is not padding, so that an answer does not depend on the other rows.
         self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
         self._seen = skip
-        self._cache: Cache = prefix.cache(len(rows), width + most)
+        self._cache: Cache = prefix.cache(len(rows), width + max_new_tokens)
 
     def goes_on(self, together: Runtime | None) -> bool:
         """Return whether this rank, or any of the ranks that work together, has rows that go on."""

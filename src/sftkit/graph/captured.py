@@ -27,7 +27,8 @@ class CapturedModel(torch.nn.Module):
     """Sums of a batch by the graph of its shape. A shape without one runs eagerly, but inside `contract` as that says."""
 
     def __init__(self, model: ModelWithLoss, passes: Sequence[str], *, saves_memory: bool = False) -> None:
-        """
+        """Wrap a model, with no graph captured yet.
+
         Args:
             passes: names of graph.passes, in order.
             saves_memory: see Passes.
@@ -66,12 +67,13 @@ class CapturedModel(torch.nn.Module):
 
     @property
     def seconds(self) -> float:
-        """What all captures took."""
+        """Return what all captures took."""
         return sum(graph.seconds for graph in self._graphs.values())
 
     @contextmanager
     def contract(self, on_recompile: OnRecompile) -> Iterator[None]:
-        """Inside, a shape that was not captured is an error, or captured now (warn), or run eagerly, and told.
+        """Hold calls to the captured shapes within the context: another one is an error, or captured now
+        (warn), or run eagerly, and told.
 
         Raises:
             RecompileError: the shape, and those that there are.
@@ -125,6 +127,6 @@ class CapturedModel(torch.nn.Module):
 
 
 def _shape(batch: Batch) -> tuple[int, int]:
-    """Its rows, and the positions of each, whole where ranks share them."""
+    """Return the rows of a batch, and the positions of each, whole where ranks share them."""
     rows, length = batch.doc_ids.shape
     return rows, length

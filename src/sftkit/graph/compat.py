@@ -78,8 +78,8 @@ def compile_joint(
 
 
 def flex_operator(call: flex.Call) -> Tensor:
-    """FlexAttention as the operator behind torch's function, which would start Dynamo: [B, H, T, Dv]. Document ids are an input of
-    the operator, so that a graph has none of them in it."""
+    """Return FlexAttention's output, [B, H, T, Dv], by the operator behind torch's function, which would start Dynamo.
+    Document ids are an input of the operator, so that a graph has none of them in it."""
     operator = private("torch._higher_order_ops.flex_attention", "flex_attention")
     options = private("torch.nn.attention.flex_attention", "_apply_kernel_options")
     query, key, value = call.query, call.key, call.value
@@ -92,7 +92,7 @@ def flex_operator(call: flex.Call) -> Tensor:
 
 
 def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
-    """Inside, nodes that are traced, and those of their gradients, have these values in meta["custom"]."""
+    """Put these values into meta["custom"] of nodes that are traced within the context and of their gradients'."""
     return private("torch.fx.traceback", "annotate")(values)  # type: ignore[no-any-return]
 
 
@@ -207,7 +207,7 @@ def keep_order(graph: GraphModule, after: dict[Node, list[Node]]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, what torch's schedulers tell of their work is not printed by every rank: the warm-up says what came out."""
+    """Keep torch's schedulers from printing on every rank what they do: the warm-up says what came out."""
     names = ("torch._inductor.fx_passes", "torch._inductor.fx_passes.fsdp", "torch._inductor.utils")
     for name in names:
         importlib.import_module(name)  # which would set its level
@@ -223,7 +223,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _without_gpu() -> Iterator[None]:
-    """Inside, the schedulers do not ask for a GPU's bandwidth or speed on a machine that has none, where they fail."""
+    """Keep the schedulers from asking for a GPU's bandwidth or speed where there is none, and they fail."""
     scheduling = "torch._inductor.fx_passes.overlap_scheduling"
     stand_ins: dict[tuple[str, str], Callable[..., float]] = {
         ("torch.utils._runtime_estimation", "get_gpu_dram_gbps"): lambda: 10.0,  # torch 2.13

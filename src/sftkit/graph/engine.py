@@ -180,7 +180,7 @@ class GraphEngine:
         return False
 
     def _run_shapes(self, losses: dict[tuple[int, int], float]) -> None:
-        """Forward and backward of each declared shape; random state and gradients are as before.
+        """Run forward and backward of each declared shape; random state and gradients are as before.
 
         Args:
             losses: filled with the objective per target of each shape.
@@ -224,8 +224,8 @@ class GraphEngine:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Inside, no graph is captured or compiled any more, as compile.on_recompile says, and running out of memory is
-        explained."""
+        """Forbid capture and compilation within the context, as compile.on_recompile says, and explain running out of
+        memory."""
         on_recompile, watch = self._cfg.compile.on_recompile, self.watch
         contract = step_contract(on_recompile, watch.graph_break_reasons(), watch.fell_back)
         with self.captured.contract(on_recompile), contract, oom_advice(self._plan, self._cfg, self._layout):
@@ -246,7 +246,7 @@ class GraphEngine:
         return self._watch
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Inside, nothing should be compiled."""
+        """Count what is compiled within the context, where nothing should be."""
         return self.watch.evaluating()
 
     def report(self, error: BaseException | None = None) -> EngineReport:

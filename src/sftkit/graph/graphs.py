@@ -67,7 +67,7 @@ def counts_of(graph: GraphModule) -> Counts:
 
 
 def tensor_bytes(nodes: Sequence[Node]) -> int:
-    """Bytes of the tensors among nodes."""
+    """Return the bytes of the tensors among nodes."""
     values = [node.meta.get("val") for node in nodes]
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
 

@@ -19,7 +19,7 @@ _MARK = "sftkit_block"
 
 @contextmanager
 def blocks_tagged(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Inside, what a decoder block computes is traced with the number of the block."""
+    """Tag what a decoder block computes with the number of the block, for whoever traces within the context."""
     before = [(block, "forward" in block.__dict__, block.forward) for block in decoder_blocks(orig_model)]
     try:
         for number, (block, _, forward) in enumerate(before):

@@ -124,7 +124,7 @@ def _check_room(hardware: Hardware, processes: int, replica: Replica | None) -> 
     if replica is not None and memory is not None and replica.held_bytes > processes * memory:
         raise ConfigError(
             f"{replica.describe()}, {replica.held_bytes / GIB:.0f} GiB of it without any rows, and {processes} "
-            f"GPU{'s' * (processes > 1)} of {memory / GIB:.0f} GiB cannot hold that even cut in pieces: take at least "
+            f"GPU{'s' * (processes > 1)} of {memory / GIB:.0f} GiB cannot hold that even sharded: take at least "
             f"{-(-replica.held_bytes // memory)} of them, a smaller model, or optim.name auto where another is set"
         )
 

@@ -181,7 +181,7 @@ def setups(
             continue
         share = rows // topology.row_ranks
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
-        held = dict.fromkeys(largest_divisor(share, most) for most in micro)
+        held = dict.fromkeys(largest_divisor(share, limit) for limit in micro)
         for in_micro, (memory, budget), sharding in itertools.product(held, BUDGETS.items(), shardings):
             layout = Layout("packed", (row_length,), rows, in_micro, topology.row_ranks, row_length, row_length)
             for optimizer in (DEFAULT, FALLBACK) if memory != "low" else (FALLBACK,):
@@ -218,8 +218,8 @@ def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Se
 
 def choice(fitting: list[OnPaper]) -> OnPaper | None:
     """Return the simplest that is about as fast as the fastest; None: nothing fits."""
-    most = max((each.share for each in fitting), default=0.0)
-    return next((each for each in fitting if each.share >= NEARLY * most), None)
+    highest = max((each.share for each in fitting), default=0.0)
+    return next((each for each in fitting if each.share >= NEARLY * highest), None)
 
 
 def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) -> Shape | None:

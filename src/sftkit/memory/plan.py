@@ -139,9 +139,9 @@ def make_plan(
     sharding = (sharding or Sharding()) if setup is None else setup.sharding
     plan = MemoryPlan(optim, budget, setup, found, total_bytes, sharding, earlier, line)
     if found is not None and not fits(found, total_bytes):
-        saves_most = "; ".join(r.text for r in remedies(plan, cfg, layout)[:3]) or "a smaller model or a larger GPU"
+        advice = "; ".join(r.text for r in remedies(plan, cfg, layout)[:3]) or "a smaller model or a larger GPU"
         warning = "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s"
-        log.warning(warning, gib(found.total), gib(total_bytes or 0), saves_most)
+        log.warning(warning, gib(found.total), gib(total_bytes or 0), advice)
     return plan
 
 

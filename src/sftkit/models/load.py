@@ -30,7 +30,7 @@ from sftkit.models.padding import pad_vocabulary
 from sftkit.models.vocabulary import added_tokens, check_rows, make_rows
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.manifest import check_loadable
-from sftkit.rundir.names import nothing_to_inherit, resolve, trained_length
+from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.progress import working
 
@@ -236,7 +236,7 @@ def resolve_max_length(
     """
     length = max_length or (trained_length(Path(resolve(model.path))) if model.path else None)
     if length is None:
-        raise ConfigError(f"data.max_length: {nothing_to_inherit(model.path)}")
+        raise ConfigError(f"data.max_length: {unresolved_reason(model.path)}")
     if positions is not None and length > positions:
         raise ConfigError(
             f"data.max_length: {length} is more than the model's {positions} positions: set {positions} or less"

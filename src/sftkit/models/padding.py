@@ -50,7 +50,7 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
 
 
 def _drop_padding(tokens: int, _: torch.nn.Module, __: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
-    """Forward hook of the head: return the logits [..., V] without those of padding."""
+    """Return the logits [..., V] without those of padding, as a forward hook of the head."""
     return logits[..., :tokens]
 
 

@@ -157,13 +157,13 @@ class Routing:
 
 
 def _count_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
-    """Forward hook: leave in the router how many positions of each row it gave each expert."""
+    """Leave in the router how many positions of each row it gave each expert, as a forward hook."""
     if _COUNTED.positions is not None and router.training:
         _record_counts(router, output, _COUNTED.positions, with_loss=False)
 
 
 def _count_and_loss_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
-    """Forward hook: leave the same, and the sum of their probabilities."""
+    """Leave the same, and the sum of their probabilities, as a forward hook."""
     if _COUNTED.positions is not None and router.training:
         _record_counts(router, output, _COUNTED.positions, with_loss=True)
 

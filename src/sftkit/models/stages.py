@@ -43,7 +43,7 @@ class Stages:
 
     @property
     def last_rank(self) -> int:
-        """The rank of the world that has this rank's rows in the last stage."""
+        """Return the rank of the world that has this rank's rows in the last stage."""
         return dist.get_global_rank(self.group, self.mesh.size(0) - 1)
 
     @property

@@ -81,7 +81,7 @@ def _adamw(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per chunk. `update_` says what goes in and out; _table the columns."""
+    """Update a chunk, one program each. `update_` says what goes in and out; _table the columns."""
     factor = tl.load(clip)
     if factor != factor:  # nan: everything stays
         return

@@ -36,7 +36,7 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
     GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row. `cross_entropy_` says what goes in and out."""
+    """Compute a row, one program each. `cross_entropy_` says what goes in and out."""
     row = tl.program_id(0).to(tl.int64)  # row * row_stride may pass 2^31
     logits += row * row_stride
     sums += row

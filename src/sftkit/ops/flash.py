@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from sftkit.config.commands import install
 from sftkit.runtime.hardware import user_cache
 
-MOST_REPEATS = {"fa4": 4, "varlen": 2}
+MAX_REPEATS = {"fa4": 4, "varlen": 2}
 "Maximum number of query heads per key head for which the backward pass repeats keys and values."
 
 
@@ -250,7 +250,7 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
     """
     query, key, value, cu_seqlens, cu_seqlens_k, out, lse = ctx.saved_tensors
     groups = query.shape[1] // key.shape[1]
-    repeat = 1 < groups <= MOST_REPEATS[ctx.kernel]
+    repeat = 1 < groups <= MAX_REPEATS[ctx.kernel]
     if repeat:
         key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2) for x in (key, value))
     starts = (cu_seqlens, cu_seqlens_k)

@@ -17,7 +17,7 @@ WORTH_SAYING = 0.97
 
 
 def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
-    """Layers of each stage: train.pipeline_layers, or by the work of a token that is learned.
+    """Return the layers of each stage: train.pipeline_layers, or by the work of a token that is learned.
 
     Args:
         pipeline_size: ranks that the rows pass through.
@@ -63,7 +63,7 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int) -> N
 
 
 def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
-    """Layers of each stage, one or more, so that the slowest takes least.
+    """Return the layers of each stage, one or more, so that the slowest takes least.
 
     Args:
         layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.

@@ -35,7 +35,7 @@ class Meshes:
 
 
 def make_meshes(topology: Topology, device_type: str) -> Meshes:
-    """Process groups for a topology; every rank calls it."""
+    """Make the process groups of a topology; every rank calls it."""
     t = topology
 
     def mesh(*sizes_and_names: tuple[int, str]) -> DeviceMesh:
@@ -101,7 +101,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
 
 
 def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Embedding and head, unless they are one weight: then it belongs to the root, which keeps it for both."""
+    """Return embedding and head, unless they are one weight: then it belongs to the root, which keeps it for both."""
     embedding, projection = embedding_module(orig_model), output_projection(orig_model)
     return [] if projection.weight is embedding.weight else [embedding, projection]
 
@@ -119,8 +119,12 @@ def fsdp_modules(orig_model: torch.nn.Module) -> Iterator[FSDPModule]:
 
 
 def set_gradient_sync(model: torch.nn.Module, *, last: bool) -> None:
-    """Before each micro-batch of a sharded model: whether it is the last of its step. Nothing for one whose weights are not
-    FSDP2's: it gathers and exchanges in each."""
+    """Set what a sharded model does in the next micro-batch: exchange gradients and free weights, or keep them. A model
+    whose weights are not FSDP2's stays as it is: it gathers and exchanges in each.
+
+    Args:
+        last: it is the last micro-batch of its step.
+    """
     orig_model = getattr(model, "orig_model", None)
     if not isinstance(orig_model, FSDPModule):
         return
@@ -132,7 +136,8 @@ def set_gradient_sync(model: torch.nn.Module, *, last: bool) -> None:
 
 @contextmanager
 def plain_backward(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the backward pass of a forward pass that is not ours, whose logits read the head, finds its weights."""
+    """Gather the weights of embedding and head in the backward pass, within the context: that of a forward pass that is
+    not ours reads the head through its logits."""
     alone = [module for module in _alone(orig_model) if isinstance(module, FSDPModule)]
     for module in alone:
         module.set_unshard_in_backward(True)

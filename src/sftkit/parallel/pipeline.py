@@ -45,7 +45,7 @@ class Pipelined(torch.nn.Module):
     """What the train step calls in place of a model: the stages of this rank, and the exchange with the others."""
 
     def __init__(self, model: ModelWithLoss, placement: Stages, stages: list[StageModule], schedule: str) -> None:
-        """`stages`: of this rank, where they are sharded at all sharded."""
+        """Keep the stages. `stages`: of this rank, where they are sharded at all sharded."""
         super().__init__()
         self.model, self.placement, self.stages = model, placement, stages
         self.exchanges = True
@@ -63,7 +63,7 @@ class Pipelined(torch.nn.Module):
         return (p for p in self.model.orig_model.parameters() if not p.is_meta)
 
     def copies(self) -> dict[int, int]:
-        """Return id of each parameter that this rank has -> ranks that have the same piece, where it is no DTensor."""
+        """Return id of each parameter that this rank has -> ranks that have the same shard, where it is no DTensor."""
         replicas, holders = self.placement.mesh.size(1), self.placement.holders
         return {id(p): replicas * len(holders[name]) for name, p in self.model.orig_model.named_parameters()}
 
@@ -106,7 +106,7 @@ class Pipelined(torch.nn.Module):
 
     @contextmanager
     def exchanging(self, *, exchanges: bool) -> Iterator[None]:
-        """Inside, ranks that hold the same layers add their gradients up, or keep them to themselves."""
+        """Add up the gradients of ranks that hold the same layers, or let each keep its own, within the context."""
         before, self.exchanges = self.exchanges, exchanges
         try:
             yield

@@ -19,33 +19,33 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 def show_all_reduce(own: torch.Tensor, rank: int) -> torch.Tensor:
-    """Every rank has the sum."""
+    """Sum over all ranks, in place."""
     dist.all_reduce(own)
     return own
 
 
 def show_all_gather(own: torch.Tensor, rank: int) -> torch.Tensor:
-    """Every rank has the pieces of all."""
+    """Gather the shards of all ranks."""
     whole = torch.zeros(dist.get_world_size() * len(own))
     _gather(whole, own)
     return whole
 
 
 def show_reduce_scatter(own: torch.Tensor, rank: int) -> torch.Tensor:
-    """Every rank has its shard of the sum."""
+    """Sum over all ranks and keep this rank's shard of the result."""
     shard = torch.zeros(len(own) // dist.get_world_size())
     _scatter(shard, own)
     return shard
 
 
 def broadcast(own: torch.Tensor, rank: int) -> torch.Tensor:
-    """Every rank has what rank 0 had."""
+    """Copy the tensor of rank 0 to all ranks, in place."""
     dist.broadcast(own, src=0)
     return own
 
 
 def show_send(own: torch.Tensor, rank: int) -> torch.Tensor:
-    """Rank 1 has what rank 0 has sent."""
+    """Send the tensor of rank 0 to rank 1."""
     if rank == 0:
         dist.send(own, dst=1)
     if rank == 1:
@@ -56,7 +56,7 @@ def show_send(own: torch.Tensor, rank: int) -> torch.Tensor:
 STEPS: tuple[tuple[str, Callable[[torch.Tensor, int], torch.Tensor], str], ...] = (
     ("all_reduce", show_all_reduce, "ddp.yaml: gradients of replicas, once a step; any layout: losses and norms"),
     ("all_gather", show_all_gather, "fsdp2.yaml: the weights of a block, before it computes"),
-    ("reduce_scatter", show_reduce_scatter, "fsdp2.yaml: gradients, each rank keeping those of its piece"),
+    ("reduce_scatter", show_reduce_scatter, "fsdp2.yaml: gradients, each rank keeping those of its shard"),
     ("broadcast", broadcast, "what the main rank decides; the logits of the last stage in an evaluation"),
     ("send, recv", show_send, "pp.yaml: hidden states to the next stage, their gradients back"),
 )

@@ -35,7 +35,7 @@ def split_layers(
     """
     sizes = (topology.stages, topology.stage_ranks)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("stages", "alike"))
-    later = topology.sharded  # what has no memory gets it in pieces
+    later = topology.sharded  # what has no memory gets it shard by shard
     stages = Stages(layers, mesh, _holders(orig_model, layers, topology.stages), _ends_group(mesh))
     orig_model._stages = stages  # type: ignore[assignment]
     names = {id(p): name for name, p in orig_model.named_parameters()}
@@ -89,7 +89,7 @@ class StageModule(torch.nn.Module):
     """
 
     def __init__(self, model: ModelWithLoss, layers: tuple[int, ...], number: int) -> None:
-        """`layers`: of every stage. `number`: of this one."""
+        """Take this stage's slice of the model. `layers`: of every stage. `number`: of this one."""
         super().__init__()
         orig_model = model.orig_model
         self.number, self.is_first, self.is_last = number, number == 0, number == len(layers) - 1
@@ -105,7 +105,7 @@ class StageModule(torch.nn.Module):
         "of each micro-batch, in the last stage"
 
     def blocks(self) -> Iterator[torch.nn.Module]:
-        """Its layers."""
+        """Return its layers."""
         layers = self.decoder.layers
         assert isinstance(layers, torch.nn.ModuleList)
         return iter(layers)
@@ -169,7 +169,7 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, precision: str) -> None:
 
 
 def fill_with_memory(stage: StageModule, device: torch.device) -> None:
-    """Memory for pieces of weights that are on the meta device; buffers stay as they are."""
+    """Allocate memory for shards of weights that are on the meta device; buffers stay as they are."""
     buffers = {id(module): dict(module._buffers) for module in stage.modules()}
     stage.to_empty(device=device)
     for module in stage.modules():

@@ -31,9 +31,9 @@ Forward = Callable[..., Tensor]
 
 @contextmanager
 def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
-    """Inside, orig_model of a pipeline is called as one that is whole, eagerly, by all ranks of the pipeline together and with the
-    same inputs. Weights of a sharded stage are gathered once, over the ranks that share it. Nothing for a model that is no
-    pipeline's; inside another one, nothing new.
+    """Make orig_model of a pipeline callable as one that is whole, within the context: eagerly, by all ranks of the
+    pipeline together and with the same inputs. Weights of a sharded stage are gathered once, over the ranks that share
+    it. A model that is no pipeline's stays as it is, and so does one that is in such a context already.
 
     Hidden states of the decoder are the last stage's alone: `models.stages.from_last`. Logits are the same on all.
     """
@@ -53,8 +53,8 @@ def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Inside, parameters of this rank's stages are whole, and FSDP gathers none; those of others are NaN without memory, so that
-    the model is on its device and nobody reads them unseen."""
+    """Make parameters of this rank's stages whole within the context, where FSDP gathers none; those of others are NaN
+    without memory, so that the model is on its device and nobody reads them unseen."""
     device = next(p.device for p in orig_model.parameters() if not p.is_meta)
     full = {id(p): _full_parameter(p, device) for p in orig_model.parameters()}
     parameters = [
@@ -86,7 +86,7 @@ def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Par
 
 @contextmanager
 def _replaced(forwards: dict[torch.nn.Module, Forward]) -> Iterator[None]:
-    """Inside, modules compute by these functions; names, parameters and hooks of the modules stay."""
+    """Let modules compute by these functions within the context; names, parameters and hooks of the modules stay."""
     before = {module: vars(module).get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
@@ -123,7 +123,7 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
 
 
 def _no_hidden_states(embedding: torch.nn.Module, ids: Tensor) -> Tensor:
-    """In place of the embedding's output, [B, T, H]; a part of the graph, so that backward passes come by here."""
+    """Stand in for the embedding's output, [B, T, H]; a part of the graph, so that backward passes come by here."""
     weight = embedding.weight
     assert isinstance(weight, Tensor)
     shape = (*ids.shape, weight.shape[1])
@@ -163,7 +163,7 @@ class _Links:
         return (stage - 1) % pipeline_size, stage % pipeline_size
 
     def send(self, value: Tensor, peer: int) -> None:
-        """Without waiting, unless IN_FLIGHT earlier ones are still on their way."""
+        """Send a tensor without waiting, unless IN_FLIGHT earlier ones are still on their way."""
         self.finish(IN_FLIGHT - 1)
         value = value.contiguous()
         self._in_flight.append((self._work(dist.isend, value, peer), value))
@@ -179,7 +179,7 @@ class _Links:
         return value
 
     def _work(self, way: Callable[..., Any], value: Tensor, peer: int) -> dist.Work:
-        """As torch's schedules send: NCCL then takes the communicator of the group, and makes none for the pair."""
+        """Send or receive as torch's schedules do: NCCL then takes the group's communicator, and makes none for the pair."""
         group = self.stages.group
         (work,) = dist.batch_isend_irecv([dist.P2POp(way, value, dist.get_global_rank(group, peer), group)])
         return work
@@ -211,7 +211,7 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_or_logits: Tensor, width: int, stages: Stages) -> Tensor:
-        """`hidden_or_logits`: [..., V] in the last stage, [..., H] in others."""
+        """Return the logits on all ranks. `hidden_or_logits`: [..., V] in the last stage, [..., H] in others."""
         ctx.last, ctx.shape = stages.last, hidden_or_logits.shape
         logits = (
             hidden_or_logits.contiguous()

@@ -43,8 +43,8 @@ class Activations:
 
 @contextmanager
 def without_sequence_parallel(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Inside, every rank of a group has all positions of its rows: inputs of any length, as in decoding. Nothing for a
-    model without tensor parallelism."""
+    """Give every rank of a group all positions of its rows within the context: inputs of any length, as in decoding. A
+    model without tensor parallelism stays as it is."""
     activations = getattr(orig_model, "_activations", None)
     if not isinstance(activations, Activations):
         yield
@@ -142,7 +142,7 @@ def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement)
 
 
 def _as_dtensor(mesh: DeviceMesh, placement: Callable[[], Placement]) -> Any:
-    """Return a hook that says of what whole the input is this rank's piece."""
+    """Return a hook that says of what whole the input is this rank's shard."""
 
     def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (DTensor.from_local(inputs[0], mesh, [placement()], run_check=False), *inputs[1:])
@@ -155,7 +155,7 @@ def _to_local(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor)
 
 
 def _gather(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> DTensor:
-    """Whole rows; a DTensor still, so that the gradients of what reads it are added up before they are scattered."""
+    """Gather whole rows; a DTensor still, so that gradients of what reads it are added up before they are scattered."""
     return output.redistribute(placements=[Replicate()])
 
 

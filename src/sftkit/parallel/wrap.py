@@ -1,4 +1,4 @@
-"""A model with its loss, compiled in place, becomes what the train step calls: replicas (DDP), pieces (FSDP2) or stages."""
+"""A model with its loss, compiled in place, becomes what a train step calls: replicas (DDP), shards (FSDP2) or stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 def distribute(
     model: ModelWithLoss, source: ModelConfig | None, sharding: Sharding, rt: Runtime, train: TrainConfig | None = None
 ) -> torch.nn.Module:
-    """Weights on the device, shared out as the launcher asks; every rank calls it.
+    """Put the weights on the device, sharded as the launcher asks; every rank calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).

@@ -38,7 +38,7 @@ TARGET_PCT = 5.0
 END_OF_TURN_PCT = 99.0
 PADDING_PCT = 50.0
 OVERLAP_PCT = 1.0
-"Of a validation source's documents; a few pieces of boilerplate are the same in any two parts of a corpus."
+"Of a validation source's documents; a few texts of boilerplate are the same in any two parts of a corpus."
 DUPLICATE_PCT = 5.0
 
 

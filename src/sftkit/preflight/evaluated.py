@@ -10,7 +10,7 @@ from sftkit.config.rule import Get, Problem
 from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.demo.builtin import FAMILIES
 
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 "That a message lists."
 
 
@@ -58,8 +58,6 @@ def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
 
 def _unknown(wanted: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(wanted, names, n=1)
-    listed = ", ".join(names[:_MOST_NAMES]) + (
-        f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    )
+    listed = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
     meant = f' Did you mean "{near[0]}"?' if near else ""
     return f'"{wanted}" is no metric that an evaluation of this run writes: {listed}.{meant}'

@@ -25,7 +25,7 @@ from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.preflight import evaluated
 from sftkit.rundir.manifest import read_manifest
-from sftkit.rundir.names import nothing_to_inherit, resolve, trained_length
+from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.rundir.provenance import WEIGHTS
 from sftkit.runtime.hub import find_model
 
@@ -195,7 +195,7 @@ def _check_length(path: str | None) -> str | None:
         length = None if path is None else trained_length(Path(resolve(path)))
     except (ConfigError, ValueError):  # that the model is not there, or damaged, is told without this
         return None
-    return nothing_to_inherit(path) if length is None else None
+    return unresolved_reason(path) if length is None else None
 
 
 def _is_made(path: str, made: Collection[str]) -> bool:

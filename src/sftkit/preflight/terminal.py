@@ -97,22 +97,22 @@ def preview_title(preview: Preview) -> str:
     return f"{preview.source}, document {preview.document:,}{encoder_source}: {size}"
 
 
-def preview_text(preview: Preview, *, marks: bool) -> Text:
+def preview_text(preview: Preview, *, brackets: bool) -> Text:
     """Return a document with targets green and underlined, context dim, special tokens boxed.
 
     Args:
-        marks: put targets in brackets, for a terminal without colours.
+        brackets: put targets in brackets, for a terminal without colours.
     """
     text = Text(f"\n--- {preview_title(preview)}\n", style="bold")
     inside = False
     for span in preview.spans:
-        if marks and span.target != inside:
+        if brackets and span.target != inside:
             text.append("[[" if span.target else "]]", style="not bold")
             inside = span.target
         style = "green underline" if span.target else "dim"
         words = span.text
         if span.special:
-            style, words = f"{style} reverse", f"<{words}>" if marks else words
+            style, words = f"{style} reverse", f"<{words}>" if brackets else words
         text.append(words, style=f"not bold {style}")
     return text.append("]]" if inside else "", style="not bold")
 
@@ -126,7 +126,7 @@ def preflight_console() -> Console:
 
 
 def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
-    """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) marks stand in for them."""
+    """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets stand in for them."""
     plain = console.no_color or not console.is_terminal
     for line in [
         *preflight.lines(analysis),
@@ -146,7 +146,7 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
         )
         console.print(f"\n{legend}", markup=not plain)
     for sample in samples:
-        console.print(preview_text(sample, marks=plain), soft_wrap=True)
+        console.print(preview_text(sample, brackets=plain), soft_wrap=True)
 
 
 def stage_text(stage: str, *, by_name: bool) -> str:
@@ -192,9 +192,9 @@ def disk_text(analysis: dict[str, Any]) -> str:
 
 def _histogram(lengths: dict[str, Any]) -> str:
     """Return the number of documents by length, in powers of two, as bars."""
-    lines, most = ["document length in positions"], max(lengths["counts"])
+    lines, highest = ["document length in positions"], max(lengths["counts"])
     for (start, end), count in zip(pairwise(lengths["edges"]), lengths["counts"], strict=True):
-        bar = "█" * round(BAR_WIDTH * count / most)
+        bar = "█" * round(BAR_WIDTH * count / highest)
         lines.append(f"  {start:>7,} .. {end - 1:<7,} {count:>9,}  {bar}".rstrip())
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from sftkit.reports.numbers import axis_texts, format_value, log_ticks, ticks
 Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
 "Margins of a chart, in the units of its view box."
-_MOST_TITLES = 60
+_MAX_TITLES = 60
 "Maximum number of points of a line, besides its last, that show their value when pointed at."
 _LOG_RATIO = 20.0
 "An axis is logarithmic if the largest value is more than this many times the smallest."
@@ -159,7 +159,7 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
             segments[-1].append(f"{x(step)},{y(value)}")
     known = [(step, value) for step, value in one.points if value is not None]
     few = len(known) <= 24
-    stride = -(-len(known) // _MOST_TITLES)
+    stride = -(-len(known) // _MAX_TITLES)
     told = known[::stride] + ([known[-1]] if (len(known) - 1) % stride else [])
     dots = [
         el(
@@ -192,7 +192,7 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
     x = Axis(lowest * 1.05, 1.0, left, width - 60)
     grid = ticks(lowest, 1.0, 5) if lowest else [0.0, 0.25, 0.5, 0.75, 1.0]
 
-    def at_most(value: float) -> float:
+    def clamped(value: float) -> float:
         return x(min(max(value, x.low), x.high))
 
     # The grid, with its values below.
@@ -212,8 +212,8 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
                 "g",
                 el("title", interval_text(row)),
                 el("text", name if len(name) <= 20 else name[:19] + "…", x=left - 8, y=at + 4, text_anchor="end"),
-                _line(at_most(row["low"]), at, at_most(row["high"]), at, "bar") if _has_interval(row) else None,
-                _line(at_most(row["chance"]), at - 7, at_most(row["chance"]), at + 7, "chance")
+                _line(clamped(row["low"]), at, clamped(row["high"]), at, "bar") if _has_interval(row) else None,
+                _line(clamped(row["chance"]), at - 7, clamped(row["chance"]), at + 7, "chance")
                 if row.get("chance") is not None
                 else None,
                 el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot"),

@@ -51,7 +51,7 @@ Curve = list[list[float | None]]
 """[step, value or null] in order of the steps."""
 MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS_FILE)
 "Files of which a run directory has at least one."
-MOST_RUNS = 5
+MAX_RUNS = 5
 "Maximum number of runs that a message names."
 _LEVELS = ("*/", "*/*/", "*/*/*/")
 "Depths at which runs are looked for below a folder that may hold anything."
@@ -108,8 +108,8 @@ def _runs_near(run_dir: Path) -> str:
     is_around = Path.cwd().is_relative_to(nearest.absolute())  # a folder around the current one may hold anything
     for folder in (*(() if is_around else (nearest,)), Path("runs")):
         if found := runs_in(folder, _LEVELS):
-            more = f" and {len(found) - MOST_RUNS} more" if len(found) > MOST_RUNS else ""
-            return f". Runs in {folder}, the newest first: {', '.join(map(str, found[:MOST_RUNS]))}{more}"
+            more = f" and {len(found) - MAX_RUNS} more" if len(found) > MAX_RUNS else ""
+            return f". Runs in {folder}, the newest first: {', '.join(map(str, found[:MAX_RUNS]))}{more}"
     return f"; name a run directory such as runs/default/sft, or {first_run()}"
 
 

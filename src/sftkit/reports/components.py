@@ -14,7 +14,7 @@ from sftkit.reports.numbers import NONE, format_value
 
 _ICONS = {True: "M2 6.5 5 9.5 10.5 3", False: "M2.5 2.5 9.5 9.5M9.5 2.5 2.5 9.5", None: "M2.5 6H9.5"}
 _WORDS = {True: "PASS", False: "FAIL", None: "not checked"}
-_MOST_VALUES = 12
+_MAX_VALUES = 12
 _KINDS = {True: "badge pass", False: "badge fail", None: "badge"}
 
 
@@ -134,7 +134,7 @@ def value_text(value: Any) -> str:
     if value is None:
         return NONE
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-        return f"{len(value)} values" if len(value) > _MOST_VALUES else ", ".join(map(format_value, value)) or NONE
+        return f"{len(value)} values" if len(value) > _MAX_VALUES else ", ".join(map(format_value, value)) or NONE
     if isinstance(value, dict | list):
         return json.dumps(value, ensure_ascii=False)
     return format_value(value)

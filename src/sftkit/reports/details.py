@@ -59,7 +59,7 @@ _EVENTS = {
     "starvation": "waiting for data",
 }
 _UNITS = {"gib": "GiB", "pct": "%", "gpu": "GPU", "mfu": "MFU"}
-_MOST_EVENTS = 200
+_MAX_EVENTS = 200
 
 
 def data(report: Report) -> Html:
@@ -230,9 +230,9 @@ def events(report: Report) -> Html:
             value_text(row.get("text")),
             moment(row.get("time")),
         ]
-        for row in rows[:_MOST_EVENTS]
+        for row in rows[:_MAX_EVENTS]
     ]
-    lead = f"The first {_MOST_EVENTS} of {len(rows)}." if len(rows) > _MOST_EVENTS else None
+    lead = f"The first {_MAX_EVENTS} of {len(rows)}." if len(rows) > _MAX_EVENTS else None
     return section("events", "Events", html_table(["step", "kind", "what", "when"], cells, text=(1, 2, 3)), lead=lead)
 
 

@@ -10,7 +10,7 @@ from sftkit.rundir.names import EVALUATIONS, FINAL, RESULTS, STEP_DIRS, step_nam
 
 EvaluationTable = dict[tuple[float, str, str], dict[str, Any]]
 """(step, task, metric) -> an evaluation."""
-_MOST_EVALUATIONS, _MOST_SAMPLES, _MOST_TEXT = 20, 10, 4000
+_MAX_EVALUATIONS, _MAX_SAMPLES, _MAX_TEXT = 20, 10, 4000
 _BOUNDS = ("low", "high", "chance")
 _MEANS = ("centred_mean", "families")
 
@@ -107,8 +107,8 @@ def newest_samples(rows: Rows) -> Rows:
         step = drawable_number(row.get("step"))
         if step is not None:
             texts = {
-                key: str(row[key])[:_MOST_TEXT] for key in ("prompt", "reference", "answer", "stop") if row.get(key)
+                key: str(row[key])[:_MAX_TEXT] for key in ("prompt", "reference", "answer", "stop") if row.get(key)
             }
             by_step.setdefault(step, []).append(texts)
-    steps = sorted(by_step, reverse=True)[:_MOST_EVALUATIONS]
-    return [{"step": int(step), "samples": by_step[step][:_MOST_SAMPLES]} for step in steps]
+    steps = sorted(by_step, reverse=True)[:_MAX_EVALUATIONS]
+    return [{"step": int(step), "samples": by_step[step][:_MAX_SAMPLES]} for step in steps]

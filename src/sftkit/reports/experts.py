@@ -9,8 +9,8 @@ from sftkit.reports.files import drawable_number, mapping
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import format_value
 
-LEFT, WIDTH, MOST_HIGH = 30.0, 960.0, 20.0
-_MOST_TITLES = 2000
+LEFT, WIDTH, MAX_CELL_HEIGHT = 30.0, 960.0, 20.0
+_MAX_TITLES = 2000
 FULL = 2.0
 "Load, in even shares, from which on a cell is as dark as it gets."
 
@@ -35,10 +35,10 @@ def experts(report: dict[str, Any]) -> Html | None:
     rows: list[list[float]] = found["load"]
     count = len(rows[0])
     across = (WIDTH - LEFT) / count
-    down = min(MOST_HIGH, max(across, 8.0))
+    down = min(MAX_CELL_HEIGHT, max(across, 8.0))
     height = len(rows) * down + 22
     # The cells, which say their value when pointed at, unless they are too many.
-    told = count * len(rows) <= _MOST_TITLES
+    told = count * len(rows) <= _MAX_TITLES
     cells = [
         el(
             "rect",
@@ -56,15 +56,15 @@ def experts(report: dict[str, Any]) -> Html | None:
         for expert, load in enumerate(row)
     ]
     # The words around them.
-    most, least = max(map(max, rows)), min(map(min, rows))
-    label = f"Load of {count} experts in {len(rows)} layers: most {format_value(most)}, least {format_value(least)} of an even share"
+    highest, lowest = max(map(max, rows)), min(map(min, rows))
+    label = f"Load of {count} experts in {len(rows)} layers: most {format_value(highest)}, least {format_value(lowest)} of an even share"
     caption = el(
         "figcaption",
         "Load of the experts",
         el(
             "span",
-            f"as of step {format_value(found['step'])}; a row for each layer that has some, half dark at an even share; most {format_value(most)}, "
-            f"least {format_value(least)}",
+            f"as of step {format_value(found['step'])}; a row for each layer that has some, half dark at an even share; most {format_value(highest)}, "
+            f"least {format_value(lowest)}",
             class_="soft",
         ),
     )

@@ -30,7 +30,7 @@ def el(name: str, /, *children: Any, **attributes: Any) -> Html:
 
 
 def join(*children: Any) -> Html:
-    """Return several children as one piece of markup."""
+    """Return several children as one element of markup."""
     return Html("".join(_markup(child) for child in children))
 
 

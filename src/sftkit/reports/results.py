@@ -11,7 +11,7 @@ from sftkit.reports.files import Report, Rows
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import NONE, format_value
 
-_MOST_CHARTS = 12
+_MAX_CHARTS = 12
 
 
 def evaluations_section(report: Report) -> Html:
@@ -119,7 +119,7 @@ def _over_steps(report: Report) -> list[Html]:
             its = [row for row in report["against"]["evaluations"] if (row["task"], row["metric"]) == (task, metric)]
             series.append(_eval_series(its, report["against"]["run"]["name"], other=True))
         charts.append(figure(_task(task), metric, series, ValueAxis(level=chance)))
-    return [chart for chart in charts if chart is not None][:_MOST_CHARTS]
+    return [chart for chart in charts if chart is not None][:_MAX_CHARTS]
 
 
 def _eval_series(rows: Rows, label: str, *, other: bool) -> Series:

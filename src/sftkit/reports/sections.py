@@ -46,7 +46,7 @@ CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = 
 )
 "Title, unit ({each}: GPU or process), metrics with their labels, factor, whether the axis begins at 0."
 _LOSS = (("train/loss", "training"), ("val/loss", "validation"))
-_MOST_SOURCES = 6
+_MAX_SOURCES = 6
 
 
 def proof(report: Report) -> Html:
@@ -103,7 +103,7 @@ def curves(report: Report) -> Html:
     bits = sorted(
         name for name in report["curves"] if name.startswith("val/") and name.count("/") == 2 and name.endswith("/bpb")
     )
-    names = [("val/bpb", "all"), *((name, name.split("/")[1]) for name in bits[: _MOST_SOURCES - 1])]
+    names = [("val/bpb", "all"), *((name, name.split("/")[1]) for name in bits[: _MAX_SOURCES - 1])]
     by_source = len(bits) > 1 and not report["against"]  # for two runs there would be too many lines to tell apart
     found.append(figure("Bits per byte", "validation", _series(report, names if by_source else names[:1])))
     shown = [chart for chart in found if chart is not None]

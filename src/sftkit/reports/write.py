@@ -16,7 +16,7 @@ from sftkit.reports.page import render_report
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
-_MOST_SECONDS = 20.0
+_MAX_SECONDS = 20.0
 
 
 def write_report(run_dir: Path, against: Path | None = None, out: Path | None = None) -> Path:
@@ -49,7 +49,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
 
 
 def try_report(
-    run_dir: Path, print_line: Callable[[str], None] = print_text, most_seconds: float = _MOST_SECONDS
+    run_dir: Path, print_line: Callable[[str], None] = print_text, max_seconds: float = _MAX_SECONDS
 ) -> None:
     """Write the report where it must neither fail nor delay what goes on; `print_line` gets where it
     is, or why there is none."""
@@ -63,9 +63,9 @@ def try_report(
     said: list[str] = []
     thread = Thread(target=work, daemon=True, name="report")
     thread.start()
-    thread.join(most_seconds)
+    thread.join(max_seconds)
     by_hand = invocation("scripts/report.py", str(run_dir))
-    print_line(said[0] if said else f"no report: it takes more than {most_seconds:.0f} s; {by_hand}")
+    print_line(said[0] if said else f"no report: it takes more than {max_seconds:.0f} s; {by_hand}")
 
 
 def report_of_folder(folder: Path, print_line: Callable[[str], None]) -> None:

@@ -265,7 +265,7 @@ def trained_length(folder: Path) -> int | None:
     return json.loads(state.read_text()).get("max_length") if state.is_file() else None
 
 
-def nothing_to_inherit(path: str | None) -> str:
+def unresolved_reason(path: str | None) -> str:
     """Return why a recipe must set data.max_length: it starts from a path, or anew (None), without an earlier run that
     has one."""
     return f"{path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"

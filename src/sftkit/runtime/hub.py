@@ -16,7 +16,7 @@ from sftkit.errors import ConfigError
 from sftkit.rundir.names import resolve
 
 PROBE_SECONDS = 5.0
-MOST_SECONDS = PROBE_SECONDS + 1
+MAX_SECONDS = PROBE_SECONDS + 1
 "That a question to the hub may take, name resolution included."
 HubKind = Literal["model", "dataset"]
 
@@ -46,7 +46,7 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(MOST_SECONDS)
+    thread.join(MAX_SECONDS)
     return ended[0] if ended else TimeoutError()
 
 

@@ -213,7 +213,7 @@ class Runtime:
         if self.stop_requested():
             raise Stopped
 
-    def agreed_signal(self) -> int | None:
+    def signal_of_any_rank(self) -> int | None:
         """Return the signal that any rank has received, the same on every rank; None: none has. Every rank must ask."""
         counts = self.sum(torch.tensor([float(self.stopping.signal == n) for n in SIGNALS], device=self.device))
         return next((number for number, count in zip(SIGNALS, counts.tolist(), strict=True) if count), None)

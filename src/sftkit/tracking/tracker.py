@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl, the record, and mirrors it to the console and a dashboard. Rank 0 only;
+"""Writes metrics.jsonl, the record, and copies it to the console and a dashboard. Rank 0 only;
 it never fails training."""
 
 from __future__ import annotations

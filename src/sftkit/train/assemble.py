@@ -102,8 +102,8 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     longest = positions(orig_model)
-    max_length, inherited = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
-    rt.print(inherited)
+    max_length, resolved = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
+    rt.print(resolved)
     for line in (describe_added_tokens(orig_model, tokenizer), padding.describe_padding(orig_model)):
         if line:
             rt.print(line)

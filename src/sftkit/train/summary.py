@@ -45,7 +45,7 @@ def write_end(status: RunStatus, rt: Runtime, *, stopped: bool) -> None:
     Args:
         stopped: before its last step; then the signal is written, too, which only one rank may have received.
     """
-    number = rt.agreed_signal() if stopped else None
+    number = rt.signal_of_any_rank() if stopped else None
     if rt.is_main:
         status.write_end(number, stopped=stopped)
 

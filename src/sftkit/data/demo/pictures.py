@@ -61,6 +61,6 @@ def _colours(split: str, number: int) -> list[int]:
     # Random.random() is the one method whose sequence Python promises to keep.
     rng = Random(f"sftkit pictures {split} {number}")
     share = rng.random()
-    fewest, most = next((low, high) for limit, low, high in LENGTHS if share < limit)
-    words = fewest + int(rng.random() * (most - fewest + 1)) - 1  # the end is a token, too
+    min_words, max_words = next((low, high) for limit, low, high in LENGTHS if share < limit)
+    words = min_words + int(rng.random() * (max_words - min_words + 1)) - 1  # the end is a token, too
     return [1 + int(rng.random() * (len(NAMES) - 1)) for _ in range(words)]

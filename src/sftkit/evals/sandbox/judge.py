@@ -19,7 +19,7 @@ from sftkit.evals.sandbox.values import RequestAndReply
 
 STARTED = b"S"
 NONCE_BYTES = 32
-MOST_SAID = 300
+MAX_REASON_BYTES = 300
 "The most bytes of an error's text that are reported."
 
 
@@ -132,7 +132,7 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
 
     def end(reason: str) -> NoReturn:
         """Write the verdict, and end at once: os._exit, as no test or finally may run any more."""
-        os.write(verdict, reason.encode("utf-8", "replace")[:MOST_SAID])
+        os.write(verdict, reason.encode("utf-8", "replace")[:MAX_REASON_BYTES])
         os._exit(0)
 
     def look(*_: object) -> None:

@@ -113,7 +113,7 @@ def limit(limits: dict[str, int]) -> None:
     """Set the resource limits of judge and program: seconds of CPU and MiB for each process,
     processes for all together."""
     mib, processes = 2**20, limits["processes"] + OWN_PROCESSES
-    for what, most, hard in (
+    for what, soft, hard in (
         (resource.RLIMIT_CPU, limits["cpu_seconds"], limits["cpu_seconds"] + 1),
         (resource.RLIMIT_AS, limits["memory_mib"] * mib, limits["memory_mib"] * mib),
         (resource.RLIMIT_NPROC, processes, processes),
@@ -123,5 +123,5 @@ def limit(limits: dict[str, int]) -> None:
     ):
         allowed = resource.getrlimit(what)[1]
         if allowed != resource.RLIM_INFINITY:
-            most, hard = min(most, allowed), min(hard, allowed)
-        resource.setrlimit(what, (most, hard))
+            soft, hard = min(soft, allowed), min(hard, allowed)
+        resource.setrlimit(what, (soft, hard))

@@ -216,13 +216,13 @@ def judge_acc(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> li
 
 def judge_acc_norm(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
     """Mark acc, and acc_norm: the same with log-likelihoods divided by the characters of their choices."""
-    marks = judge_acc(examples, outputs)
-    for mark, example, likelihoods in zip(marks, examples, outputs, strict=True):
+    scores = judge_acc(examples, outputs)
+    for score, example, likelihoods in zip(scores, examples, outputs, strict=True):
         each = zip(likelihoods.sums, example.lengths, strict=True)
-        mark["acc_norm"] = float(
+        score["acc_norm"] = float(
             _best([nats / length if length else -math.inf for nats, length in each]) in example.gold
         )
-    return marks
+    return scores
 
 
 def chance(examples: Sequence[Choices]) -> float:

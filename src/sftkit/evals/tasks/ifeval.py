@@ -80,15 +80,15 @@ def _question(row: CheckedRow, rules: list[tuple[str, dict[str, Any]]], format: 
 def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
     """Mark prompt_*: all instructions are followed; inst_*: each one; strict: as answered,
     loose: in some trimmed form."""
-    marks: list[ExampleScores] = []
+    scores: list[ExampleScores] = []
     for question, answer in zip(questions, answers, strict=True):
         strict = [float(_follows(answer.text, *rule)) for rule in question.target]
         forms = loose_forms(answer.text)
         loose = [float(any(_follows(form, *rule) for form in forms)) for rule in question.target]
-        marks.append(
+        scores.append(
             {"prompt_strict": min(strict), "inst_strict": strict, "prompt_loose": min(loose), "inst_loose": loose}
         )
-    return marks
+    return scores
 
 
 def _follows(answer: str, name: str, arguments: dict[str, Any]) -> bool:

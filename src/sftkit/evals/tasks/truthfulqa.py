@@ -76,12 +76,12 @@ def _answers(row: CheckedRow, column: str) -> list[str]:
 
 def judge_mc2(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
     """Mark mc2: the share of the true choices in the summed probability of all choices."""
-    marks: list[ExampleScores] = []
+    scores: list[ExampleScores] = []
     for example, likelihoods in zip(examples, outputs, strict=True):
-        most = max(likelihoods.sums)
-        probabilities = [math.exp(nats - most) for nats in likelihoods.sums]
-        marks.append({"mc2": sum(probabilities[i] for i in example.gold) / sum(probabilities)})
-    return marks
+        largest = max(likelihoods.sums)
+        probabilities = [math.exp(nats - largest) for nats in likelihoods.sums]
+        scores.append({"mc2": sum(probabilities[i] for i in example.gold) / sum(probabilities)})
+    return scores
 
 
 def _item(row: CheckedRow, *, multiple: bool, shuffled: bool) -> choices.Item:

@@ -129,12 +129,12 @@ def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             counters by name.
     """
 
-    def most(values: Sequence[float | None]) -> float | None:
+    def maximum(values: Sequence[float | None]) -> float | None:
         return max((value for value in values if value is not None), default=None)
 
     return {
-        "peak_memory_gib": most([rank["peak_memory_gib"] for rank in ranks]),
-        "reserved_memory_gib": most([rank["reserved_memory_gib"] for rank in ranks]),
+        "peak_memory_gib": maximum([rank["peak_memory_gib"] for rank in ranks]),
+        "reserved_memory_gib": maximum([rank["reserved_memory_gib"] for rank in ranks]),
         "compile": {key: max(rank["compile"][key] for rank in ranks) for key in ranks[0]["compile"]},
         "ranks": list(ranks),
     }

@@ -23,7 +23,7 @@ ADDS = {
 }
 "Instrument -> what it adds to the others, and what it leaves out."
 NONE_KNOWN = "none is known: move the line out of forward"
-FOLLOWS = "none of its own: it may follow from the break above it, which leaves code to be traced piece by piece; mend that first"
+FOLLOWS = "none of its own: it may follow from the break above it, which leaves code to be traced part by part; mend that first"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class GraphBreakCase:
-    """A piece of code that breaks the graph."""
+    """Code that breaks the graph."""
 
     name: str
     kinds: tuple[str, ...]

@@ -144,7 +144,7 @@ def time(result: dict[str, Any]) -> Html:
     shares = [
         [kind, *(f"{profiles[way]['shares'].get(kind, 0.0):.1%}" for way in ("eager", "compiled"))] for kind in used
     ]
-    most = [[one["name"][:90], one["kind"], one["launches"], one["ms"]] for one in profiles["compiled"]["top"]]
+    longest = [[one["name"][:90], one["kind"], one["launches"], one["ms"]] for one in profiles["compiled"]["top"]]
     # From Python to the device: what eager dispatches, what of it computes, what each way launches.
     funnel = [
         Bar(
@@ -174,7 +174,10 @@ def time(result: dict[str, Any]) -> Html:
         bars(funnel, "From Python to the device: how many calls a step takes"),
         html_table(["kind", "eager", "compiled"], shares, "Share of a step"),
         html_table(
-            ["kernel or operator", "kind", "launches a step", "ms a step"], most, "Compiled: what takes most", text=(1,)
+            ["kernel or operator", "kind", "launches a step", "ms a step"],
+            longest,
+            "Compiled: what takes most",
+            text=(1,),
         ),
         lead="Seconds of the quickest of some steps without a profiler, shares from one. On a CPU, idle is the time between operators: Python, dispatcher, guards.",
     )

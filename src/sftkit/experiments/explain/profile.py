@@ -158,7 +158,7 @@ def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for name, kind, start, end in work:
         found[name, kind].append(end - start)
-    most = sorted(found.items(), key=lambda item: -sum(item[1]))[:TOP]
+    longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:TOP]
     return [
         {
             "name": name,
@@ -166,5 +166,5 @@ def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
             "launches": round(len(times) / PROFILED_STEPS, 2),
             "ms": sum(times) / PROFILED_STEPS / 1e3,
         }
-        for (name, kind), times in most
+        for (name, kind), times in longest
     ]

@@ -20,7 +20,7 @@ from sftkit.experiments.explain.subject import ModuleCall, Subject
 
 SHOWS = 3
 "The exit code of a script that shows its fault."
-_MOST_CHARACTERS = 4000
+_MAX_CHARACTERS = 4000
 "Of a tensor that is written into the script; longer ones are drawn at random there."
 _TIMEOUT_SECONDS = 600
 
@@ -219,7 +219,7 @@ def _tensor(value: torch.Tensor) -> str:
         if plain.numel()
         else ""
     )
-    if plain.numel() and (len(data) <= _MOST_CHARACTERS or plain.dtype == torch.bool):
+    if plain.numel() and (len(data) <= _MAX_CHARACTERS or plain.dtype == torch.bool):
         return f"tensor({data!r}, {kind}{shape})"
     finite = plain.double()[plain.isfinite()]
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)

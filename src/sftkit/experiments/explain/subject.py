@@ -30,7 +30,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops.attention import dense_kernels, plain_implementation
 from sftkit.ops.attention_choice import choose_backend
-from sftkit.rundir.names import nothing_to_inherit, resolve, trained_length
+from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.words import counted
 
@@ -107,7 +107,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     orig_model = _new_model(config, cfg, rt)
     length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
     if length is None:
-        raise ConfigError(f"data.max_length: {nothing_to_inherit(cfg.model.path)}")
+        raise ConfigError(f"data.max_length: {unresolved_reason(cfg.model.path)}")
     encodes = config.is_encoder_decoder
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(_lengths(length), length, encoded=encodes))
     backend = choose_backend(cfg, orig_model, layout, rt).backend

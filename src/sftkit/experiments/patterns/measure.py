@@ -84,7 +84,7 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
             recorder.begin_step()
             with saved.measuring():
                 outcome = engine.step(step, LEARNING_RATE)
-            exchanged, most = recorder.exchanged(), recorder.most_alive
+            exchanged, peak = recorder.exchanged(), recorder.max_alive
             losses.append(float(rt.sum(outcome.sums["nll"])) / step.num_targets)
             norms.append(float(outcome.grad_norm))
     if case.schedule:
@@ -97,8 +97,8 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
             "weights": _size(local(p) for p in orig_model.parameters() if not p.is_meta),
             "gradients": at_update[-1],
             "states": _size(local(v) for state in states for v in state.values() if torch.is_tensor(v)),
-            "activations": saved.most_alive,
-            "most": most,
+            "activations": saved.max_alive,
+            "most": peak,
         },
         "exchanged": exchanged,
         "passes": passes,

@@ -53,7 +53,7 @@ class TrafficRecorder(TorchDispatchMode):
         super().__init__()
         self.calls: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
         "(kind, ranks of the group) -> bytes of each call"
-        self.alive = self.most_alive = 0
+        self.alive = self.max_alive = 0
         "bytes of tensors that were made inside"
         self._sizes: dict[int, int] = {}
         self._there: dict[int, weakref.KeyedRef[int, torch.UntypedStorage]] = {}
@@ -61,7 +61,7 @@ class TrafficRecorder(TorchDispatchMode):
     def begin_step(self) -> None:
         """Forget the calls and the peak so far."""
         self.calls.clear()
-        self.most_alive = self.alive
+        self.max_alive = self.alive
 
     def exchanged(self) -> list[dict[str, Any]]:
         """Return the calls since `begin_step` by kind and group, as plain data."""
@@ -99,7 +99,7 @@ class TrafficRecorder(TorchDispatchMode):
             self._there[key] = weakref.KeyedRef(storage, self._freed, key)
         self.alive += size - self._sizes.get(key, 0)
         self._sizes[key] = size
-        self.most_alive = max(self.most_alive, self.alive)
+        self.max_alive = max(self.max_alive, self.alive)
 
     def _freed(self, there: weakref.KeyedRef[int, torch.UntypedStorage]) -> None:
         del self._there[there.key]
@@ -131,12 +131,12 @@ class Saved:
 
     def __init__(self) -> None:
         self._users: dict[int, int] = defaultdict(int)
-        self.alive = self.most_alive = 0
+        self.alive = self.max_alive = 0
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Count, inside, what is saved until it is freed, and note the most of it anew."""
-        self.most_alive = self.alive
+        self.max_alive = self.alive
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
             yield
 
@@ -149,7 +149,7 @@ class Saved:
             return _Kept(tensor, lambda: None)
         self.alive += 0 if self._users[key] else size
         self._users[key] += 1
-        self.most_alive = max(self.most_alive, self.alive)
+        self.max_alive = max(self.max_alive, self.alive)
         return _Kept(tensor, lambda: self._let_go(key, size))
 
     def _let_go(self, key: int, size: int) -> None:

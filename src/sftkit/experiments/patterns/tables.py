@@ -32,9 +32,9 @@ def holds(results: Results) -> Table:
     cells = []
     for case in measured_cases(results):
         ranks = results["cases"][case.key]
-        most = [f"{max(rank['bytes'][name] for rank in ranks) / 1024:,.0f}" for name in HELD]
+        largest = [f"{max(rank['bytes'][name] for rank in ranks) / 1024:,.0f}" for name in HELD]
         same = f"{loss_difference(results, case.key):.1g}" if case.processes > 1 else "-"
-        cells.append([str(case.processes), case.name, *most, same])
+        cells.append([str(case.processes), case.name, *largest, same])
     return ["", "layout", "weights", "gradients", "states", "saved", "peak", "loss"], cells
 
 
@@ -44,13 +44,13 @@ def exchanges(results: Results) -> Table:
     for case in measured_cases(results):
         if case.processes == 1:
             continue
-        most = max((rank["exchanged"] for rank in results["cases"][case.key]), key=sent)
+        exchanged = max((rank["exchanged"] for rank in results["cases"][case.key]), key=sent)
         by_kind = []
         for kind in _KINDS:
-            found = [each for each in most if each["kind"] == kind]
+            found = [each for each in exchanged if each["kind"] == kind]
             calls, size = (sum(each[what] for each in found) for what in ("calls", "bytes"))
             by_kind.append(f"{calls}: {size / 1024:,.0f}" if found else "")
-        cells.append([str(case.processes), case.name, *by_kind, f"{sent(most) / 1024:,.0f}"])
+        cells.append([str(case.processes), case.name, *by_kind, f"{sent(exchanged) / 1024:,.0f}"])
     return ["", "layout", "all_reduce", "all_gather", "reduce_scatter", "send", "sent"], cells
 
 

@@ -54,9 +54,9 @@ def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str 
     dashboard = open_dashboard(config, out, None, about, Accelerator(cpu=True, log_with=name))
     if dashboard is None:
         return None
-    mirror = DashboardWriter(dashboard)
-    mirror.record(0, lambda: RunFile([each for each in tables if each.rows], values(verdicts, speeds)))
-    said = mirror.finish(Ending("finished", 0 if result["passed"] else 1, {"run/state": "finished"}))
+    remote_logger = DashboardWriter(dashboard)
+    remote_logger.record(0, lambda: RunFile([each for each in tables if each.rows], values(verdicts, speeds)))
+    said = remote_logger.finish(Ending("finished", 0 if result["passed"] else 1, {"run/state": "finished"}))
     return f"{dashboard.name}: {said}" if said else None
 
 

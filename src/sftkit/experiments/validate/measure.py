@@ -62,7 +62,7 @@ class Measured:
         """Return the last logged value."""
         return self.lines[-1].get(name) if self.lines else None
 
-    def most(self, name: str) -> float | None:
+    def largest(self, name: str) -> float | None:
         """Return the largest logged value."""
         return max((line[name] for line in self.lines if line.get(name) is not None), default=None)
 

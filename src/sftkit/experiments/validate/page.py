@@ -67,7 +67,7 @@ def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
         windows("perf/tok_per_sec", ",.0f"),
         windows("perf/step_p50_seconds", ".4f"),
         windows("perf/mfu", ".1%"),
-        number(measured.most("mem/peak_gib"), ".2f"),
+        number(measured.largest("mem/peak_gib"), ".2f"),
         number(measured.last("train/loss"), ".4f"),
         number(measured.summary.get("warm_up_seconds"), ".1f"),
         number(measured.last("compile/graphs"), ".0f"),

@@ -147,4 +147,4 @@ def run_line(run: dict[str, Any], warm_up: int) -> str:
         return f"{run['name']}: FAILED: {measured.error}"
     speeds, loss = measured.speeds(warm_up), measured.last("train/loss")
     shown_loss = "-" if loss is None else f"{loss:.4f}"
-    return f"{run['name']}: {format_spread(speeds, ',.0f')} tok/s, loss {shown_loss}, {measured.most('mem/peak_gib'):.2f} GiB"
+    return f"{run['name']}: {format_spread(speeds, ',.0f')} tok/s, loss {shown_loss}, {measured.largest('mem/peak_gib'):.2f} GiB"

@@ -40,7 +40,7 @@ def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
 
 
 def send(rows: Tensor, sizes: Tensor, room: int, group: ProcessGroup, *, back: bool = False) -> Tensor:
-    """Rows of all ranks for this one, [room, H], by rank; 0 behind the last.
+    """Return the rows of all ranks for this one, [room, H], by rank; 0 behind the last.
 
     Args:
         rows: [S, H], those for the first rank first; behind the last anything.
@@ -58,7 +58,7 @@ class Exchange(Activations):
         self.group = group
 
     def gather(self, positions: Tensor) -> Tensor:
-        """Whole rows, [B, T, H], of this rank's columns of them, [B, C, H]."""
+        """Gather whole rows, [B, T, H], from the ranks' columns of them, [B, C, H]."""
         return gather(positions, 1, self.group) if self.sequence_parallel else positions
 
     def add_up(self, partial: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def _weighted(results: Tensor, weights: Tensor) -> Tensor:
 
 
 def _experts_of(received: Tensor, room: int) -> Tensor:
-    """Which of this rank's experts each row in a room is for, int64; E behind the last row.
+    """Return which of this rank's experts each row in a room is for, int64; E behind the last row.
 
     Args:
         received: int64 [R, E], how many rows of each rank for each expert lie there, in this order.

@@ -34,7 +34,7 @@ def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tens
 
 
 def rows_in_order(rows: Tensor, order: Tensor, back: Tensor, visits: int) -> Tensor:
-    """Row `order[i] // visits` at i.
+    """Return row `order[i] // visits` at i.
 
     Args:
         order: int64 [S], a permutation. back: its inverse.
@@ -78,7 +78,7 @@ def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("sftkit::grouped_product_backward", mutates_args=())
 def _grouped_product_backward(gradient: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of rows and of matrices."""
+    """Return the gradients of rows and of matrices."""
     gradient = gradient.contiguous()
     return F.grouped_mm(gradient, matrices, offs=ends), F.grouped_mm(gradient.t(), rows, offs=ends)
 

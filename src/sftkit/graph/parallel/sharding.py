@@ -48,7 +48,7 @@ class Gather:
 
 
 class _Gathered(torch.autograd.Function):
-    """Gradients are scattered first, and only pieces are summed over copies; `redistribute` alone sums whole ones over them."""
+    """Gradients are scattered first, only shards summed over copies; `redistribute` alone sums whole ones over them."""
 
     @staticmethod
     def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None) -> Tensor:
@@ -109,7 +109,7 @@ def is_sharded(orig_model: PreTrainedModel) -> bool:
 
 @contextmanager
 def reading(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, the module's own parameters come gathered; outside, as elsewhere, they are this rank's DTensors."""
+    """Give out the module's own parameters gathered, within the context; outside they are this rank's DTensors."""
     before = module.__dict__.get(_READS, False)
     module.__dict__[_READS] = True
     try:

@@ -1,7 +1,7 @@
-"""Tensor parallelism inside the graph: matrices of a block cut over the ranks that share rows, activations cut by position.
+"""Tensor parallelism inside the graph: matrices of a block sharded over the ranks that share rows, activations by position.
 
-The layout is that of `sftkit.parallel.tensor`, without DTensors between layers: a rank's piece of a matrix is a plain tensor, an
-all-gather stands behind a norm and a reduce-scatter behind the matrix that ends a layer.
+The layout is that of `sftkit.parallel.tensor`, without DTensors between layers: a rank's shard of a matrix is a plain
+tensor, an all-gather stands behind a norm and a reduce-scatter behind the matrix that ends a layer.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def tensor_plan(orig_model: PreTrainedModel) -> TensorPlan:
 
 
 def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
-    """Process groups for a topology; every rank calls it."""
+    """Make the process groups of a topology; every rank calls it."""
     t, names = topology, ("replicas", "shards")
     every = init_device_mesh(device_type, (t.replicas, t.shards * t.tensor), mesh_dim_names=names)
     every = every["shards"] if t.replicas == 1 else every
@@ -137,7 +137,7 @@ class WeightPlacement:
                 self._placements |= _block_placements(plan, block, meshes.tensor_parallel["tensor"].size(), shards)
 
     def __call__(self, module: torch.nn.Module, name: str) -> ShardingSpec:
-        """Of a module's own parameter."""
+        """Return where a module's own parameter lies."""
         placements = self._placements.get((module, name))
         if placements is None:
             return _spec(self._every, Shard(0))
@@ -146,7 +146,7 @@ class WeightPlacement:
 
 
 def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Let the blocks of a model whose matrices are pieces exchange activations, in place; before weights are cut.
+    """Let the blocks of a model whose matrices are shards exchange activations, in place; before weights are sharded.
 
     Args:
         mesh: that has a dimension "tensor".
@@ -180,7 +180,8 @@ def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
 def _block_placements(
     plan: TensorPlan, block: torch.nn.Module, ranks: int, shards: int
 ) -> dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]]:
-    """Parameters of a block that are cut over `ranks` tensor-parallel ranks, by module and name, and along which dimensions."""
+    """Return the parameters of a block that are sharded over `ranks` tensor-parallel ranks, by module and name, and along
+    which dimensions."""
     placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
     for module in _of_plan(block, plan.columns).values():
         placements |= {(module, name): (Shard(0), Shard(0)) for name, _ in module.named_parameters()}

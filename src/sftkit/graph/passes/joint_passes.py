@@ -15,7 +15,7 @@ from sftkit.graph.tags import block_of
 
 
 def reshard_after_forward(graph: GraphModule) -> None:
-    """Mark what leads from a weight's piece to the whole weight, so that the backward pass gathers it again."""
+    """Mark what leads from a weight's shard to the whole weight, so that the backward pass gathers it again."""
     for node in gathered_from(graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 

@@ -29,7 +29,8 @@ class Replayed:
     def __init__(
         self, run: compat.Boxed, in_place: Sequence[bool], handed_out: int | None, record: RecordGraph
     ) -> None:
-        """
+        """Take a half that nothing is recorded of yet.
+
         Args:
             run: the half.
             in_place: of each input whether it is where it was in every call.
@@ -78,7 +79,7 @@ class Recorder:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
-        """See RecordGraph. Recording runs nothing on the device."""
+        """Record a function's work and return it, see RecordGraph. Recording runs nothing on the device."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog and the loader call CUDA from threads of their own.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

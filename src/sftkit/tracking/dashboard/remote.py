@@ -135,7 +135,7 @@ class DashboardWriter:
         self._problem: str | None = "no answer in time"
         self._ending: Ending | None = None
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_ROWS)
-        self._thread = threading.Thread(target=self._work, name=f"{dashboard.name} mirror", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{dashboard.name} remote logger", daemon=True)
         self._thread.start()
 
     def row(self, step: int, values: Values) -> None:

@@ -1,4 +1,4 @@
-"""A refusal to compile, in words: whose code was refused, and which of its guards failed.
+"""A refused recompile, in words: whose code was not compiled, and which of its guards failed.
 
 torch names the function whose frame it was asked about. Where a model's forward is wrapped, that is the wrapper, which
 all classes share (transformers 5.23 wraps that of every block, older versions that of the decoder).
