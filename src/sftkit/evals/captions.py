@@ -85,7 +85,18 @@ def evaluate_captions(
 def _result(metric: str, marks: Sequence[float], settings: dict[str, Any]) -> Result:
     """Return the result of one metric."""
     value, stderr, low, high = interval(marks)
-    return Result(NAME, metric, value, stderr, low, high, None, len(marks), settings, {metric: value})
+    return Result(
+        task=NAME,
+        metric=metric,
+        value=value,
+        stderr=stderr,
+        low=low,
+        high=high,
+        chance=None,
+        examples=len(marks),
+        settings=settings,
+        metrics={metric: value},
+    )
 
 
 def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:

@@ -96,6 +96,23 @@ def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
     return private("torch.fx.traceback", "annotate")(values)  # type: ignore[no-any-return]
 
 
+def operator_of(node: Node) -> Any:
+    """Return the operator of torch that a node calls, an OpOverload; None: the node calls none."""
+    return node.target if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def schema_name(node: Node) -> str:
+    """Return namespace::name of the operator that a node calls; empty: the node calls none."""
+    target = operator_of(node)
+    return "" if target is None else str(target._schema.name)
+
+
+def is_mutable(node: Node) -> bool:
+    """Return whether a node calls an operator that writes to its inputs."""
+    target = operator_of(node)
+    return target is not None and bool(target._schema.is_mutable)
+
+
 def is_flex(node: Node) -> bool:
     """Return whether a node is FlexAttention or its gradient."""
     names = ("flex_attention", "flex_attention_backward")

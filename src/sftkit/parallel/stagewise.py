@@ -56,6 +56,9 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
     """Inside, parameters of this rank's stages are whole, and FSDP gathers none; those of others are NaN without memory, so that
     the model is on its device and nobody reads them unseen."""
     device = next(p.device for p in orig_model.parameters() if not p.is_meta)
+    # Private: `_parameters` is replaced directly, since setting the attribute would call register_parameter and its global hooks.
+    # FSDPModule has no public way to call a module without the hooks that gather its weights; the handles of these hooks are FSDP's
+    # own, so their tables are taken away and put back (torch 2.13).
     full = {id(p): _full_parameter(p, device) for p in orig_model.parameters()}
     parameters = [
         (module, name, p) for module in orig_model.modules() for name, p in module._parameters.items() if p is not None
