@@ -39,7 +39,7 @@ def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[Non
 
         def run_and_tell(frame: Any, *args: Any, **kwargs: Any) -> ConvertFrameReturn:
             try:
-                return refuse(frame, *args, **kwargs)  # type: ignore[no-any-return]
+                return refuse(frame, *args, **kwargs)
             except RuntimeError as error:
                 if RECOMPILE_REFUSED not in str(error):
                     raise

@@ -342,7 +342,7 @@ def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
     """Return (token ids, prompt text, reference): a conversation up to its first answer, or the start of a text."""
     if row.messages is None:
         text = row.text or ""
-        return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]  # type: ignore[index, return-value]
+        return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]
     first = _first_answer(row)
     shown = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in row.messages[:first])
     prompt = chat.prompt_of(row, first, tokenizer)

@@ -74,7 +74,7 @@ def compile_joint(
         a function of parameters, buffers and inputs, flat and in the order of the specs, that autograd knows.
     """
     compile_ = private("torch._functorch.aot_autograd", "aot_compile_joint_with_descriptors")
-    return compile_(joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward)  # type: ignore[no-any-return]
+    return compile_(joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward)
 
 
 def flex_operator(call: flex.Call) -> Tensor:
@@ -88,12 +88,12 @@ def flex_operator(call: flex.Call) -> Tensor:
     known = options(query, key, value, True, None)  # noqa: FBT003 - private, so by place
     mask = (*call.block_mask.as_tuple()[:-1], call.visible)
     out, *_ = operator(query, key, value, score, mask, call.scale, known, (), (call.doc_ids,))
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
     """Inside, nodes that are traced, and those of their gradients, have these values in meta["custom"]."""
-    return private("torch.fx.traceback", "annotate")(values)  # type: ignore[no-any-return]
+    return private("torch.fx.traceback", "annotate")(values)
 
 
 def operator_of(node: Node) -> Any:
@@ -138,7 +138,7 @@ def gradients_of(graph: GraphModule) -> dict[str, Node]:
 
 def group_named(name: str) -> ProcessGroup:
     """Return a process group by its name, which an operator has in its place."""
-    return private("torch.distributed.distributed_c10d", "_resolve_process_group")(name)  # type: ignore[no-any-return]
+    return private("torch.distributed.distributed_c10d", "_resolve_process_group")(name)
 
 
 def all_gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -163,7 +163,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def _collective(name: str, tensor: Tensor, group: ProcessGroup, *options: Any) -> Tensor:
     operators = private("torch._ops", "ops")._c10d_functional
     started = getattr(operators, name)(tensor.contiguous(), *options, group.group_name)
-    return operators.wait_tensor(started)  # type: ignore[no-any-return]
+    return operators.wait_tensor(started)
 
 
 def is_backward(node: Node) -> bool:
@@ -268,7 +268,7 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
     least = private("torch._functorch.partitioners", "min_cut_rematerialization_partition")
     simplify = private("torch._inductor.fx_passes.joint_graph", "joint_graph_passes")
     if not for_inductor and not saves_memory:
-        return default  # type: ignore[no-any-return]
+        return default
 
     def split(graph: GraphModule, inputs: Any, **options: Any) -> Any:
         if for_inductor:
@@ -286,7 +286,7 @@ def by_inductor(graph: GraphModule, examples: Sequence[Any], *, is_backward: boo
     """Return the graph compiled by Inductor."""
     compile_inner = private("torch._inductor.compile_fx", "compile_fx_inner")
     _let_dependencies_be_traced()
-    return compile_inner(graph, list(examples), is_backward=is_backward)  # type: ignore[no-any-return]
+    return compile_inner(graph, list(examples), is_backward=is_backward)
 
 
 def _let_dependencies_be_traced() -> None:
@@ -313,7 +313,7 @@ def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[
     compiled = standalone(graph, list(examples), dynamic_shapes="from_tracing_context", aot=True)
 
     def region(*inputs: Tensor) -> tuple[Tensor, ...]:  # a graph calls functions alone
-        return compiled(*inputs)  # type: ignore[no-any-return]
+        return compiled(*inputs)
 
     return region
 

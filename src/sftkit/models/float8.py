@@ -72,7 +72,7 @@ def convert_to_fp8(
     if reason is not None:
         raise ConfigError(f"train.fp8={recipe}: {reason}; or set train.fp8=null")
     try:
-        from torchao.float8 import Float8LinearConfig  # type: ignore[import-not-found]
+        from torchao.float8 import Float8LinearConfig
     except ImportError as error:
         raise ConfigError(f"train.fp8={recipe} needs torchao ({error}): {install('sftkit[fp8]')}") from error
     return swap_linears(orig_model, Float8LinearConfig.from_recipe_name(recipe))

@@ -93,7 +93,7 @@ def _replaced(forwards: dict[torch.nn.Module, Forward]) -> Iterator[None]:
     before = {module: vars(module).get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
-            module.forward = forward  # type: ignore[assignment]
+            module.forward = forward
         yield
     finally:
         for module, own in before.items():
@@ -122,7 +122,7 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
     if not stages.last:
         yield norm, _as_it_is
     own_logits = projection.forward if stages.last else _as_it_is
-    yield projection, lambda hidden: _Logits.apply(own_logits(hidden), projection.out_features, stages)  # type: ignore[no-any-return]
+    yield projection, lambda hidden: _Logits.apply(own_logits(hidden), projection.out_features, stages)
 
 
 def _no_hidden_states(embedding: torch.nn.Module, ids: Tensor) -> Tensor:

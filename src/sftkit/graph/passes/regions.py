@@ -146,7 +146,7 @@ def _extract(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphM
         functions[name] = getattr(graph, str(node.target))
         copies[node] = extracted.get_attr(name)
     for node in (node for node in run if node in needed):
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)  # type: ignore[attr-defined]
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
         copies[node] = extracted.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copies[node].meta["val"] = node.meta.get("val")
     extracted.output(tuple(copies[node] for node in outputs))
