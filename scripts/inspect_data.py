@@ -32,7 +32,7 @@ def main() -> None:
 
     # What a run would start from: its tokenizer, and the sizes of its model without the weights.
     tokenizer = prepare.tokenizer_of(cfg)
-    precision = prepare.gpu_precision(cfg)
+    precision = prepare.gpu_precision(cfg.train)
     orig_model = prepare.meta_model(cfg.model, tokenizer, precision)
     max_length, start = prepare.row_length(cfg, tokenizer, orig_model, precision)
     console.print(start, markup=False, soft_wrap=True)

@@ -420,7 +420,7 @@ def test_a_smaller_micro_batch_is_one_that_the_layout_can_have(layout: Layout, s
     cfg = recipe(optim=OptimConfig(name="adamw_sr"), train=TrainConfig(memory="low", max_steps=1))
     plan = make_plan(cfg, qwen3("0.6B"), layout, runtime(), Fixed(H200))
     assert plan.setup is not None
-    ((text, after),) = remedies._smaller_batch(plan.setup, cfg)
+    ((text, after),) = remedies._smaller_batch(plan.setup, cfg.data)
     assert text == setting
     assert after.layout.shapes[-1][0] * after.layout.shapes[-1][1] == pytest.approx(
         layout.shapes[-1][0] * layout.shapes[-1][1] / 2

@@ -23,6 +23,10 @@ def recipe(folder: Path, save: int | None = 4, evaluate: int | None = 5) -> Conf
     )
 
 
+def due_by(cfg: Config, step: int) -> Due:
+    return due_after(step, LAST, cfg.log, cfg.checkpoint, cfg.eval)
+
+
 @pytest.mark.parametrize(
     ("step", "due"),
     [
@@ -34,17 +38,17 @@ def recipe(folder: Path, save: int | None = 4, evaluate: int | None = 5) -> Conf
     ],
 )
 def test_each_follows_its_steps_and_all_the_last_one(tmp_path: Path, step: int, due: Due) -> None:
-    assert due_after(step, LAST, recipe(tmp_path)) == due
+    assert due_by(recipe(tmp_path), step) == due
     assert due.keeps_weights == (step in (4, 5, LAST))
     assert due.waits == (step != 1)
 
 
 def test_without_settings_only_the_last_step_is_saved_and_evaluated(tmp_path: Path) -> None:
     cfg = recipe(tmp_path, save=None, evaluate=None)
-    assert [step for step in range(1, LAST + 1) if due_after(step, LAST, cfg).keeps_weights] == [LAST]
+    assert [step for step in range(1, LAST + 1) if due_by(cfg, step).keeps_weights] == [LAST]
 
 
 @pytest.mark.parametrize("step", range(1, LAST + 1))
 def test_a_stop_logs_and_saves_at_once_and_keeps_a_window_that_no_line_was_due_for(tmp_path: Path, step: int) -> None:
-    due = due_after(step, LAST, recipe(tmp_path)).if_stopped()
+    due = due_by(recipe(tmp_path), step).if_stopped()
     assert astuple(due) == (step % 3 != 0 and step != LAST, True, True, True, False)

@@ -128,7 +128,7 @@ def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessG
         the files that this rank wrote.
     """
     with warnings.catch_warnings():
-        # a process alone: torch warns that it may not be meant
+        # A process alone: torch warns that it may not be meant, even with no_dist. No issue is known (torch 2.11 to 2.13).
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             dict(shards),
@@ -153,7 +153,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader of a folder of states, without its plain unpickling. Shards it reads with weights_only=True."""
+    """torch's reader of a folder of states, without its plain unpickling: https://github.com/pytorch/pytorch/issues/189308.
+
+    Shards it reads with weights_only=True.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read and check the index: only known classes, only files of this folder, no extensions."""
@@ -193,7 +196,7 @@ def load_states(
     _check_fit(tensors, {name: there for name, there in saved.items() if not elsewhere(name)}, folder)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
-        # each rank reads by itself (no_dist): torch warns that it may not be meant
+        # Each rank reads by itself: torch warns as above.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)

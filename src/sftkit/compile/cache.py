@@ -231,7 +231,7 @@ def _bytes(path: str) -> bytes:
     """Return the content of a file or URL."""
     if "://" not in path:
         return Path(path).read_bytes()
-    import fsspec  # type: ignore[import-untyped]
+    import fsspec
 
     with fsspec.open(path, "rb") as file:
         return file.read()
@@ -240,7 +240,7 @@ def _bytes(path: str) -> bytes:
 def _write(path: str, content: bytes) -> None:
     """Write all of it or nothing: a reader never sees half a file."""
     if "://" in path:
-        import fsspec  # type: ignore[import-untyped]
+        import fsspec
 
         filesystem, inside = fsspec.core.url_to_fs(path)
         filesystem.makedirs(inside.rpartition("/")[0], exist_ok=True)

@@ -101,6 +101,7 @@ def begin_step() -> None:
 
 def uses_cuda_graphs() -> bool:
     """Return whether this process has compiled in a mode with CUDA graphs: inductor imports their module only then."""
+    # Private: no public question tells it, and importing the module to ask it would itself be the sign (torch 2.13).
     return "torch._inductor.cudagraph_trees" in sys.modules
 
 

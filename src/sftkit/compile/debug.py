@@ -180,7 +180,7 @@ def torch_loggers() -> list[logging.Logger]:
     The class of their handlers differs between versions, so torch itself is asked whether a handler is one of its own.
     """
     loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
-    # Private: _is_torch_handler is what torch's own set_logs asks before it removes handlers.
+    # Private: _is_torch_handler is what torch's own set_logs asks before it removes handlers (torch 2.13).
     ours = [logger for logger in loggers if logger.name.split(".")[0] == "torch"]
     return [
         logger for logger in ours if logger.name != "torch.__trace" and any(map(_is_torch_handler, logger.handlers))

@@ -41,4 +41,4 @@ def note(key: str, seconds: float) -> None:
 
 def _file(key: str) -> Path:
     """Return the file, in the folder of torch's own compiled code, so that both are deleted together."""
-    return Path(cache_dir()) / "sftkit" / f"{key[:32]}.json"  # cache_dir is private; torch has no public name for it
+    return Path(cache_dir()) / "sftkit" / f"{key[:32]}.json"  # cache_dir is private; torch 2.13 has no public name

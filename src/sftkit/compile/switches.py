@@ -21,7 +21,7 @@ MAX_RECORDS = 100_000
 _MARGIN = 8
 "Graphs of a function beyond those that a run declares, before torch may give up on it."
 _NOT_STRICT = "mix_order_reduction_non_strict_mode"
-"An option of Inductor that not every version of torch has."
+"An option of Inductor that not every version of torch has: https://github.com/pytorch/pytorch/pull/171941."
 _THERE = hasattr(torch._inductor.config.triton, _NOT_STRICT)
 _ANY_LENGTH = {f"triton.{_NOT_STRICT}": True} if _THERE else {"triton.mix_order_reduction": False}
 """Options for free row lengths. On a GPU Inductor fuses the two reductions of a norm's backward pass from 5 MiB of

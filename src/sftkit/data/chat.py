@@ -5,27 +5,23 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import conversation
+from sftkit.data.answer_tokens import encode_answers, tokens_inside
 from sftkit.data.answers import HISTORY, Finder
 from sftkit.data.conversation import Message
 from sftkit.data.encode import Encoded, encode
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.reasoning import Thinking, check_reasoning, template_arguments, with_reasoning
 from sftkit.data.rows import require_conversation
-from sftkit.data.spans import special_pattern
 from sftkit.data.template import (
     Conversation,
-    Span,
     render_conversation,
     special_tokens_of,
     template_of,
@@ -142,11 +138,11 @@ def _answers(
     while left:
         last = max(left)
         document = finder.document(last, left)
-        encoded, shared = _encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
+        encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
         counts[BORDER] = counts.get(BORDER, 0) + len(shared)
         spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
         number = len(document.spans.keys() - shared)
-        learned = _ended(tokenizer, encoded, _inside(sorted(spans), encoded))
+        learned = _ended(tokenizer, encoded, tokens_inside(sorted(spans), encoded))
         rest = None if encoded.complete else bool(spans)
         found.append(_Text(*learned, number, finder.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
@@ -192,11 +188,11 @@ def _everything(
     reasoned = finder.reasoned(last, document.spans)
     apart = finder.reasons - reasoned - skipped.keys() if split else set()
     before = _answers(finder, apart, max_length, counts, split=split)
-    encoded, shared = _encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
+    encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
     counts[BORDER] = counts.get(BORDER, 0) + len(shared - skipped.keys())
     hidden = skipped.keys() | shared
     spans = [span for k, parts in document.spans.items() if k in hidden for span in parts]
-    is_target = ~_inside(sorted(spans), encoded)
+    is_target = ~tokens_inside(sorted(spans), encoded)
     number = len(set(finder.answers) - hidden - apart)
     learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped)
     return [*before, _Text(*learned, number, reasoned, None if encoded.complete else True)]
@@ -287,78 +283,3 @@ def _fit(row: Row, text: _Text, tokenizer: PreTrainedTokenizerBase, max_length: 
         details = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
         return Tokenized([], "dropped_no_target", details=details)
     return Tokenized([example], "truncated" if is_long else None)
-
-
-def _encode_answers(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: dict[int, list[Span]], last: int, enough: int | None
-) -> tuple[Encoded, set[int]]:
-    """Encode a text so that the part before its last answer has the token ids that it would have by itself, as a prompt.
-
-    Returns the tokens, and the earlier answers for which that does not hold. `enough`: as in `encode`.
-
-    An answer that begins with whitespace may share a token with the end of the prompt, which no server would ever see.
-    """
-    encoded = encode(tokenizer, text, enough)
-    pattern = special_pattern(tuple(special_tokens_of(tokenizer)))
-    specials = [match.span() for match in pattern.finditer(text)]
-    shared = {k for k, parts in spans.items() if parts and _shares(tokenizer, text, parts[0][0], encoded, specials)}
-    if last not in shared:
-        return encoded, shared
-    if not encoded.complete:
-        return _encode_answers(tokenizer, text, spans, last, None)
-    prompt_end = spans[last][0][0]
-    before, after = encode(tokenizer, text[:prompt_end]), encode(tokenizer, text[prompt_end:])
-    joined = np.concatenate([before.ids, after.ids])
-    if tokenizer.decode(joined) != tokenizer.decode(encoded.ids):
-        return encoded, shared  # this tokenizer begins texts in another way
-    starts, ends = (
-        np.concatenate([one, other + prompt_end]) for one, other in zip(before[1:3], after[1:3], strict=True)
-    )
-    return Encoded(joined, starts, ends, complete=True), shared - {last}
-
-
-def _shares(
-    tokenizer: PreTrainedTokenizerBase, text: str, prompt_end: int, encoded: Encoded, specials: list[Span]
-) -> bool:
-    """Return whether the prompt text[:prompt_end] alone has other ids than in the whole text. Special tokens split a
-    text, so what follows the last one of the prompt decides.
-
-    Args:
-        encoded: the text, or the beginning of it: if it ends before the prompt does, what lies between the special
-            tokens around that place is encoded here.
-        specials: where they are in the text, ascending.
-    """
-    before = bisect_right(specials, prompt_end, key=lambda span: span[1])
-    begin = specials[before - 1][0] if before else 0
-    alone = _prompt_end(tokenizer, len(tokenizer), text[begin:prompt_end])
-    if not encoded.complete and prompt_end >= encoded.ends[-1]:
-        end = specials[before][1] if before < len(specials) else len(text)
-        encoded = encode(tokenizer, text[begin:end], len(alone) + 1)
-        prompt_end, begin = prompt_end - begin, 0
-    first, past = (
-        np.searchsorted(encoded.ends, begin, side="right"),
-        np.searchsorted(encoded.starts, prompt_end, side="left"),
-    )
-    return bool(past and encoded.ends[past - 1] > prompt_end) or encoded.ids[first:past].tolist() != alone
-
-
-@lru_cache(maxsize=64)
-def _prompt_end(tokenizer: PreTrainedTokenizerBase, vocab_size: int, text: str) -> list[int]:
-    """Return the ids of what follows the last special token of a prompt: the same header for nearly every answer.
-
-    Args:
-        vocab_size: len(tokenizer), which grows with tokens that are added.
-    """
-    ids: list[int] = encode(tokenizer, text).ids.tolist()
-    return ids
-
-
-def _inside(spans: list[Span], encoded: Encoded) -> np.ndarray:
-    """Return bool [n]: tokens that cover at least one character of a span. Spans ascend and do not overlap."""
-    starts, ends = encoded.starts, encoded.ends
-    assert all(a[1] <= b[0] for a, b in pairwise(spans)), "answers overlap"
-    is_target = np.zeros(len(starts), dtype=bool)
-    for start, end in spans:
-        first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(starts, end, side="left")
-        is_target[first:last] |= ends[first:last] > starts[first:last]
-    return is_target

@@ -187,6 +187,7 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
     """Tokenize some rows, and count what became of each."""
     part = _TokenizedRows(counts=Counter(rows=len(chunk)))
     for raw in chunk:
+        # A bad row ends the run, or is counted and left out.
         try:
             row = parse(raw)
             result = tokenize(row)
@@ -196,6 +197,7 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             part.counts["skipped_bad"] += 1
             findings.add(part.tally, findings.skipped(error))
             continue
+        # What became of the row: learned from, dropped, or learned from although something was odd.
         part.counts.update(result.counts)
         if result.note:
             part.counts[result.note] += 1
@@ -205,6 +207,7 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             part.counts.update(ROLE_COUNTS[message["role"]] for message in row.messages or ())
             for reason, where in result.odd.items():
                 findings.add(part.tally, findings.accepted_findings(reason, where))
+        # Its documents.
         for example in result.examples:
             part.counts["documents"] += 1
             part.ids.append(example.ids)
@@ -212,6 +215,7 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             part.lengths.append(len(example.ids))
             part.num_bytes.append(example.num_bytes)
             part.encoder_sources += [example.encoder_source] if example.encoder_source else []
+    # One array for the chunk: a worker hands it over at once.
     if part.ids:
         part.ids, part.is_target = [np.concatenate(part.ids)], [np.concatenate(part.is_target)]
     return part

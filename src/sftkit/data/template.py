@@ -169,6 +169,7 @@ def _added_special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -
 @lru_cache(maxsize=8)
 def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tuple[str, ...]) -> Template:
     """Render small conversations, and return what they show about a template."""
+    # Two turns with known words, which are found again in the rendered text.
     conversation: list[Message] = [
         {"role": "user", "content": FIRST_QUESTION},
         {"role": "assistant", "content": FIRST_ANSWER},
@@ -180,16 +181,19 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         return render_conversation(tokenizer, source, Conversation(messages))[0]
 
     try:
+        # Where questions and answers stand; a template may render the last turn in another way.
         text = rendered(conversation)
         question = rendered(conversation[:1])
         answered_last = rendered(conversation[:2])
         asked, answered = _find(text, FIRST_QUESTION), _find(text, FIRST_ANSWER)
         asked_again, answered_again = _find(text, SECOND_QUESTION), _find(text, SECOND_ANSWER)
+        # How a prompt may begin an answer, and what becomes of reasoning in a message or in its text.
         argument = _thinking_argument(tokenizer, source, conversation[:1])
         headers = tuple(dict.fromkeys(_headers(tokenizer, source, conversation[:1], argument)))
         key = _reasoning_key(tokenizer, source, conversation[:2])
         thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{FIRST_ANSWER}"}
         keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
+        # A template is append-only if a later turn changes nothing of an earlier one, its reasoning included.
         append_only = text.startswith(answered_last[: _find(answered_last, FIRST_ANSWER)[1]])
         if append_only and key:
             reasoned = _with_reasoning(conversation, key)
@@ -197,6 +201,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
             append_only = rendered(reasoned).startswith(first[: _find(first, FIRST_ANSWER)[1]])
     except (TemplateError, ValueError) as error:
         raise ConfigError(f"the chat template cannot render a plain user and assistant conversation: {error}") from None
+    # What stands around the known words are the headers and ends of turns.
     turn_start = len(question) if text.startswith(question) else asked[1]
     fixed = _FIXED.match(source)
     return Template(

@@ -38,7 +38,7 @@ from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.ops.attention_choice import AttentionChoice, choose_backend, eager_backend
+from sftkit.ops.attention_choice import AttentionChoice, Execution, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.balance import describe_seconds
@@ -77,9 +77,9 @@ def build(
         write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
         # What the compiler will see: float8 layers, and attention. Compiled code is read before, since the choice of
         # attention may run kernels.
-        apply_fp8(cfg, orig_model, layout, rt)
+        apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
         compile_cache.restore(cfg, orig_model, layout, rt)
-        choice = choose_backend(cfg, orig_model, layout, rt)
+        choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
         check_marked(cfg.compile, choice.backend)
         # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
         if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sftkit.config.optimizers import DEFAULT
-from sftkit.config.schema import Config
+from sftkit.config.schema import Config, OptimConfig
 from sftkit.data.collate import Batch
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
@@ -56,17 +56,17 @@ def build(cfg: Config, training: Training, rt: Runtime) -> Reference:
     rt.print("engine reference: each document alone, eager, torch's own loss and AdamW")
     routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
     model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
-    return Reference(cfg, model, training.layout, rt)
+    return Reference(cfg.optim, model, training.layout, rt)
 
 
 class Reference:
     """The engine without optimizations. See engine.Engine."""
 
-    def __init__(self, cfg: Config, model: ModelWithLoss, layout: Layout, rt: Runtime) -> None:
+    def __init__(self, optim: OptimConfig, model: ModelWithLoss, layout: Layout, rt: Runtime) -> None:
         """Make the optimizer. `model`: in fp32 or fp64, on the device."""
-        self._max_norm, self._rt = cfg.optim.max_grad_norm, rt
+        self._max_norm, self._rt = optim.max_grad_norm, rt
         self.model, self._layout = model, layout
-        optim = replace(cfg.optim, name=DEFAULT)  # the only one that auto may choose here
+        optim = replace(optim, name=DEFAULT)  # the only one that auto may choose here
         groups = parameter_groups(model.orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
         attention = str(model.orig_model.config._attn_implementation)  # private: the config has no public name for it

@@ -85,7 +85,18 @@ def evaluate_captions(
 def _result(metric: str, scores: Sequence[float], settings: dict[str, Any]) -> Result:
     """Return the result of one metric."""
     value, stderr, low, high = interval(scores)
-    return Result(NAME, metric, value, stderr, low, high, None, len(scores), settings, {metric: value})
+    return Result(
+        task=NAME,
+        metric=metric,
+        value=value,
+        stderr=stderr,
+        low=low,
+        high=high,
+        chance=None,
+        examples=len(scores),
+        settings=settings,
+        metrics={metric: value},
+    )
 
 
 def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:

@@ -47,6 +47,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
     Raises:
         ConfigError: a task or setting that cannot work here. DataError: rows that are missing or cannot be used.
     """
+    # What the recipe alone decides is refused before anything is read.
     problems = [
         f"{key}: {what}"
         for key, what in eval_problems(config.tasks, config.backend, allow_code_execution=config.allow_code_execution)
@@ -57,6 +58,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
         raise ConfigError(
             f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
         )
+    # Then what this machine decides: whether lm_eval has its tasks, and whether there is a sandbox for code.
     if elsewhere := _of_lm_eval(config):
         harness.check_tasks(elsewhere, config, rt)
     if any(task in CODE for task in config.tasks):
@@ -65,6 +67,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
         if problem := check_sandbox():
             raise ConfigError(f"eval.tasks: {problem}")
         rt.print(f"model-written code runs in the sandbox; memory: {memory_bound()}")
+    # The main rank reads first: it may download, and the others find the files. What was read must fit the tokenizer.
     with rt.main_first():
         loaded = tuple(_load(name, config) for name in config.tasks if name not in elsewhere)
     for task in loaded:
@@ -341,7 +344,7 @@ def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
     """Return (token ids, prompt text, reference): a conversation up to its first answer, or the start of a text."""
     if row.messages is None:
         text = row.text or ""
-        return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]  # type: ignore[index, return-value]
+        return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]
     first = _first_answer(row)
     shown = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in row.messages[:first])
     prompt = chat.prompt_of(row, first, tokenizer)

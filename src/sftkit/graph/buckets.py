@@ -38,7 +38,7 @@ def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
 
 def bucket_of(node: Node) -> str | None:
     """Return the bucket that a collective belongs to; None of any other node."""
-    return node.meta.get("custom", {}).get(_MARK)  # type: ignore[no-any-return]
+    return node.meta.get("custom", {}).get(_MARK)
 
 
 def _mark(node: Node, bucket: str) -> None:

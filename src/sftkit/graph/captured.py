@@ -90,7 +90,7 @@ class CapturedModel(torch.nn.Module):
         if graph is not None:
             return graph(batch)
         if not self._graphs or self._on_other is None:
-            return self.model(batch, self._eager)  # type: ignore[no-any-return]
+            return self.model(batch, self._eager)
         return self._other(batch)
 
     def _other(self, batch: Batch) -> Sums:
@@ -104,11 +104,11 @@ class CapturedModel(torch.nn.Module):
             )
         if self._on_other == "eager":
             self.fallbacks.append(reason)
-            return self.model(batch, self._eager)  # type: ignore[no-any-return]
+            return self.model(batch, self._eager)
         self.late.append(reason)
         log.warning("capturing a graph inside training: %s", reason)
         self.capture(batch)
-        return self(batch)  # type: ignore[no-any-return]
+        return self(batch)
 
     def _reason(self, batch: Batch) -> str:
         """Return what of the batch no graph has."""

@@ -74,7 +74,7 @@ def compile_joint(
         a function of parameters, buffers and inputs, flat and in the order of the specs, that autograd knows.
     """
     compile_ = private("torch._functorch.aot_autograd", "aot_compile_joint_with_descriptors")
-    return compile_(joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward)  # type: ignore[no-any-return]
+    return compile_(joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward)
 
 
 def flex_operator(call: flex.Call) -> Tensor:
@@ -88,12 +88,29 @@ def flex_operator(call: flex.Call) -> Tensor:
     known = options(query, key, value, True, None)  # noqa: FBT003 - private, so by place
     mask = (*call.block_mask.as_tuple()[:-1], call.visible)
     out, *_ = operator(query, key, value, score, mask, call.scale, known, (), (call.doc_ids,))
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
     """Put these values into meta["custom"] of nodes that are traced within the context and of their gradients'."""
-    return private("torch.fx.traceback", "annotate")(values)  # type: ignore[no-any-return]
+    return private("torch.fx.traceback", "annotate")(values)
+
+
+def operator_of(node: Node) -> Any:
+    """Return the operator of torch that a node calls, an OpOverload; None: the node calls none."""
+    return node.target if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def schema_name(node: Node) -> str:
+    """Return namespace::name of the operator that a node calls; empty: the node calls none."""
+    target = operator_of(node)
+    return "" if target is None else str(target._schema.name)
+
+
+def is_mutable(node: Node) -> bool:
+    """Return whether a node calls an operator that writes to its inputs."""
+    target = operator_of(node)
+    return target is not None and bool(target._schema.is_mutable)
 
 
 def is_flex(node: Node) -> bool:
@@ -121,7 +138,7 @@ def gradients_of(graph: GraphModule) -> dict[str, Node]:
 
 def group_named(name: str) -> ProcessGroup:
     """Return a process group by its name, which an operator has in its place."""
-    return private("torch.distributed.distributed_c10d", "_resolve_process_group")(name)  # type: ignore[no-any-return]
+    return private("torch.distributed.distributed_c10d", "_resolve_process_group")(name)
 
 
 def all_gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -146,7 +163,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def _collective(name: str, tensor: Tensor, group: ProcessGroup, *options: Any) -> Tensor:
     operators = private("torch._ops", "ops")._c10d_functional
     started = getattr(operators, name)(tensor.contiguous(), *options, group.group_name)
-    return operators.wait_tensor(started)  # type: ignore[no-any-return]
+    return operators.wait_tensor(started)
 
 
 def is_backward(node: Node) -> bool:
@@ -251,7 +268,7 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
     least = private("torch._functorch.partitioners", "min_cut_rematerialization_partition")
     simplify = private("torch._inductor.fx_passes.joint_graph", "joint_graph_passes")
     if not for_inductor and not saves_memory:
-        return default  # type: ignore[no-any-return]
+        return default
 
     def split(graph: GraphModule, inputs: Any, **options: Any) -> Any:
         if for_inductor:
@@ -269,7 +286,7 @@ def by_inductor(graph: GraphModule, examples: Sequence[Any], *, is_backward: boo
     """Return the graph compiled by Inductor."""
     compile_inner = private("torch._inductor.compile_fx", "compile_fx_inner")
     _let_dependencies_be_traced()
-    return compile_inner(graph, list(examples), is_backward=is_backward)  # type: ignore[no-any-return]
+    return compile_inner(graph, list(examples), is_backward=is_backward)
 
 
 def _let_dependencies_be_traced() -> None:
@@ -296,7 +313,7 @@ def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[
     compiled = standalone(graph, list(examples), dynamic_shapes="from_tracing_context", aot=True)
 
     def region(*inputs: Tensor) -> tuple[Tensor, ...]:  # a graph calls functions alone
-        return compiled(*inputs)  # type: ignore[no-any-return]
+        return compiled(*inputs)
 
     return region
 

@@ -36,7 +36,7 @@ from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.ops.attention_choice import AttentionChoice, choose_backend, eager_backend
+from sftkit.ops.attention_choice import AttentionChoice, Execution, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.fsdp import Sharding
@@ -69,7 +69,8 @@ def build(
     orig_model, layout = training.orig_model, training.layout
     check_possible(rt, orig_model, cfg.graph.token_dispatcher)
     with ExitStack() as stack:  # what fails on the way puts back what was set
-        choice = choose_backend(cfg, orig_model, layout, rt)
+        execution = Execution(cfg.compile.enabled, captured=True)
+        choice = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt)
         keeps = "reshard_after_forward" not in cfg.graph.passes
         sharding = Sharding(keep_weights=keeps, keep_gradients=False) if rt.topology.sharded else None
         plan = make_plan(

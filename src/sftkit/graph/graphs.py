@@ -11,6 +11,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import flop_counter
 
+from sftkit.graph import compat
+
 KINDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -38,9 +40,7 @@ class Counts(NamedTuple):
 
 def collective(node: Node) -> str | None:
     """Return the kind of a collective; None for any other node."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    namespace, _, name = node.target._schema.name.partition("::")
+    namespace, _, name = compat.schema_name(node).partition("::")
     if namespace != "sftkit" and "c10d_functional" not in namespace:
         return None
     return next((kind for prefix, kind in KINDS.items() if name.lstrip("_").startswith(prefix)), None)
@@ -57,7 +57,8 @@ def is_costly(node: Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and is_costly(node.args[0])
     known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry
-    return known or (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"))
+    target = compat.operator_of(node)
+    return known or (target is not None and target.namespace not in ("aten", "prims"))
 
 
 def counts_of(graph: GraphModule) -> Counts:
@@ -107,5 +108,5 @@ def _keeps_values(node: Node) -> bool:
     """Return whether a node only casts, cuts, joins, fills up or waits."""
     if node.target is operator.getitem:
         return True
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (target.is_view or target._schema.name in _COPIES)
+    target = compat.operator_of(node)
+    return target is not None and (bool(target.is_view) or compat.schema_name(node) in _COPIES)

@@ -35,7 +35,7 @@ def blocks_tagged(orig_model: PreTrainedModel) -> Iterator[None]:
 
 def block_of(node: Node) -> int | None:
     """Return the number of the block that a node belongs to, of the backward pass, too; None: to none, or it sums gradients."""
-    return node.meta.get("custom", {}).get(_MARK)  # type: ignore[no-any-return]
+    return node.meta.get("custom", {}).get(_MARK)
 
 
 def _tagged(forward: Callable[..., Any], number: int) -> Callable[..., Any]:

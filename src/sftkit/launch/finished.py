@@ -41,7 +41,7 @@ def finished(cfg: Config) -> str | None:
             return None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None  # the start itself says what is wrong
-    warning = weights_changed(cfg, began, now)
+    warning = weights_changed(cfg.model, began, now)
     if warning is not None and "model.path" in cfg.train.resume_changes:
         return None  # the start writes them down
     line = f"finished at step {step} of {total_steps}, nothing left to train: {newest}"

@@ -239,16 +239,16 @@ def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) ->
     key = (fields.get("num_key_value_heads") or heads) * head_dim
     matrices = size.parameters - size.ends
     return Shape(
-        parameters or size.parameters,
-        size.ends,
-        matrices,
-        blocks,
-        hidden,
-        heads * head_dim,
-        key,
-        inner,
-        head_dim,
-        vocab,
+        parameters=parameters or size.parameters,
+        ends=size.ends,
+        matrices=matrices,
+        blocks=blocks,
+        hidden=hidden,
+        query=heads * head_dim,
+        key=key,
+        inner=inner,
+        head_dim=head_dim,
+        vocab=vocab,
     )
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from sftkit.config.optimizers import FALLBACK
-from sftkit.config.schema import Config
+from sftkit.config.schema import Config, OptimConfig
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import gib
@@ -31,7 +31,7 @@ def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Lay
     best = remedies(plan, cfg, layout)[:3]
     if best:
         advice = "What saves most here (estimated):" + "".join(f"\n  {remedy.text}" for remedy in best)
-        advice += f"\n{_on_resume(best, plan, cfg)}"
+        advice += f"\n{_on_resume(best, plan, cfg.optim)}"
     elif plan.estimate is None:
         advice = (
             "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start anew with train.memory=low or "
@@ -42,14 +42,12 @@ def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Lay
     return ConfigError(", ".join(lines) + ". " + advice)
 
 
-def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, cfg: Config) -> str:
+def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, optim: OptimConfig) -> str:
     """Return a sentence on which of these settings the run can go on with from its newest checkpoint."""
     settings = [setting for remedy in best for setting in remedy.on_resume]
     if not settings:
         return "A resumed run keeps what these change: they are for a new one"
-    named = (
-        f" together with optim.name={plan.optim.name}, as auto may now mean another" if cfg.optim.name == "auto" else ""
-    )
+    named = f" together with optim.name={plan.optim.name}, as auto may now mean another" if optim.name == "auto" else ""
     return f"The newest checkpoint can be resumed (train.resume=auto) with {' or '.join(settings)}{named}"
 
 

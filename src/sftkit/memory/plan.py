@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
-from sftkit.config.schema import Config, OptimConfig
+from sftkit.config.schema import CompileConfig, Config, OptimConfig
 from sftkit.config.topology import Sharding
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
@@ -95,7 +95,7 @@ def make_plan(
     if total_bytes is None and rt.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
     # Recomputation: by the partitioner of compiled graphs, else by transformers' gradient checkpointing.
-    compiled = _recomputes(cfg)
+    compiled = _recomputes(cfg.compile)
     checkpointing = cfg.model.gradient_checkpointing
     if not compiled and cfg.train.memory != "speed" and not checkpointing:
         _enable_checkpointing(orig_model, cfg.train.memory)
@@ -109,7 +109,16 @@ def make_plan(
     if shape is not None:
         chunk, topology = cfg.loss.chunk_tokens, rt.topology
         setup = EstimateInputs(
-            shape, layout, name, rt.precision, chunk, budget, compiled, checkpointing, dense, topology
+            shape=shape,
+            layout=layout,
+            optimizer=name,
+            precision=rt.precision,
+            chunk_tokens=chunk,
+            budget=budget,
+            compiled=compiled,
+            checkpointing=checkpointing,
+            dense_mask=dense,
+            topology=topology,
         )
         if topology.stages > 1:
             layers = layers_of_stages(orig_model, cfg.train, topology.stages)
@@ -137,7 +146,16 @@ def make_plan(
     rt.print(line)
     optim = replace(cfg.optim, name=name)
     sharding = (sharding or Sharding()) if setup is None else setup.sharding
-    plan = MemoryPlan(optim, budget, setup, found, total_bytes, sharding, earlier, line)
+    plan = MemoryPlan(
+        optim=optim,
+        activation_memory_budget=budget,
+        setup=setup,
+        estimate=found,
+        total_bytes=total_bytes,
+        sharding=sharding,
+        earlier_gradient_bytes=earlier,
+        line=line,
+    )
     if found is not None and not fits(found, total_bytes):
         advice = "; ".join(r.text for r in remedies(plan, cfg, layout)[:3]) or "a smaller model or a larger GPU"
         warning = "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s"
@@ -169,9 +187,9 @@ def _fastest_sharding(s: EstimateInputs, total_bytes: int | None, rt: Runtime) -
     return SHARDINGS[-1]
 
 
-def _recomputes(cfg: Config) -> bool:
+def _recomputes(compile: CompileConfig) -> bool:
     """Return whether the compiler's partitioner chooses what the blocks recompute."""
-    return cfg.compile.enabled and cfg.compile.backend in ("inductor", "aot_eager")
+    return compile.enabled and compile.backend in ("inductor", "aot_eager")
 
 
 def activation_budget(cfg: Config) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sftkit.config.commands import install
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
-from sftkit.config.schema import Config
+from sftkit.config.schema import Config, DataConfig
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, EstimateInputs, estimate, gib
@@ -38,7 +38,7 @@ def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
     if plan.setup is None or plan.estimate is None:
         return []
     s, ways = replace(plan.setup, layout=layout), []
-    for options in (_smaller_batch(s, cfg), _recompute(s, cfg), smaller_states(s), _chunk(s), _more_shards(s)):
+    for options in (_smaller_batch(s, cfg.data), _recompute(s, cfg), smaller_states(s), _chunk(s), _more_shards(s)):
         saved = [(text, plan.estimate.total - estimate(after).total, after) for text, after in options]
         saved = [one for one in saved if one[1] >= 0.05 * GIB]
         if saved:
@@ -57,7 +57,7 @@ def _may_resume(there: EstimateInputs, here: EstimateInputs) -> bool:
     return kept(there) == kept(here)
 
 
-def _smaller_batch(s: EstimateInputs, cfg: Config) -> list[Option]:
+def _smaller_batch(s: EstimateInputs, data: DataConfig) -> list[Option]:
     """Return half of the rows of a micro-batch; where it is one row, half of the row."""
     layout = s.layout
     share, half = layout.global_batch_size // layout.world_size, layout.micro_batch_size // 2
@@ -71,7 +71,7 @@ def _smaller_batch(s: EstimateInputs, cfg: Config) -> list[Option]:
     lengths = tuple(sorted({min(length, halved) for length in layout.row_lengths}))
     if layout.kind == "packed" and halved >= layout.max_length:
         return [(f"data.row_length={halved}", replace(s, layout=replace(layout, row_lengths=lengths)))]
-    also = "" if layout.kind != "packed" or cfg.data.row_length is None else f" data.row_length={halved}"
+    also = "" if layout.kind != "packed" or data.row_length is None else f" data.row_length={halved}"
     shorter = replace(layout, row_lengths=lengths, max_length=halved, max_doc_length=min(layout.max_doc_length, halved))
     return [(f"data.max_length={halved}{also}", replace(s, layout=shorter))]
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.config.commands import install
-from sftkit.config.schema import Config
+from sftkit.config.schema import CompileConfig, TrainConfig
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks
@@ -22,17 +22,19 @@ _MULTIPLE = 16
 "The float8 product needs every dimension to be a multiple of this."
 
 
-def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
+def apply_fp8(
+    train: TrainConfig, compile: CompileConfig, orig_model: PreTrainedModel, layout: Layout, rt: Runtime
+) -> None:
     """Convert the model to float8 as train.fp8 says and print a line about it; do nothing if it is null.
 
     Raises:
         ConfigError: tensor parallelism, micro-batches whose positions are no multiple of 16, or
             what convert_to_fp8 refuses.
     """
-    if cfg.train.fp8 is not None:
+    if train.fp8 is not None:
         if rt.topology.tensor > 1:
             raise ConfigError(
-                f"train.fp8={cfg.train.fp8}: not with tensor parallelism: set parallelism_config_tp_size to 1 "
+                f"train.fp8={train.fp8}: not with tensor parallelism: set parallelism_config_tp_size to 1 "
                 "(accelerate_configs/fsdp2.yaml), or train.fp8=null"
             )
         multiple = _MULTIPLE * rt.topology.context  # each context-parallel rank has its part of the positions
@@ -40,11 +42,11 @@ def apply_fp8(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runt
         odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % multiple else []
         if odd:
             raise ConfigError(
-                f"train.fp8={cfg.train.fp8}: float8 products need micro-batches of a multiple of {multiple} positions, and "
+                f"train.fp8={train.fp8}: float8 products need micro-batches of a multiple of {multiple} positions, and "
                 f"this layout has {', '.join(odd)}: take data.max_length, data.row_length or data.pad_multiple so"
             )
-        number = convert_to_fp8(orig_model, cfg.train.fp8, rt.device, rt.precision, compile=cfg.compile.enabled)
-        rt.print(f"{number} linear layers compute in float8, {cfg.train.fp8}")
+        number = convert_to_fp8(orig_model, train.fp8, rt.device, rt.precision, compile=compile.enabled)
+        rt.print(f"{number} linear layers compute in float8, {train.fp8}")
 
 
 def convert_to_fp8(
@@ -70,7 +72,7 @@ def convert_to_fp8(
     if reason is not None:
         raise ConfigError(f"train.fp8={recipe}: {reason}; or set train.fp8=null")
     try:
-        from torchao.float8 import Float8LinearConfig  # type: ignore[import-not-found]
+        from torchao.float8 import Float8LinearConfig
     except ImportError as error:
         raise ConfigError(f"train.fp8={recipe} needs torchao ({error}): {install('sftkit[fp8]')}") from error
     return swap_linears(orig_model, Float8LinearConfig.from_recipe_name(recipe))

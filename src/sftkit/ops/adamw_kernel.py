@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 
 BLOCK = 1024
 "Elements that a program holds at once."

@@ -154,6 +154,7 @@ def _attending(orig_model: PreTrainedModel) -> list[PreTrainedModel]:
 
 def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
     """Switch all parts of the model to this attention and check that they took it."""
+    # Private: set_attn_implementation is public, but a config has no public name for what is set (transformers 5.17).
     for part in _attending(orig_model):
         if part.config._attn_implementation == name:
             continue

@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import Config
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.ops import flash
@@ -58,17 +57,23 @@ class AttentionShape(NamedTuple):
     "of a document"
 
 
-def choose_backend(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> AttentionChoice:
+def choose_backend(
+    named: str, execution: Execution, orig_model: PreTrainedModel, layout: Layout, rt: Runtime
+) -> AttentionChoice:
     """Choose the attention backend of training and validation, on the main rank for all, and print which and why.
+
+    Args:
+        named: attention.backend of the recipe.
+        execution: in_chunks is taken from the topology, and captured counts where a backend is named.
 
     Raises:
         ConfigError: the backend that the recipe names does not run here or cannot compute this model or layout.
     """
-    named, execution = cfg.attention.backend, Execution(cfg.compile.enabled, in_chunks=rt.topology.context > 1)
+    execution = execution._replace(in_chunks=rt.topology.context > 1)
     if named == "auto":
+        execution = execution._replace(captured=False)
         choice = AttentionChoice(*rt.from_main(lambda: fastest(orig_model, layout, rt.device, execution)))
     else:
-        execution = execution._replace(captured=cfg.train.engine == "graph")
         problem = unsupported_reason(named, orig_model, layout, rt.device, execution)
         if problem:
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")

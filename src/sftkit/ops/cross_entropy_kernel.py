@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 
 from sftkit.data.collate import IGNORE
 from sftkit.ops.linear_cross_entropy import RowLoss

@@ -56,7 +56,7 @@ def fa4() -> ModuleType:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(fa4_folder()))
     from flash_attn.cute import interface
 
-    return interface  # type: ignore[no-any-return]
+    return interface
 
 
 @torch.library.custom_op("sftkit::document_attention", mutates_args=())

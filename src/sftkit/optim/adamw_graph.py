@@ -210,6 +210,7 @@ class GraphAdamW(AdamW):
         kept = self._gradients[param]
         if kept.data_ptr() != grad.data_ptr():
             kept.copy_(grad)
+        # Private: torch.compiler has no name for it. CUDA graphs then read the gradient here and do not copy it (torch 2.13).
         torch._dynamo.mark_static_address(kept)
         return kept
 

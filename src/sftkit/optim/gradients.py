@@ -75,4 +75,5 @@ def multiply_gradients(parameters: Iterable[torch.nn.Parameter], coefficient: to
     leaves them as they are."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
+        # Private: a few kernels for all gradients; in public torch multiplies them one by one (torch 2.13).
         torch._foreach_mul_(grads, coefficient.nan_to_num(1.0))

@@ -40,6 +40,8 @@ def split_layers(
     orig_model._stages = stages  # type: ignore[assignment]
     names = {id(p): name for name, p in orig_model.named_parameters()}
     made: dict[int, torch.nn.Parameter] = {}
+    # Private, as in models.weights.make_room: register_buffer would make every buffer persistent, and named_parameters leaves out
+    # the second name of a shared parameter (torch 2.13).
     for module in orig_model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -136,6 +138,7 @@ class StageModule(torch.nn.Module):
 
 def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: bool) -> torch.nn.Module:
     """Return a decoder with some of the layers of another one: the same modules, in the same forward pass of its class."""
+    # Private: copy.copy shares the table of children, `_modules`, with the full decoder, which must keep all (torch 2.13).
     part = copy.copy(full)
     part._modules = dict(full._modules)
     layers = full.layers
@@ -170,6 +173,7 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, precision: str) -> None:
 
 def fill_with_memory(stage: StageModule, device: torch.device) -> None:
     """Allocate memory for shards of weights that are on the meta device; buffers stay as they are."""
+    # Private, as in models.weights.make_room: to_empty would leave buffers without the values that were computed (torch 2.13).
     buffers = {id(module): dict(module._buffers) for module in stage.modules()}
     stage.to_empty(device=device)
     for module in stage.modules():

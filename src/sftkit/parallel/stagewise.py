@@ -56,6 +56,9 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
     """Make parameters of this rank's stages whole within the context, where FSDP gathers none; those of others are NaN
     without memory, so that the model is on its device and nobody reads them unseen."""
     device = next(p.device for p in orig_model.parameters() if not p.is_meta)
+    # Private: `_parameters` is replaced directly, since setting the attribute would call register_parameter and its global hooks.
+    # FSDPModule has no public way to call a module without the hooks that gather its weights; the handles of these hooks are FSDP's
+    # own, so their tables are taken away and put back (torch 2.13).
     full = {id(p): _full_parameter(p, device) for p in orig_model.parameters()}
     parameters = [
         (module, name, p) for module in orig_model.modules() for name, p in module._parameters.items() if p is not None
@@ -90,7 +93,7 @@ def _replaced(forwards: dict[torch.nn.Module, Forward]) -> Iterator[None]:
     before = {module: vars(module).get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
-            module.forward = forward  # type: ignore[assignment]
+            module.forward = forward
         yield
     finally:
         for module, own in before.items():
@@ -119,7 +122,7 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
     if not stages.last:
         yield norm, _as_it_is
     own_logits = projection.forward if stages.last else _as_it_is
-    yield projection, lambda hidden: _Logits.apply(own_logits(hidden), projection.out_features, stages)  # type: ignore[no-any-return]
+    yield projection, lambda hidden: _Logits.apply(own_logits(hidden), projection.out_features, stages)
 
 
 def _no_hidden_states(embedding: torch.nn.Module, ids: Tensor) -> Tensor:

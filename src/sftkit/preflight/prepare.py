@@ -12,7 +12,7 @@ from accelerate import Accelerator, init_empty_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from sftkit.config.schema import Config, DataConfig, ModelConfig
+from sftkit.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data import findings, loader, stages
 from sftkit.data.pack import Layout
@@ -54,9 +54,9 @@ def meta_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision
     return orig_model
 
 
-def gpu_precision(cfg: Config) -> str:
+def gpu_precision(train: TrainConfig) -> str:
     """Return what the run will compute in on a GPU: the recipe's precision, bf16 for auto."""
-    return "bf16" if cfg.train.precision == "auto" else cfg.train.precision
+    return "bf16" if train.precision == "auto" else train.precision
 
 
 def memory_plan(
@@ -82,7 +82,7 @@ def memory_plan(
     try:
         with redirect_stdout(io.StringIO()):
             # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
-            rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg), topology)
+            rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg.train), topology)
             return make_plan(cfg, orig_model, layout, rt, Fixed(total))
     finally:
         said_later.disabled = False

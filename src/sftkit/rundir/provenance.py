@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sftkit.config.schema import Config
+from sftkit.config.schema import Config, ModelConfig
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import MADE_FROM, MANIFEST, latest_checkpoint
 
@@ -63,7 +63,7 @@ def write_provenance(folder: Path, cfg: Config, *, resumes: bool) -> str | None:
     else:
         began = now
     replace_text(folder / MADE_FROM, json.dumps(began._asdict(), indent=1))
-    return weights_changed(cfg, began, now)
+    return weights_changed(cfg.model, began, now)
 
 
 def read_provenance(run_dir: Path) -> Provenance | None:
@@ -74,7 +74,7 @@ def read_provenance(run_dir: Path) -> Provenance | None:
         return None
 
 
-def weights_changed(cfg: Config, began: Provenance, now: Provenance) -> str | None:
+def weights_changed(model: ModelConfig, began: Provenance, now: Provenance) -> str | None:
     """Return a warning that names weights that are no longer those that a run began with; None: all are the same."""
     there, here = began.weights, now.weights
     changed = sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
@@ -82,7 +82,7 @@ def weights_changed(cfg: Config, began: Provenance, now: Provenance) -> str | No
         return None
     others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return (
-        f"model.path={cfg.model.path}: its weights have changed since this run began ({changed[0]}{others}), and the run goes on "
+        f"model.path={model.path}: its weights have changed since this run began ({changed[0]}{others}), and the run goes on "
         "without them. Start without train.resume to train from the new ones, or keep the run as it is, and this line away, "
         "with train.resume_changes=[model.path]"
     )

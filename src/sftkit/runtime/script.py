@@ -31,8 +31,8 @@ def script(main: Callable[[], int | None]) -> None:
     """
     # Before anything is imported: torch alone takes seconds, in which a Ctrl-C would end as a traceback.
     signal.signal(signal.SIGINT, lambda number, _frame: _end(number, os._exit))
-    # Whoever has set the policy has chosen how threads wait. OpenMP reads the variable once, when it is loaded with
-    # torch.
+    # Ranks that share the cores of a machine are not slowed down by each other's waiting threads: see SPINS. Whoever has set
+    # the policy has chosen how threads wait. OpenMP reads the variable once, when it is loaded with torch.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from sftkit.rundir.status import report

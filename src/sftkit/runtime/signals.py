@@ -221,6 +221,7 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
         raise api.SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
 
     # Private: the launcher installs this function as the handler of each signal that it takes, and takes no other.
+    # No issue is known (torch 2.11 to 2.13).
     api._terminate_process_handler = once
     try:
         yield

@@ -260,7 +260,7 @@ def start(
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use
         log_with=dashboard,
-        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # type: ignore[arg-type]
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
             # Buffers are computed alike on every rank; gradients as views of the buckets need no second copy.

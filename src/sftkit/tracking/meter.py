@@ -128,12 +128,15 @@ class Meter:
 
     def read(self) -> dict[str, float | None]:
         """Return the window's metrics and begin a new one; every rank must call it. Waits for the device, once."""
+        # What all ranks have counted: the mean is of the targets that an update was made of.
         sums, waits, peaks = self._exchange()
         means = self._sums.means_of(sums, self._divisor - self._left_out)
         self.planned_targets += self._divisor
+        # The window joins the totals since the start of the run; what a resumed start took over is no time of this one.
         seconds = self._seconds()
         self._before = self._before.plus(self._tokens, self._targets, self._pairs, seconds, self._encoded)
         self.total_step_seconds += seconds - self._earlier_seconds
+        # Rates: None where the model's FLOPs or the GPU's peak are unknown.
         work = Work(self._tokens, self._targets, self._pairs, self._encoded, self._encoder_positions)
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None

@@ -228,15 +228,15 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     cfg, rt, tokenizer = run.cfg, run.rt, start.tokenizer
     run_dir = Path(cfg.run.dir)
     suite = Suite(
-        cfg.eval,
-        start.orig_model,
-        tokenizer,
-        rt,
-        engine.model,
-        data.validation,
-        data.batches.layout,
-        data.samples,
-        run_dir,
+        config=cfg.eval,
+        orig_model=start.orig_model,
+        tokenizer=tokenizer,
+        rt=rt,
+        model=engine.model,
+        validation=data.validation,
+        layout=data.batches.layout,
+        sample_rows=data.samples,
+        run_dir=run_dir,
     )
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sftkit.config.schema import Config, EvalConfig
+from sftkit.config.schema import CheckpointConfig, EvalConfig, LogConfig
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Due:
         return Due(window=not self.log, log=True, save=True, wait_for_save=True, evaluate=False)
 
 
-def due_after(step: int, total_steps: int, cfg: Config) -> Due:
+def due_after(step: int, total_steps: int, log: LogConfig, checkpoint: CheckpointConfig, evaluation: EvalConfig) -> Due:
     """Return what the recipe has follow a step."""
     last = step == total_steps
-    log = last or step % cfg.log.every == 0
-    save = last or bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
-    evaluate = evaluation_due(cfg.eval, step, total_steps)
-    return Due(window=(save or evaluate) and not log, log=log, save=save, wait_for_save=last, evaluate=evaluate)
+    logs = last or step % log.every == 0
+    saves = last or bool(checkpoint.every and step % checkpoint.every == 0)
+    evaluates = evaluation_due(evaluation, step, total_steps)
+    return Due(window=(saves or evaluates) and not logs, log=logs, save=saves, wait_for_save=last, evaluate=evaluates)
 
 
 def evaluation_due(cfg: EvalConfig, step: int, total_steps: int) -> bool:

@@ -31,7 +31,10 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     """Train from services.resumed["step"] to the last step, logging, evaluating and saving on the way.
 
     Args:
+        cfg: how long the run is, what is due after which step, and what is watched; nothing of how a step is computed.
         engine: how a step is computed. `engine.model.orig_model` is all that evaluation and checkpoints see.
+        batches: this rank's share of the epochs' plans, which say how many steps there are, and what data a step takes.
+        services: what evaluates, saves and logs, and the state that this start resumes.
 
     Raises:
         NumericsError: as numerics.on_nonfinite, on_spike and check_replicas_every say.
@@ -97,7 +100,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     monitor.meter.paused(trace_seconds)
 
                 # What is due after this step. Ranks agree on a stop; what they hold alike is compared before it is kept.
-                due = due_after(step, total_steps, cfg)
+                due = due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
                 stopped = monitor.read_flags(wait=due.waits)  # else only those that have arrived
                 due = due.if_stopped() if stopped else due
                 report_ended_saves()

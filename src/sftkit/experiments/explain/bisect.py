@@ -197,7 +197,7 @@ def excluded(modules: tuple[ProbedModule, ...]) -> Iterator[None]:
     """Run these modules, inside, as plain Python in a graph around them."""
     with ExitStack() as stack:
         for probed in modules:
-            probed.module.forward = torch.compiler.disable(probed.module.forward)  # type: ignore[method-assign]
+            probed.module.forward = torch.compiler.disable(probed.module.forward)
             stack.callback(probed.module.__dict__.pop, "forward")
         yield
 

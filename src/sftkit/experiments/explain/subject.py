@@ -29,7 +29,7 @@ from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops.attention import dense_kernels, plain_implementation
-from sftkit.ops.attention_choice import choose_backend
+from sftkit.ops.attention_choice import Execution, choose_backend
 from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.words import counted
@@ -103,14 +103,15 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         ConfigError: the config or tokenizer of the model is not here, or it has fewer blocks.
     """
     # Model, layout, attention and loss as the run has them, but with made-up lengths of documents.
-    config = config_of(cfg, layers)
+    config = config_of(cfg.model, layers)
     orig_model = _new_model(config, cfg, rt)
     length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
     if length is None:
         raise ConfigError(f"data.max_length: {unresolved_reason(cfg.model.path)}")
     encodes = config.is_encoder_decoder
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(_lengths(length), length, encoded=encodes))
-    backend = choose_backend(cfg, orig_model, layout, rt).backend
+    execution = Execution(cfg.compile.enabled, captured=cfg.train.engine == "graph")
+    backend = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt).backend
     model = ModelWithLoss(orig_model, backend, (Caption if encodes else NextToken)(cfg.loss))
     # Three batches: as the warm-up's, with other values of the same shape, and of another length.
     rows, row_length = layout.shapes[-1]
@@ -126,7 +127,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         call,
         again,
         other,
-        source=_source(config, cfg, orig_model),
+        source=_source(config, cfg.model, orig_model),
         around=dense_kernels if backend == "sdpa" else nullcontext,
         trained=ProfiledStep(model, batches[0].to(rt.device)),
         beside=_beside(orig_model),
@@ -144,13 +145,13 @@ def _beside(orig_model: PreTrainedModel) -> str | None:
     )
 
 
-def config_of(cfg: Config, layers: int | None) -> PretrainedConfig:
+def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
     """Return the config of a recipe's model, cut to the first blocks.
 
     Raises:
         ConfigError: it is not here, or is not as transformers wants it, or has fewer blocks.
     """
-    config = _new_config(cfg.model) if cfg.model.scratch is not None else _config_there(cfg.model)
+    config = _new_config(model) if model.scratch is not None else _config_there(model)
     text = config.get_text_config()
     if layers is not None:
         if layers > text.num_hidden_layers:
@@ -268,12 +269,12 @@ def _call(model: ModelWithLoss, batch: Batch) -> ModuleCall:
     return ModuleCall((), kwargs, f"{rows} x {columns}")
 
 
-def _source(config: PretrainedConfig, cfg: Config, orig_model: PreTrainedModel) -> str:
+def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrainedModel) -> str:
     """Return Python that makes the same decoder from its config: by itself, or of code that comes with the model from
     its folder."""
     num_blocks = config.get_text_config().num_hidden_layers
-    if cfg.model.trust_remote_code and cfg.model.path:
-        path = str(Path(resolve(cfg.model.path)).absolute())
+    if model.trust_remote_code and model.path:
+        path = str(Path(resolve(model.path)).absolute())
         make = f"config = AutoConfig.from_pretrained({path!r}, trust_remote_code=True)\n"
         make += f"config.get_text_config().num_hidden_layers = {num_blocks}\n"
     else:
@@ -281,7 +282,7 @@ def _source(config: PretrainedConfig, cfg: Config, orig_model: PreTrainedModel) 
         kind = fields.pop("model_type", config.model_type)
         make = f"config = AutoConfig.for_model({kind!r}, **{fields!r})\n"
     levels = next(n for n in (1, 2) if _inside(orig_model, n) is decoder(orig_model))
-    remote = ", trust_remote_code=True" if cfg.model.trust_remote_code else ""
+    remote = ", trust_remote_code=True" if model.trust_remote_code else ""
     return (
         f"from transformers import AutoConfig, {kind_of(config).auto_class.__name__}\n\n{make}"
         f"model = {kind_of(config).auto_class.__name__}.from_config(config, dtype={orig_model.dtype}, "

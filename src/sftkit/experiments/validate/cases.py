@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sftkit.config.commands import typed
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
-from sftkit.config.schema import Config
+from sftkit.config.schema import Config, OptimConfig, TrainConfig
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import own_caches
 from sftkit.launch.hardware import Hardware
@@ -109,9 +109,11 @@ def cases(
         for count in plan.processes:
             fewest = count == plan.processes[0]
             other = ["eager, other seed"] if fewest else []
-            reference = ["reference"] if fewest and plan.reference and has_reference(cfg, hardware, replica) else []
+            reference = (
+                ["reference"] if fewest and plan.reference and has_reference(cfg.optim, hardware, replica) else []
+            )
             for kind in ("eager", *other, "compiled", *reference):
-                launch = launch_of(count, cfg, hardware, None if kind == "reference" else replica)
+                launch = launch_of(count, cfg.train, hardware, None if kind == "reference" else replica)
                 slug = f"{layout}-{count}-{kind.replace(', ', '-').replace(' ', '-')}"
                 folder = out / "runs" / slug
                 words = command(launch, plan.script, [plan.recipe, *_settings_of(plan, cfg, layout, kind, folder)])
@@ -122,20 +124,18 @@ def cases(
     return made
 
 
-def has_reference(cfg: Config, hardware: Hardware, replica: Replica | None) -> bool:
+def has_reference(optim: OptimConfig, hardware: Hardware, replica: Replica | None) -> bool:
     """Return whether the reference engine computes what the recipe's optimizer does, which only differs in how it
     stores, and whether a GPU has room for its fp32 weights, gradients and moments."""
-    known = cfg.optim.name == "auto" or cfg.optim.name in AS_ADAMW
+    known = optim.name == "auto" or optim.name in AS_ADAMW
     needed = replica.parameters * OPTIMIZERS[DEFAULT].training_width("fp32") if replica else 0
     return known and (hardware.gpu_memory_bytes is None or needed <= USABLE * hardware.gpu_memory_bytes)
 
 
-def launch_of(processes: int, cfg: Config, hardware: Hardware, replica: Replica | None) -> Launch:
+def launch_of(processes: int, train: TrainConfig, hardware: Hardware, replica: Replica | None) -> Launch:
     """Return how so many processes are started here: as `make` does on a machine with so many GPUs."""
     if hardware.gpus or processes == 1:
-        return choose(
-            replace(hardware, gpus=processes if hardware.gpus else 0), cfg.train.global_batch_size, {}, replica
-        )
+        return choose(replace(hardware, gpus=processes if hardware.gpus else 0), train.global_batch_size, {}, replica)
     threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // processes)), "ACCELERATE_USE_CPU": "true"}
     return Launch(CONFIGS / "cpu_ddp.yaml", processes, "", threads)
 

@@ -67,7 +67,17 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
         runs = {(run["processes"], run["kind"]): run for run in result["runs"] if run["layout"] == layout}
 
         def measured(processes: int, kind: str, runs: dict[tuple[int, str], dict[str, Any]] = runs) -> Measured:
-            missing = Measured("it was not run", [], {}, [], {}, {}, {}, {}, [])
+            missing = Measured(
+                error="it was not run",
+                lines=[],
+                evals={},
+                results=[],
+                summary={},
+                status={},
+                proof={},
+                environment={},
+                rank_errors=[],
+            )
             return Measured(**runs[processes, kind]["measured"]) if (processes, kind) in runs else missing
 
         fewest = plan["processes"][0]

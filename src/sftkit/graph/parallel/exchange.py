@@ -19,12 +19,12 @@ from sftkit.parallel.tensor import Activations
 
 def gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the shards of all ranks of a group, joined along a dimension."""
-    return _Gather.apply(shard, dim, group)  # type: ignore[no-any-return]
+    return _Gather.apply(shard, dim, group)
 
 
 def add_and_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's shard, along a dimension, of the sum over the ranks of a group."""
-    return _Scatter.apply(tensor, dim, group)  # type: ignore[no-any-return]
+    return _Scatter.apply(tensor, dim, group)
 
 
 def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def send(rows: Tensor, sizes: Tensor, room: int, group: ProcessGroup, *, back: b
         sizes: of exchange_counts. back: the other way round: what came is answered.
         room: rows that may come at most.
     """
-    return _Send.apply(rows, sizes, room, group.group_name, back)  # type: ignore[no-any-return]
+    return _Send.apply(rows, sizes, room, group.group_name, back)
 
 
 class Exchange(Activations):
@@ -63,7 +63,7 @@ class Exchange(Activations):
 
     def add_up(self, partial: Tensor) -> Tensor:
         """Return the sum of the ranks' parts of whole rows, [B, T, H]: this rank's columns of it, [B, C, H]."""
-        return add_and_scatter(partial, 1, self.group) if self.sequence_parallel else _Sum.apply(partial, self.group)  # type: ignore[no-any-return]
+        return add_and_scatter(partial, 1, self.group) if self.sequence_parallel else _Sum.apply(partial, self.group)
 
 
 class _Gather(torch.autograd.Function):
@@ -73,7 +73,7 @@ class _Gather(torch.autograd.Function):
         return compat.all_gather(shard, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return compat.reduce_scatter(gradient, ctx.dim, ctx.group), None, None
 
 
@@ -84,7 +84,7 @@ class _Scatter(torch.autograd.Function):
         return compat.reduce_scatter(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return compat.all_gather(gradient, ctx.dim, ctx.group), None, None
 
 
@@ -95,7 +95,7 @@ class _Sum(torch.autograd.Function):
         return compat.all_reduce(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return compat.all_reduce(gradient, ctx.group), None
 
 
@@ -114,7 +114,7 @@ class _Send(torch.autograd.Function):
         return _all_to_all(rows, sizes, room, group, back)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         (sizes,) = ctx.saved_tensors
         return _all_to_all(gradient, sizes, ctx.room, ctx.group, not ctx.back), None, None, None, None
 

@@ -39,7 +39,7 @@ def rows_in_order(rows: Tensor, order: Tensor, back: Tensor, visits: int) -> Ten
     Args:
         order: int64 [S], a permutation. back: its inverse.
     """
-    return _Ordered.apply(rows, order, back, visits)  # type: ignore[no-any-return]
+    return _Ordered.apply(rows, order, back, visits)
 
 
 class _Ordered(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _Ordered(torch.autograd.Function):
         return rows.index_select(0, order // visits)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
         return gradient.index_select(0, back).unflatten(0, (-1, ctx.visits)).sum(1), None, None, None
 

@@ -44,7 +44,7 @@ class Gather:
 
     def __call__(self, param: DTensor) -> Tensor:
         """Return the weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks that read it."""
-        return _Gathered.apply(param, self.reduce_dtype)  # type: ignore[no-any-return]
+        return _Gathered.apply(param, self.reduce_dtype)
 
 
 class _Gathered(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _Gathered(torch.autograd.Function):
         return param.redistribute(placements=[*param.placements[:-1], Replicate()]).to_local()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         *others, shards = ctx.placements
         gradient = gradient if ctx.reduce_dtype is None else gradient.to(ctx.reduce_dtype)
         parts = [Partial() if place.is_replicate() else place for place in others]
@@ -135,7 +135,7 @@ def _reader(name: str) -> Callable[[torch.nn.Module], Tensor | None]:
     def read(self: torch.nn.Module) -> Tensor | None:
         param = self._parameters[name]
         if self.__dict__.get(_READS) and isinstance(param, DTensor):
-            return self.__dict__[_GATHER](param)  # type: ignore[no-any-return]
+            return self.__dict__[_GATHER](param)
         return param
 
     return read

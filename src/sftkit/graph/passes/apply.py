@@ -80,7 +80,7 @@ class Passes:
         codegen = self._at("codegen")
         run = _function(codegen[0])(graph, examples, half) if codegen else compat.boxed(graph)
         if self.recorder is None:
-            return run  # type: ignore[no-any-return]
+            return run
         return Replayed(run, in_place, num_sums if half == "forward" else None, self.recorder)
 
     def _at(self, stage: str) -> list[Pass]:

@@ -51,4 +51,5 @@ def _keeps(node: Node) -> bool:
 def _random(node: Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and _random(node.args[0])
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    target = compat.operator_of(node)
+    return target is not None and torch.Tag.nondeterministic_seeded in target.tags

@@ -39,5 +39,5 @@ def _milliseconds(node: Node, num_bytes: int | None) -> float | None:
     formula = flop_counter.flop_registry.get(packet)
     if formula is None:
         return None
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[attr-defined]
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     return 1e3 * formula(*args, **kwargs, out_val=value) / (GPU_FLOPS if on_gpu else CPU_FLOPS)

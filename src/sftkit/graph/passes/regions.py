@@ -54,11 +54,11 @@ def _fusible(node: Node) -> bool:
         return isinstance(node.args[0], Node) and _fusible(node.args[0])
     if compat.is_flex(node):
         return _flex_on_gpu(node)
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    target = compat.operator_of(node)
+    if target is None or target.namespace not in ("aten", "prims"):
         return False
     random = torch.Tag.nondeterministic_seeded in target.tags
-    return not random and not target._schema.is_mutable and _gives_tensors(node)
+    return not random and not compat.is_mutable(node) and _gives_tensors(node)
 
 
 def _flex_on_gpu(node: Node) -> bool:
@@ -73,7 +73,8 @@ def _gives_tensors(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    target = compat.operator_of(node)
+    return target is not None and bool(target.is_view)
 
 
 def _worth(run: NodeRun) -> bool:
@@ -145,7 +146,7 @@ def _extract(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphM
         functions[name] = getattr(graph, str(node.target))
         copies[node] = extracted.get_attr(name)
     for node in (node for node in run if node in needed):
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)  # type: ignore[attr-defined]
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
         copies[node] = extracted.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copies[node].meta["val"] = node.meta.get("val")
     extracted.output(tuple(copies[node] for node in outputs))

@@ -46,7 +46,7 @@ class Replayed:
         """Return the outputs: computed at first, then by replaying what was recorded."""
         self._calls += 1
         if self._calls == 1:
-            return self._run(args)  # type: ignore[no-any-return]
+            return self._run(args)
         if self._replay is None:
             self._first(args)
         else:
