@@ -1,1 +1,1 @@
-"""A model over several processes: FSDP2, tensor and context parallelism, replicas."""
+"""A model over several processes: FSDP2, tensor and context parallelism, pipeline stages, replicas."""
