@@ -34,7 +34,7 @@ def main() -> int:
         print_text(f"\n=== {stage}: {folder / stage}.yaml")
         stage_started = time.time()
         code = launch.run_script(name, str(folder / f"{stage}.yaml"), overrides)
-        if was_stopped(runs[stage], stage_started):
+        if was_stopped(runs[stage], stage_started, code):
             words = [word for word in sys.argv[1:] if not word.startswith("train.resume=")]
             print_text(f"stopped; go on: {invocation('scripts/run_chain.py', *words, 'train.resume=auto')}")
             return code

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -251,6 +253,16 @@ def test_resuming_a_finished_run_trains_nothing_and_keeps_its_summary(tmp_path: 
     write_summary(tmp_path, run(tmp_path, tokenizer, max_steps=3, resume="auto"), cpu_runtime())
     assert (tmp_path / "summary.json").read_text() == before
     assert "already finished at step 3" in capsys.readouterr().out
+
+
+def test_a_stopped_run_says_how_to_go_on_and_a_finished_one_does_not(tmp_path: Path, tokenizer, capsys) -> None:
+    trained = run(tmp_path, tokenizer, max_steps=3)
+    write_summary(tmp_path, trained, cpu_runtime())
+    assert "go on" not in capsys.readouterr().out
+    write_summary(tmp_path, replace(trained, stopped=True, step=2), cpu_runtime())
+    out = capsys.readouterr().out
+    assert "stopped at step 2 of 3" in out
+    assert re.search(r"^go on: .* train\.resume=auto$", out, re.MULTILINE)
 
 
 def test_resuming_with_another_optimizer_or_precision_is_refused(tmp_path: Path, tokenizer) -> None:

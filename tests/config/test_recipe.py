@@ -306,7 +306,7 @@ def test_extends_takes_a_shipped_recipe_as_the_command_line_does_and_lists_them_
     write(MINIMAL, "recipes/default/sft.yaml")
     assert read_config(path).model.path == "here"  # what lies beside it comes first
     lost = write("extends: recipes/nothing/sft.yaml\n" + MINIMAL, "lost.yaml")
-    assert "recipes/qwen3_0_6b/sft.yaml, " in problems(lost)[1]
+    assert "recipes/qwen3_0_6b, " in problems(lost)[1]
 
 
 def test_extends_in_a_circle_and_of_a_missing_file_are_clear(write):

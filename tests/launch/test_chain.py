@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sftkit.launch.chain import summary
+from sftkit.launch.chain import summary, was_stopped
 from sftkit.rundir.names import FINAL, RESULTS
 
 
@@ -51,3 +51,13 @@ def test_a_model_that_learned_nothing_is_not_told_as_one_that_did(
     assert ("no more than before SFT" in text) == told
     assert ("scripts/run_chain.py recipes/default" in text) == told
     assert max(len(line) for line in text.splitlines() if "/" not in line) < 80
+
+
+def test_a_stage_that_a_signal_has_ended_was_stopped_with_a_status_of_this_start_and_without_one(
+    tmp_path: Path,
+) -> None:
+    assert was_stopped(tmp_path, since=100.0, code=143)  # before its first step, when nothing is written
+    assert not was_stopped(tmp_path, since=100.0, code=1)
+    (tmp_path / "run_status.json").write_text(json.dumps({"status": "preempted", "time": 120.0}))
+    assert was_stopped(tmp_path, since=100.0, code=1)
+    assert not was_stopped(tmp_path, since=130.0, code=1), "an earlier start was stopped, not this one"

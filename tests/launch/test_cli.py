@@ -76,7 +76,10 @@ def test_the_version_is_told_with_that_of_torch_which_is_not_imported(
         (("sfft", "x"), "sftkit sfft: no such word. Did you mean sftkit sft?"),
         (("init",), "usage: sftkit init DIR"),
         (("sft", "recipes/smoke/sft.yaml", "optim.lrr=1"), 'Did you mean "optim.lr"?'),
-        (("chain", "recipes/nothing"), "recipes/nothing/base.yaml: no such file"),
+        (
+            ("chain", "recipes/nothing"),
+            "recipes/nothing: no such folder; the chain takes one with base.yaml, mid.yaml, sft.yaml, such as recipes/default",
+        ),
     ],
 )
 def test_a_mistake_is_told_with_code_2(words: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -30,7 +30,10 @@ MISTAKES = {
     ),
     "data that are looked at": (("scripts/inspect_data.py", "DIR/sft.yaml", SCRATCH), "rows.jsonl"),
     "a model that is not there": (("scripts/base_train.py", "DIR/sft.yaml", "model.path=DIR/lost"), "DIR/lost"),
-    "a chain without recipes": (("scripts/run_chain.py", "DIR/lost"), "DIR/lost/base.yaml: no such file"),
+    "a chain without recipes": (
+        ("scripts/run_chain.py", "DIR/lost"),
+        "DIR/lost: no such folder; the chain takes one with base.yaml, mid.yaml, sft.yaml, such as ",
+    ),
     "the launcher without a script": (
         ("-m", "sftkit.launch", "DIR/lost.py", "DIR/sft.yaml", SCRATCH),
         "no such script",

@@ -100,7 +100,8 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: 
         meant = recipes.similar_recipes(path)
         problems.append(where + meant)
         if "recipes" in path.parts and not meant:
-            problems.append(f"recipes that came with sftkit: {', '.join(shipped_recipes())}")
+            folders = sorted({str(Path(recipe).parent) for recipe in shipped_recipes()})
+            problems.append(f"recipes that came with sftkit are in {', '.join(folders)}")
     except UnicodeDecodeError:
         problems.append(f"{path}: not UTF-8 text")
     except OSError as error:

@@ -13,6 +13,7 @@ import numpy as np
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.buckets import choose_buckets
 from sftkit.errors import ConfigError
+from sftkit.runtime.words import counted
 
 log = logging.getLogger(__name__)
 OPEN_ROWS = 1024  # rows that best-fit keeps open: enough for > 99 % filled rows, and the shuffle stays a shuffle
@@ -155,7 +156,9 @@ def make_layout(
     # Lowered to a divisor, so that all micro-batches have one size.
     micro = largest_divisor(share, train.micro_batch_size)
     if micro != train.micro_batch_size:
-        log.info("micro-batch of %d rows, the most up to %d that divides %d", micro, train.micro_batch_size, share)
+        log.info(
+            "micro-batch of %s, the most up to %d that divides %d", counted(micro, "row"), train.micro_batch_size, share
+        )
     plain = Layout(
         data.layout,
         (max_length,),

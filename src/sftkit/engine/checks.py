@@ -12,6 +12,7 @@ from sftkit.engine.gradient_samples import GradientDifference
 from sftkit.engine.roundings import MAX_LIMIT, MAX_SCALE_LIMIT, RoundingLimits
 from sftkit.engine.self_check import DocumentCheck
 from sftkit.errors import RecompileError
+from sftkit.runtime.words import counted
 from sftkit.tracking.checks import Check
 
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
@@ -123,7 +124,7 @@ def compile_checks(graphs: int | None, evaluations: int, records: Records, error
     late, breaks, uncompiled = list(records.recompile_kinds), records.graph_break_reasons, records.fallbacks
     if isinstance(error, RecompileError) and not breaks:
         late = [*late, str(error).partition("\n")[0]]
-    ran = f"{graphs} graphs"
+    ran = counted(graphs, "graph")
     if uncompiled:
         ran += f", and {uncompiled:,} calls ran without one (compile.on_recompile=eager)"
         late += [f"run uncompiled instead: {reason}" for reason in records.fallback_kinds]

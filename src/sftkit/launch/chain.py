@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.commands import invocation, shipped
+from sftkit.config.commands import invocation, shipped, shipped_recipes
 from sftkit.config.load import read_config
 from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.schema import Config
@@ -34,6 +34,14 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     Raises:
         ConfigError: what is wrong with, and missing for, any of the three.
     """
+    if not folder.is_dir() and not Path(shipped(str(folder))).is_dir():
+        complete = [
+            recipe.parent for recipe in map(Path, shipped_recipes()) if recipe.stem == next(iter(CHAIN_SCRIPTS))
+        ]
+        raise ConfigError(
+            f"{folder}: no such folder; the chain takes one with {', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, "
+            f"such as {', '.join(map(str, complete))}"
+        )
     recipes: dict[str, Config] = {}
     problems: list[str] = []
     for stage in CHAIN_SCRIPTS:
@@ -49,11 +57,14 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     return recipes
 
 
-def was_stopped(run_dir: Path, since: float) -> bool:
-    """Return whether the stage that was started at this Unix time was told to stop, by a signal or by
-    train.max_minutes: its exit code does not say so."""
+def was_stopped(run_dir: Path, since: float, code: int) -> bool:
+    """Return whether the stage that was started at this Unix time was stopped, by a signal or by train.max_minutes.
+
+    Args:
+        code: its exit code, which says so before the first step alone: 128 + the signal's number.
+    """
     status = read_status(run_dir)
-    return status.get("status") in ("stopped", "preempted") and status["time"] >= since
+    return code > 128 or (status.get("status") in ("stopped", "preempted") and status["time"] >= since)
 
 
 def evaluate_command(sft: Config) -> list[str]:

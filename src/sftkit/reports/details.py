@@ -92,7 +92,10 @@ def data_tables(preflight: dict[str, Any]) -> list[Any]:
             for name, n in mapping(preflight.get("validation_in_train")).items()
         },
     }
-    sources = [*dicts(preflight.get("sources")), *dicts(preflight.get("validation"))]
+    held_out = [
+        source | {"name": f"{source.get('name')} (validation)"} for source in dicts(preflight.get("validation"))
+    ]
+    sources = [*dicts(preflight.get("sources")), *held_out]
     memory, disk, time = (
         facts(dict(_leaves(preflight.get(key))), key.capitalize()) for key in ("memory", "disk", "time")
     )
@@ -156,11 +159,12 @@ def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...]
 
 def _answers(sources: Rows) -> Html | None:
     """Return a table of how many answers each source with conversations has, how many are
-    learned, and why others are not."""
+    learned, and why others are not; without the reasons that no answer has."""
     rows = [
         mapping(source.get("answers")) | {"name": source.get("name")} for source in sources if source.get("answers")
     ]
-    return _table(rows, _ANSWERS, "Answers")
+    shown = {key: name for key, name in _ANSWERS.items() if any(row.get(key) for row in rows)}
+    return _table(rows, {"name": "source", "answers": "answers", "answers_learned": "learned"} | shown, "Answers")
 
 
 def _findings(sources: Rows) -> Html | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from sftkit.reports.write import try_report
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import LATEST, SUMMARY
-from sftkit.rundir.status import RunStatus
+from sftkit.rundir.status import RunStatus, resume_command
 from sftkit.runtime.start import Runtime
 
 
@@ -70,6 +71,8 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     )
     where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
     rt.print(f"checkpoint: {where}")
+    if trained.stopped:
+        rt.print(f"go on: {resume_command(sys.argv)}")
     try_report(run_dir, rt.print)
 
 
