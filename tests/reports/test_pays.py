@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from made_run import make_run
 
 from sftkit.reports.collect import RESUMED, gather_report
@@ -98,3 +99,11 @@ def test_the_report_of_a_resumed_run_speaks_of_its_newest_start(tmp_path: Path) 
     (run / "proof.json").write_text(json.dumps(proof))
     assert "Compiling took 31.5 s when the run was resumed, as long as" in gather_report(run)["compiling"]
     assert resume_check(0, None).name == RESUMED
+
+
+def test_a_backend_that_makes_no_faster_code_is_not_said_to_pay(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=100)
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["compile"]["backend"] = "aot_eager"
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert gather_report(run)["compiling"] is None

@@ -82,6 +82,8 @@ def build(
         choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
         check_marked(cfg.compile, choice.backend)
         # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
+        if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
+            rt.print("one process: the pipeline has one stage, so a step is that of train.engine=blocks")
         if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
             layers = measured_layers(cfg, training, choice.backend, rt)
             cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))

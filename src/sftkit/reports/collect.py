@@ -181,7 +181,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         },
         "status": status,
         "summary": {key: value for key, value in summary.items() if not isinstance(value, dict | list)},
-        "compiling": compiling(summary, full, dicts(proof.get("rows"))),
+        "compiling": compiling(summary, full, dicts(proof.get("rows")), settings),
         "command": _command(status.get("resume")),
         "headline": _headline(full, last, cpu=on_cpu(environment.get("device"))),
         "proof": dicts(proof.get("rows")),
@@ -220,10 +220,11 @@ def model_name(settings: dict[str, Any]) -> str | None:
     return str(model["path"]) if model.get("path") else None
 
 
-def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows) -> str | None:
+def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, settings: dict[str, Any]) -> str | None:
     """Return what the compile of the run's newest start costs, in steps.
 
-    None for a run that is not compiled, or that has not ended and has logged no second in the compiler.
+    None for a run that is not compiled, or that has not ended and has logged no second in the compiler, and for a backend that
+    makes no faster code, as those for debugging.
     """
 
     def known(name: str) -> list[float]:
@@ -232,7 +233,8 @@ def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows) -
     windows, hits, inside = known("perf/step_seconds"), known("compile/cache_hits"), known("compile/seconds")
     # Where no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
     spent = inside[-1] if inside else drawable_number(summary.get("warm_up_seconds"))
-    if summary.get("compiled", bool(inside)) is not True:
+    generated = mapping(settings.get("compile")).get("backend", "inductor") == "inductor"
+    if summary.get("compiled", bool(inside)) is not True or not generated:
         return None
     resumed = any(row.get("name") == RESUMED and row.get("ok") is True for row in checks)
     return own_words(spent, windows, hits[-1] if hits else 0, resumed=resumed)
