@@ -64,6 +64,7 @@ def test_every_way_writes_what_eager_steps_write(tokenizer, tmp_path: Path, monk
     assert {found["error"] for found in runs} == {None}
     assert {found["same_texts"] for found in runs} == {1.0}
     assert min(found["different_texts"] for found in runs if found["rows"] > 1) > 1
-    assert all(
-        found["warm_up_seconds"] > 1 for found in runs if found["way"] == "compiled steps" and not found["exact"]
-    )
+    compiled = [found for found in runs if found["way"] == "compiled steps" and not found["exact"]]
+    # In it is what compiling takes, which is many steps also where all graphs come from the cache on disk.
+    assert compiled
+    assert all(found["warm_up_seconds"] > 20 * found["step_seconds"] for found in compiled)
