@@ -204,9 +204,9 @@ def test_a_run_directory_that_cannot_be_made_is_refused_before_torch(
         load_config("")
     told = capsys.readouterr().err
     assert ended.value.code == 2
-    assert told.startswith("command line: run.dir: ")
+    assert told.startswith("\nerror: command line: run.dir: ")
     assert text in told
-    assert told.count("\n") == 1
+    assert told.count("\n") == 2
 
 
 def test_a_link_to_a_folder_that_is_not_there_yet_can_be_a_run_directory(

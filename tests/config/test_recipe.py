@@ -500,7 +500,7 @@ def test_a_script_reports_all_problems_with_code_2_within_two_seconds_of_cpu_and
     done = script(bad)
     after = os.times()
     assert done.returncode == 2
-    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == [
+    assert [line.split(": ")[1] for line in done.stderr.removeprefix("\nerror: ").splitlines()] == [
         "optim.lr",
         "train.max_steps",
         "compile.mode",

@@ -63,7 +63,7 @@ def read_command_line(
     try:
         cfg, tree = _resolve(settings[0], settings[1:], row_ranks, more)
     except ConfigError as error:
-        fail(str(error))
+        fail(f"\nerror: {error}")
     for note in kept_settings(tree):
         _print(note)
     if "--print-config" in words:
