@@ -34,6 +34,18 @@ class Net(nn.Module):
         return x
 
 
+class Chain(nn.Module):
+    """A product and a chain of elementwise operators. All sizes are multiples of 8: Inductor has nothing to pad, which it
+    would decide by a measurement."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.tanh(torch.sin(self.linear(x)) * 2 + 1) * x
+
+
 def made(fault):
     torch.manual_seed(0)
     return Net(fault), (torch.randn(5, 6),), (torch.randn(3, 6),)
@@ -61,3 +73,8 @@ def differs():
 
 def nothing():
     return 1
+
+
+def chain():
+    torch.manual_seed(0)
+    return Chain(), (torch.randn(8, 16),), (torch.randn(24, 16),)

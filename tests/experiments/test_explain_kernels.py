@@ -284,7 +284,7 @@ def test_the_labs_find_one_softmax_kernel_and_measure_when_compiling_pays(tmp_pa
 
 @pytest.mark.gpu
 def test_triton_kernels_are_found_in_the_profile_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["explain", f"{FAULTS}:none", "--kernels", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["explain", f"{FAULTS}:chain", "--kernels", "--out", str(tmp_path)])
     assert run_explain(*parse()) == 0
     found = json.loads((tmp_path / "explain.json").read_text())["kernels"]
     names = [one["name"] for one in found["profiles"]["compiled"]["top"]]
