@@ -26,7 +26,7 @@ from sftkit.config.commands import running
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_jobs
-from sftkit.experiments.bench.report import loss_table, machine_lines, speed_table
+from sftkit.experiments.bench.report import calls_line, loss_table, machine_lines, speed_table
 from sftkit.experiments.bench.run import bench, plan_name, read_bench_results
 from sftkit.launch.hardware import find_hardware
 from sftkit.runtime.script import script
@@ -118,7 +118,8 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
                 f"{machines[0].get(what)}: take results/results.json away, or run all of them again"
             )
     commits = dict.fromkeys(one for machine in machines for one in str(machine.get("git") or "-").split(", "))
-    rows = {row["name"]: row for results in (first, last) for row in results["runs"]}
+    # Each row keeps its call: hosts differ, so that speeds of two calls cannot be divided.
+    rows = {row["name"]: {"call": results["started"], **row} for results in (first, last) for row in results["runs"]}
     return {**last, "machine": {**machines[1], "git": ", ".join(commits)}, "runs": list(rows.values())}
 
 
@@ -137,7 +138,7 @@ def tables(lab: Path) -> str:
     rows = results["runs"]
     good = {row["name"] for row in rows if not row["error"]}
     missing = [name for name in names if name not in good]
-    parts = [machine_lines(results["machine"]), speed_table(rows), loss_table(rows)]
+    parts = [machine_lines(results["machine"]), calls_line(rows), speed_table(rows), loss_table(rows)]
     parts += [f"Not measured: {', '.join(missing)}."] if missing else []
     parts += [
         f"Raw: [results.json](../benchmarks/{lab.name}/results/results.json); [plan](../benchmarks/{lab.name}/plan.yaml)."

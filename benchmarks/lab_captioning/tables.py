@@ -9,11 +9,13 @@ from pathlib import Path
 
 from sftkit.experiments.bench.jobs import read_jobs
 from sftkit.experiments.bench.report import (
+    calls_line,
     format_number,
     loss_differences,
     machine_lines,
     markdown_table,
     middle,
+    same_call,
     steps_per_sec,
 )
 
@@ -67,20 +69,28 @@ def cells(name: str, rows: dict[str, dict]) -> list[str]:
     if row["error"]:
         return [*begin, f"failed: {' '.join(row['error'].split())[:200]}", *[""] * (len(COLUMNS) - 3)]
     base, reference = rows.get(BASELINE), rows.get(row["same_loss_as"])
-    mine, its = (middle(r["documents_per_sec"]) if r and not r["error"] else None for r in (row, base))
     gaps = loss_differences(row, reference) if reference and not reference["error"] else {}
     return [
         *begin,
         format_number(steps_per_sec(row), "{:.2f}"),
-        format_number(mine, "{:,.0f}"),
+        format_number(middle(row["documents_per_sec"]), "{:,.0f}"),
         format_number(middle(row["tok_per_sec"]), "{:,.0f}"),
         format_number(row["first_steps_seconds"], "{:.0f}"),
         format_number(row["compile"]["recompiles"], "{:.0f}"),
         format_number(row["compile"]["graph_breaks"], "{:.0f}"),
         format_number(row["peak_memory_gib"], "{:.1f}"),
         f"{max(gaps.values()):.1e} in {len(gaps)} losses" if gaps else "-" if row["same_loss_as"] is None else UNKNOWN,
-        f"{mine / its:.2f} x" if mine and its else UNKNOWN,
+        ratio(row, base),
     ]
+
+
+def ratio(row: dict, base: dict | None) -> str:
+    """Return captions/s over those of the baseline, if both are of one call."""
+    if base is None or base["error"]:
+        return UNKNOWN
+    if not same_call(row, base):
+        return "another call"
+    return f"{middle(row['documents_per_sec']) / middle(base['documents_per_sec']):.2f} x"
 
 
 def warm_up(kind: str, rows: dict[str, dict]) -> list[str]:
@@ -97,6 +107,7 @@ def tables(folder: Path) -> str:
     rows = {row["name"]: row for row in results["runs"]}
     names = [job.name for job in read_jobs(folder / "plan.yaml", Path("unused"))]
     parts = [machine_lines(results["machine"])] if rows else []
+    parts += [line] if (line := calls_line(results["runs"])) else []
     parts += [markdown_table(COLUMNS, [cells(name, rows) for name in names])]
     parts += [
         markdown_table(("warm-up", "run", "published, s", "measured, s"), [warm_up(kind, rows) for kind in WARM_UPS])

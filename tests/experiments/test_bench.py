@@ -18,10 +18,18 @@ import torch
 import yaml
 
 from sftkit.errors import ConfigError
+from sftkit.experiments.bench import machine
 from sftkit.experiments.bench.jobs import read_job, read_jobs, save_job
 from sftkit.experiments.bench.plan import DataPlan, LognormalLengths, Steps, expanded_runs, read_plan, slug
 from sftkit.experiments.bench.processes import Parallelism, Processes, bench_command, first_failure, run_logged
-from sftkit.experiments.bench.report import graph_table, loss_table, markdown_report, speed_table
+from sftkit.experiments.bench.report import (
+    calls_line,
+    graph_table,
+    loss_table,
+    machine_lines,
+    markdown_report,
+    speed_table,
+)
 from sftkit.experiments.bench.rows import graphs_of, measured_row, over_ranks, spread
 from sftkit.experiments.bench.run import add_scaling, bench, main, over_ceiling, read_bench_results
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
@@ -406,6 +414,25 @@ def test_the_table_divides_by_the_baseline_and_shows_a_dash_for_what_is_unknown(
     assert lines[3].endswith("| 2.0000 | 1.50 x a |")
     assert lines[2].endswith("| 2.5000 | - |")
     assert lines[4].endswith("| 1.0000 | - |")
+
+
+def test_rows_of_two_calls_are_not_divided_and_the_page_says_which_came_from_which() -> None:
+    speeds = {"a": [100.0], "b": [150.0], "c": [1.0]}
+    base, other, failed = (row(name, speed, {"1": 2.0}, baseline="a") for name, speed in speeds.items())
+    base, other = base | {"call": "monday"}, other | {"call": "tuesday"}
+    assert speed_table([base, other]).splitlines()[3].endswith("| 2.0000 | - |")
+    assert speed_table([base, other | {"call": "monday"}]).splitlines()[3].endswith("| 1.50 x a |")
+    line = calls_line([base, other, failed | {"error": "no room", "call": "friday"}])
+    assert line.endswith("ratios are of rows of one call. monday: a; tuesday: b.")
+    assert calls_line([base]) == ""
+
+
+def test_a_machine_is_named_with_its_host() -> None:
+    assert machine.cpu_name()
+    known = {"device": "H200", "driver": "1", "cuda": "13", "versions": {}, "git": None}
+    known |= {"matmul_tflops": None, "datasheet_tflops": None, "copy_tb_per_sec": None}
+    assert machine_lines(known | {"cpu": "Xeon", "cores": 16}).splitlines()[0].rstrip().endswith("host Xeon (16 cores)")
+    assert "host" not in machine_lines(known)
 
 
 def test_a_rank_is_compared_with_a_rank_and_the_table_shows_ranks_where_there_are_several() -> None:

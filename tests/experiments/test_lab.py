@@ -81,6 +81,7 @@ def test_results_of_several_calls_come_together_in_the_order_of_the_plan_the_new
     keep(lab, results("2026-01-01", row("eager", error="an older one"), row("compiled"), git="a"))
     kept = json.loads((lab / "results/results.json").read_text())
     assert [(each["name"], each["error"]) for each in kept["runs"]] == [(n, None) for n in ("eager", "compiled", "two")]
+    assert [each["call"] for each in kept["runs"]] == ["2026-01-02", "2026-01-01", "2026-01-03"]
     assert kept["machine"]["git"] == "a, b, c"
     with pytest.raises(
         ConfigError, match=r"versions {'torch': '2\.13'}, but those that are there have {'torch': '2\.11'}"

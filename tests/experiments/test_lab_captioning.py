@@ -75,12 +75,14 @@ def test_a_table_says_what_was_measured_beside_what_was_published_and_what_is_no
         row("dynamic marked blocks", 172.0, same_loss_as="dynamic eager", losses={"20": 6.0, "40": 4.02}),
         row("packed", 1.0, error="RuntimeError: no\nroom"),
     ]
+    rows += [row("bucketed", 150.0, call="of another day")]
     (tmp_path / "results").mkdir()
     (tmp_path / "results/results.json").write_text(json.dumps({"machine": {"error": "none"}, "runs": rows}))
     (tmp_path / "plan.yaml").write_text((FOLDER / "plan.yaml").read_text())
     made = TOOL["tables"](tmp_path)
     assert "| dynamic eager | 4.73 | 4.00 | 100 | 2,300 | 40 | 0 | 1 | 12.0 | not measured | 1.00 x |" in made
     assert "| 7.61 | 4.00 | 172 | 3,956 | 40 | 0 | 1 | 12.0 | 2.0e-02 in 2 losses | 1.72 x |" in made
+    assert "| bucketed | - | 4.00 | 150 | 3,450 | 40 | 0 | 1 | 12.0 | - | another call |" in made
     assert "| packed | - | failed: RuntimeError: no room |  |" in made
     assert "| static eager | 3.1 (derived) | not measured |" in made
     assert "| regional | dynamic marked blocks | 80 | 40 |" in made

@@ -77,13 +77,15 @@ def test_a_refused_row_recipe_and_word_are_shown_written_out(recipe: Path) -> No
 def test_what_a_model_says_is_shown_written_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=None, **TINY))
+    # It says one of two bytes that control a terminal at every position, whichever way its first hidden value points.
+    escape, bell = (tokenizer.encode(byte, add_special_tokens=False)[-1] for byte in ("\x1b", "\x07"))
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[escape, 0], model.lm_head.weight[bell, 0] = 100.0, -100.0
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    words = ["scripts/chat.py", str(tmp_path), "--prompt", "Hi?", "--temperature", "9", "--max-new-tokens", "400"]
-    for _ in range(5):  # some of its random bytes control a terminal; now and then an answer ends before the first
-        done = preloaded.run(words, 1, ENV)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert not STEERING.findall(done.stdout + done.stderr)
-        if found := re.search(r"\\x[0-9a-f]{2}", done.stdout):
-            break
-    assert found
+    words = ["scripts/chat.py", str(tmp_path), "--prompt", "Hi?", "--temperature", "0", "--max-new-tokens", "20"]
+    done = preloaded.run(words, 1, ENV)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not STEERING.findall(done.stdout + done.stderr)
+    assert len(re.findall(r"\\x(?:1b|07)", done.stdout)) == 20

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import platform
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sftkit.runtime.hardware import device_name, git_state, installed_version, peak_flops
+from sftkit.runtime.hardware import device_name, git_state, installed_version, num_cores, peak_flops
 from sftkit.runtime.start import start_device
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "flash-attn-4", "nvidia-cutlass-dsl", "torchao", "trl")
@@ -34,6 +35,8 @@ def _describe(device: torch.device) -> dict[str, Any]:
     return {
         "device": device_name(device),
         "gpus": torch.cuda.device_count(),
+        "cpu": cpu_name(),
+        "cores": num_cores(),
         "memory_gib": torch.cuda.get_device_properties(device).total_memory / 2**30 if cuda else None,
         "driver": driver() if cuda else None,
         "cuda": torch.version.cuda,
@@ -74,6 +77,14 @@ def median_seconds(work: Callable[[], object], runs: int = 100) -> float:
         event.record()
     torch.cuda.synchronize()
     return median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
+
+
+def cpu_name() -> str:
+    """Return the processor's model, which decides how fast a host launches kernels."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
 
 
 def driver() -> str | None:

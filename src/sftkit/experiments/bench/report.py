@@ -55,7 +55,9 @@ def machine_lines(machine: dict[str, Any]) -> str:
         f"copies {format_number(machine['copy_tb_per_sec'], '{:.2f} TB/s')}",
     ]
     count = f"{machine['gpus']} x " if machine.get("gpus", 0) > 1 else ""
-    lines = [f"Machine: {count}{machine['device']}, driver {machine['driver'] or '-'}, CUDA {machine['cuda'] or '-'}"]
+    host = f", host {machine['cpu']} ({machine['cores']} cores)" if machine.get("cpu") else ""
+    cuda = f"driver {machine['driver'] or '-'}, CUDA {machine['cuda'] or '-'}"
+    lines = [f"Machine: {count}{machine['device']}, {cuda}{host}"]
     lines += [f"Ceilings measured in the same call: {', '.join(ceilings)}"] if machine["matmul_tflops"] else []
     return "  \n".join([*lines, f"Versions: {', '.join(known)}; commit {machine['git'] or '-'}"])
 
@@ -175,8 +177,27 @@ def last_loss(row: ResultRow) -> float | None:
     return next(reversed(list(row["losses"].values())), None)
 
 
+def same_call(row: ResultRow, other: ResultRow) -> bool:
+    """Return whether two rows were measured in one call of the bench, and so on one host."""
+    return row.get("call") == other.get("call")
+
+
+def calls_line(rows: Sequence[ResultRow]) -> str:
+    """Return which rows come from which call, where there are several; results of earlier versions do not say it."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if not row["error"]:
+            names.setdefault(row.get("call") or "unknown", []).append(row["name"])
+    if len(names) < 2:
+        return ""
+    calls = "; ".join(f"{call}: {', '.join(of_call)}" for call, of_call in sorted(names.items()))
+    return f"Measured in {len(names)} calls, whose hosts may differ; ratios are of rows of one call. {calls}."
+
+
 def ratio(row: ResultRow, baseline: ResultRow | None) -> str:
-    """Return useful tokens/s over those of the baseline, with the baseline's name."""
+    """Return useful tokens/s over those of the baseline, with the baseline's name; a dash if they are not of one call."""
+    if baseline and not same_call(row, baseline):
+        return "-"
     mine, its = middle(row["tok_per_sec"]), middle(baseline["tok_per_sec"]) if baseline else None
     return f"{mine / its:.2f} x {baseline['name']}" if mine and its and baseline else "-"
 

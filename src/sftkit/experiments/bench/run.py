@@ -94,6 +94,7 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
             started = time.perf_counter()
             row = _run_job(with_saved_code(job, jobs, Path(caches)), Path(caches))
             row["wall_seconds"] = time.perf_counter() - started
+            row["call"] = results["started"]
             over_ceiling(row, results["machine"])
             add_scaling(row, results["runs"])
             results["runs"].append(row)
