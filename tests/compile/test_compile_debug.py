@@ -68,6 +68,20 @@ def summary(run_dir: Path) -> dict:
     return json.loads((run_dir / "compile/summary.json").read_text())
 
 
+@pytest.mark.parametrize(("mode", "written"), [(None, False), ("reduce-overhead", True)])
+def test_hints_say_why_no_cuda_graph_was_recorded_only_where_one_was_asked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str | None, written: bool
+) -> None:
+    config = CompileConfig(debug=("perf_hints",), mode=mode)  # type: ignore[arg-type]
+    hints = tmp_path / "compile/rank000/perf_hints.txt"
+    with compiler_logs(lambda: tmp_path, config, 0):
+        torch._logging.getArtifactLogger("torch._inductor.scheduler", "cudagraphs").debug("op0: no graph of it")
+        torch._logging.getArtifactLogger("torch._inductor.ir", "perf_hints").info("Using FallbackKernel")
+    assert "Using FallbackKernel" in hints.read_text()
+    assert ("op0: no graph of it" in hints.read_text()) == written
+    assert "op0" not in "".join(capfd.readouterr())
+
+
 def test_graphs_kernels_and_hints_of_a_compile_are_in_the_run_folder_and_not_on_the_terminal(tmp_path, capfd) -> None:
     with logged(tmp_path, "graphs", "output_code", "perf_hints") as write:
         torch.compile(gated, dynamic=False)(*inputs()).sum().backward()

@@ -19,6 +19,7 @@ import torch._logging
 from torch._dynamo import utils as dynamo_utils
 from torch._logging._internal import _is_torch_handler
 
+from sftkit.compile.modules import has_cuda_graphs
 from sftkit.compile.watch import phase_seconds
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
@@ -32,6 +33,8 @@ ARTIFACTS = {
     "perf_hints": ("perf_hints", "cudagraphs"),
 }
 "What compile.debug may name -> torch's logs that belong to it."
+OF_CUDA_GRAPHS = "cudagraphs"
+"A log that has a line for every operator of every graph, which says nothing where none is to be recorded."
 ORIGINS = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*)\], Original ATen: \[(.*)\]")
 LAUNCHES = {
     "triton": re.compile(r"(\w+)\.run\("),
@@ -44,11 +47,13 @@ LAUNCHES = {
 class CompilerFiles(logging.Handler):
     """Writes torch's logs into one folder, each record under the id of its graph, generated code a file each."""
 
-    def __init__(self, folder: Callable[[], Path], debug: Iterable[str]) -> None:
-        """Take records of the logs that `debug` names. `folder`: returns where to write."""
+    def __init__(self, folder: Callable[[], Path], compile: CompileConfig) -> None:
+        """Take records of the logs that compile.debug names. `folder`: returns where to write."""
         super().__init__(logging.DEBUG)
         self._folder = folder
-        self.names = {artifact: name for name in debug for artifact in ARTIFACTS[name]}
+        self.names = {artifact: name for name in compile.debug for artifact in ARTIFACTS[name]}
+        if not has_cuda_graphs(compile):
+            self.names.pop(OF_CUDA_GRAPHS, None)
         self.generated: list[dict[str, Any]] = []
         "a dict for each graph that Inductor wrote code for: id, pass, aten_ops, file, kernels"
         self._ready = False
@@ -140,7 +145,7 @@ def compiler_logs(output_dir: Callable[[], Path], compile: CompileConfig, rank: 
             f"compile.debug: the environment has TORCH_LOGS={os.environ['TORCH_LOGS']}, and with it torch ignores other "
             "settings of its logs; unset TORCH_LOGS, or set compile.debug=[] to see its logs in the terminal"
         )
-    files = CompilerFiles(lambda: compile_dir(output_dir(), rank), compile.debug)
+    files = CompilerFiles(lambda: compile_dir(output_dir(), rank), compile)
     with torch_logs_to(files, files.is_theirs, modules=dict.fromkeys(files.names, True)):
         yield lambda: _write_summary(rank, files)
 
