@@ -79,15 +79,18 @@ def test_a_table_says_step_times_and_what_compiling_is_worth_and_what_is_not_kno
     rows = [
         row("1 GPU eager", 0.08),
         row("1 GPU compiled", 0.5),
+        row("FSDP2 2 eager", 0.08),
         row("DDP 2 eager", 0.1, error="rank 0: E: no GPU\nhere"),
     ]
+    newer = [row("1 GPU eager", 0.08), row("FSDP2 2 compiled", 0.04)]
     old = {"started": "2026-01-01 10:00:00", "runs": rows}
-    new = {"started": "2026-01-02 10:00:00", "runs": [row("1 GPU compiled", 0.04)]}
+    new = {"started": "2026-01-02 10:00:00", "runs": [row("1 GPU compiled", 0.04), *newer]}
     for name, content in (("b", old), ("a", new)):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     made = TOOL["tables"](TOOL["results"](tmp_path))
     assert "| 1 GPU eager | 80.0 (40.0 to 160.0) | 51,200 | 4.2 | 12.3 | 8.1235 | 1 |" in made
     assert "| 1 GPU compiled | 40.0 (20.0 to 80.0) | 102,400 | 4.2 | 12.3 | 8.1235 | 2.00 |" in made
     assert "| DDP 2 eager | failed: rank 0: E: no GPU here |  |" in made
-    assert "| FSDP2 2 compiled | not measured yet | not measured yet |" in made
+    assert "| FSDP2 2 compiled | 40.0 (20.0 to 80.0) | 102,400 | 4.2 | 12.3 | 8.1235 | another call |" in made
+    assert "| DDP 2 compiled | not measured yet | not measured yet |" in made
     assert "| TP 2 compiled | refused: no tensor-parallel plan for gpt2" in made
