@@ -18,6 +18,7 @@ import torch._functorch.config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from sftkit.errors import ConfigError
 from sftkit.ops import flex
@@ -92,8 +93,29 @@ def flex_operator(call: flex.Call) -> Tensor:
 
 
 def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
-    """Put these values into meta["custom"] of nodes that are traced within the context and of their gradients'."""
+    """Annotate nodes that are traced within the context, and those of their gradients."""
     return private("torch.fx.traceback", "annotate")(values)
+
+
+def annotation(node: Node, name: str) -> Any:
+    """Return a value that a node is annotated with, which torch copies with the node; None: it has none of this name."""
+    return node.meta.get("custom", {}).get(name)
+
+
+def annotate(node: Node, name: str, value: Any) -> None:
+    """Annotate a node with one more value."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), name: value}
+
+
+def save_or_recompute(node: Node, *, save: bool, region: int | None = None) -> None:
+    """Tell the split of a joint graph whether the backward pass gets what a node of the forward pass gives, or computes it again.
+
+    Args:
+        region: number of the checkpointed region that it belongs to; None: to none.
+    """
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
+    if region is not None:
+        node.meta["ac_graph_id"] = region
 
 
 def operator_of(node: Node) -> Any:
