@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -318,6 +319,30 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
     reductions = [line for line in text.splitlines() if ".reduce_scatter_tensor.default(" in line]
     assert len(reductions) == 12
     assert all(': "f32[' in line for line in reductions)
+
+
+def fails(*_: Any) -> None:
+    raise RuntimeError("an operator without a gradient")
+
+
+def test_a_graph_that_cannot_be_captured_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sftkit.graph.captured.capture", fails)
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be captured here: an operator without.*train\.engine=blocks, or compile\.on_failure=warn",
+    ):
+        train(cpu_runtime(), "llama", config("graph"))
+
+
+def test_or_training_goes_on_eagerly_after_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sftkit.graph.captured.capture", fails)
+    cfg = config("graph")
+    found = train(cpu_runtime(), "llama", replace(cfg, compile=replace(cfg.compile, on_failure="warn")))
+    assert "cannot be captured, training eagerly: an operator without a gradient" in caplog.text
+    assert found["metrics"]["compile/graphs"] == 0
+    same(found, alone("llama"))
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,11 @@ class GraphEngine:
             return True
         reason = " ".join(str(error or "it failed on another rank").split())[:300]
         if self._cfg.compile.on_failure == "error" or isinstance(error, ConfigError):
-            raise ConfigError(f"train.engine=graph: the graph of a step cannot be captured here: {reason}") from error
+            known = isinstance(error, ConfigError)  # which says what to do
+            advice = "" if known else "; set train.engine=blocks, or compile.on_failure=warn to train without a graph"
+            raise ConfigError(
+                f"train.engine=graph: the graph of a step cannot be captured here: {reason}{advice}"
+            ) from error
         log.warning(
             "the graph of a step cannot be captured, training eagerly: %s (train.engine=blocks compiles)", reason
         )
