@@ -124,7 +124,10 @@ def problems(names: Sequence[str]) -> Iterator[str]:
             f"{spec.name} does not go with {other}: leave one out" for other in spec.conflicts if other in before
         )
     in_order = sorted(known, key=lambda spec: STAGES.index(spec.stage))
-    if known != in_order:
+    conflicts = {other for spec in known for other in spec.conflicts}
+    if known != in_order and conflicts.isdisjoint(
+        spec.name for spec in known
+    ):  # the list that is named is a possible one
         early, late = next(
             (is_there, belongs) for is_there, belongs in zip(known, in_order, strict=True) if is_there != belongs
         )
