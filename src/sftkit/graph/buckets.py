@@ -24,9 +24,15 @@ def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
 
 
 def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
-    """Write on each collective of a weight or its gradient, in a captured graph, which bucket it belongs to."""
-    for node in graph.graph.find_nodes(op="placeholder"):
-        name = compat.parameter_of(node)
+    """Write on each collective of a weight or its gradient, in a captured graph, which bucket it belongs to.
+
+    Raises:
+        ConfigError: no input of the graph says that it is a weight, as this torch describes inputs otherwise.
+    """
+    inputs = [(compat.parameter_of(node), node) for node in graph.graph.find_nodes(op="placeholder")]
+    if buckets.keys().isdisjoint(name for name, _ in inputs):
+        raise compat.missing('ParamAOTInput in node.meta["desc"]')
+    for name, node in inputs:
         if name in buckets:
             for found in _gathers(node):
                 compat.annotate(found, _MARK, buckets[name])
