@@ -35,9 +35,10 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tags", "bucket"), []),
         (("tags", "bucket", "codegen"), []),
         (("tag",), ['"tag" is not one of tags, bucket, merge, codegen. Did you mean "tags"?']),
-        (("tags", "tags"), ['"tags" is named twice']),
-        (("bucket", "tags"), ["tags comes before bucket: it works on the joint graph"]),
-        (("bucket", "merge"), ["merge does not go with bucket"]),
+        (("tags", "tags"), ['"tags" is named twice: leave one out']),
+        (("bucket", "tags"), ["tags must come before bucket: write [tags, bucket]"]),
+        (("bucket", "merge"), ["merge does not go with bucket: leave one out"]),
+        (("bucket", "merge", "tags"), ["merge does not go with bucket: leave one out"]),
         (("codegen",), ["codegen needs tags before it"]),
     ],
 )
@@ -71,7 +72,14 @@ train: {max_steps: 2, engine: graph}
             ["graph.passes=[reshard_after_foward]"],
             'graph.passes: "reshard_after_foward" is not one of .*Did you mean "reshard_after_forward"',
         ),
-        (["train.engine=blocks", "graph.dump=true"], "graph.dump: only goes with train.engine graph, not blocks"),
+        (
+            ["train.engine=blocks", "graph.dump=true"],
+            "graph.dump: only goes with train.engine graph, not blocks: set graph.dump=false",
+        ),
+        (
+            ["train.engine=blocks", "graph.passes=[prefetching]"],
+            r"graph.passes: only goes with train.engine graph, not blocks: set graph.passes=\[\]",
+        ),
         (
             ["train.engine=blocks", "graph.token_dispatcher=alltoall"],
             "graph.token_dispatcher: only goes with train.engine graph, not blocks",
@@ -84,9 +92,12 @@ train: {max_steps: 2, engine: graph}
         (["compile.mode=max-autotune"], "compile.mode: has no effect with train.engine graph"),
         (["compile.modules={model.layers: {}}"], "compile.modules: has no effect with train.engine graph"),
         (["data.layout=dynamic"], "train.engine: graph captures fixed shapes: set data.layout=packed"),
-        (["model.gradient_checkpointing=true"], "model.gradient_checkpointing: train.memory says so"),
-        (["graph.passes=[cuda_graphs, block_bucketing]"], "block_bucketing comes before cuda_graphs"),
-        (["graph.passes=[regional_inductor, block_bucketing]"], "block_bucketing comes before regional_inductor"),
+        (["model.gradient_checkpointing=true"], "model.gradient_checkpointing: .*set train.memory=balanced or low"),
+        (["graph.passes=[cuda_graphs, block_bucketing]"], "block_bucketing must come before cuda_graphs"),
+        (
+            ["graph.passes=[regional_inductor, block_bucketing]"],
+            r"block_bucketing must come before regional_inductor: write \[block_bucketing, regional_inductor\]",
+        ),
         (["graph.passes=[regional_inductor, full_inductor]"], "full_inductor does not go with regional_inductor"),
         (["graph.passes=[prefetching, block_bucketing]"], "block_bucketing does not go with prefetching"),
         (
@@ -100,7 +111,7 @@ train: {max_steps: 2, engine: graph}
         (["train.fp8=rowwise"], "train.fp8: rowwise does not go with train.engine graph"),
         (
             ["compile.enabled=false", "graph.passes=[reshard_after_forward]"],
-            "graph.passes: only goes with compile.enabled true",
+            r"graph.passes: only goes with compile.enabled true, .*: set graph.passes=\[\]",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,20 @@ def test_a_name_that_this_torch_lacks_is_an_error_that_says_which_and_what_was_r
         compat.private("torch.fx.graph", "_NoSuchCodeGen")
     with pytest.raises(ConfigError, match=r"has no torch\.no_such_module\.name"):
         compat.private("torch.no_such_module", "name")
+    other = SimpleNamespace(overloadpacket=SimpleNamespace(__name__="send_by_pigeon"))
+    with pytest.raises(
+        ConfigError, match=r"has no torch\.ops\._c10d_functional\.send_by_pigeon_coalesced.*2\.11 and 2\.13"
+    ):
+        compat.coalesced(other)
+
+
+def test_inputs_that_this_torch_describes_otherwise_are_an_error_and_not_a_graph_without_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "parameter_of", lambda node: None)
+    model = CapturedModel(ModelWithLoss(MODELS["llama"](), "reference", NextToken(LossConfig())), ())
+    with pytest.raises(ConfigError, match=r'has no ParamAOTInput in node\.meta\["desc"\]'):
+        model.capture(batch_of())
 
 
 def test_arguments_that_this_torch_lacks_are_left_out() -> None:

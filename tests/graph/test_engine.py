@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -58,6 +59,7 @@ SLOW_TWO = (
     f"qwen3; graph; {BLOCKS}",
     f"uneven llama; graph; {BLOCKS}",
     "llama; eager; ; tp",
+    "llama; graph; ; tp",
     f"deep llama; graph; {BLOCKS}; tp",
     "qwen3; graph; reshard_after_forward,auto_bucketing; tp",
     "deepseek_v3; eager; ; tp",
@@ -240,16 +242,20 @@ def test_tokens_that_are_sent_to_their_experts_are_gathered_by_nobody() -> None:
 
 
 def test_prefetching_changes_the_order_alone() -> None:
-    """Of a model of two blocks: the second one's gathers start before the first one's are waited for."""
-    found = collectives(PREFETCHED, ranks(2, *TWO))
-    assert found["forward split"] == found["forward prefetching"]
-    assert found["backward split"] == found["backward prefetching"]
-    before, after = (
-        next(stage["text"] for stage in ranks(2, *TWO)[PREFETCHED]["stages"] if (stage["graph"], stage["after"]) == at)
-        for at in (("forward", "split"), ("forward", "prefetching"))
-    )
-    assert max_in_flight(before) == 1
-    assert max_in_flight(after) >= 2 * 9, "a block has nine weights"
+    """Of a model of two blocks: the second one's gathers start before the first one's are waited for, and in the backward pass
+    all of one block's gradients are being summed before one is waited for."""
+    stages = ranks(2, *TWO)[PREFETCHED]["stages"]
+    found = {(stage["graph"], stage["after"]): stage["counts"] for stage in stages}
+    for half in ("forward", "backward"):
+        assert found[half, "split"] == found[half, "prefetching"]
+    texts = {(stage["graph"], stage["after"]): stage["text"] for stage in stages}
+    for half, operator, weights in (
+        ("forward", "all_gather_into", 2 * 9),
+        ("backward", "all_gather_into", 2 * 9),
+        ("backward", "reduce_scatter", 9),
+    ):
+        assert max_in_flight(texts[half, "split"], operator) == 1
+        assert max_in_flight(texts[half, "prefetching"], operator) >= weights, f"{half}: a block has nine weights"
 
 
 @pytest.mark.slow
@@ -259,13 +265,29 @@ def test_merging_changes_no_bit() -> None:
     assert moved["gradients"] == merged["gradients"]
 
 
-def max_in_flight(text: str) -> int:
-    """All-gathers that were started and not waited for, where there are most, in the text of a graph."""
-    steps = [
-        1 if ".all_gather_into_tensor" in line else -1
-        for line in text.splitlines()
-        if re.search("all_gather_into|wait_tensor.def", line)
-    ]
+@pytest.mark.slow
+def test_the_order_of_a_bucketing_pass_is_written_down_for_inductor() -> None:
+    """Which orders anew what has no dependency."""
+    plain, blocks, auto = (
+        {(s["graph"], s["after"]): s["text"] for s in ranks(2, *COMPILED)[case]["stages"]} for case in COMPILED[2:]
+    )
+    assert not any("control_deps(" in text for text in plain.values())
+    assert all("control_deps(" in blocks[half, "block_bucketing"] for half in ("forward", "backward"))
+    assert all("control_deps(" in auto[half, "auto_bucketing"] for half in ("forward", "backward"))
+
+
+def max_in_flight(text: str, operator: str) -> int:
+    """Collectives of a kind that were started and not waited for, where there are most, in the text of a graph."""
+    lines = text.splitlines()
+    started = {
+        m.group(1) for line in lines if (m := re.search(rf"(\w+):? .*= torch\.ops\._c10d_functional\.{operator}", line))
+    }
+    steps = []
+    for line in lines:
+        if f"_c10d_functional.{operator}" in line:
+            steps.append(1)
+        elif (waited := re.search(r"wait_tensor\.default\((\w+)\)", line)) and waited.group(1) in started:
+            steps.append(-1)
     return max(accumulate(steps))
 
 
@@ -297,6 +319,30 @@ def test_bf16_gradients_are_summed_in_fp32() -> None:
     reductions = [line for line in text.splitlines() if ".reduce_scatter_tensor.default(" in line]
     assert len(reductions) == 12
     assert all(': "f32[' in line for line in reductions)
+
+
+def fails(*_: Any) -> None:
+    raise RuntimeError("an operator without a gradient")
+
+
+def test_a_graph_that_cannot_be_captured_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sftkit.graph.captured.capture", fails)
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be captured here: an operator without.*train\.engine=blocks, or compile\.on_failure=warn",
+    ):
+        train(cpu_runtime(), "llama", config("graph"))
+
+
+def test_or_training_goes_on_eagerly_after_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sftkit.graph.captured.capture", fails)
+    cfg = config("graph")
+    found = train(cpu_runtime(), "llama", replace(cfg, compile=replace(cfg.compile, on_failure="warn")))
+    assert "cannot be captured, training eagerly: an operator without a gradient" in caplog.text
+    assert found["metrics"]["compile/graphs"] == 0
+    same(found, alone("llama"))
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import make_batch, make_examples, tiny_llama
+from graph_worker import config, made
+from helpers import cpu_runtime, make_batch, make_examples, tiny_llama
 from torch import Tensor
 
-from sftkit.config.graph_passes import environment_of_passes
-from sftkit.config.schema import LossConfig
+from sftkit.config.schema import Config, LossConfig
 from sftkit.data.collate import Batch
 from sftkit.errors import ConfigError
+from sftkit.experiments.bench import worker
 from sftkit.graph import captured as captured_module
 from sftkit.graph import compat
 from sftkit.graph.captured import CapturedModel
@@ -21,6 +24,8 @@ from sftkit.graph.distribute import check_device
 from sftkit.graph.passes.replay import Recorder, Replayed
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.runtime import start as runtime
+from sftkit.train import assemble
 
 EXAMPLES = make_examples([30, 4, 25, 8, 31, 3, 17, 29])
 ROWS: list[tuple[tuple[int, ...], ...]] = [((0,), (1, 2)), ((3, 5, 6), (7,))]
@@ -160,6 +165,43 @@ def test_what_a_cpu_cannot_run_is_refused_before_a_model_is_loaded() -> None:
     check_device(("cuda_graphs", "full_inductor"), "flex", torch.device("cuda"))
 
 
-def test_nccl_is_kept_from_registering_the_buffers_of_graphs() -> None:
-    assert environment_of_passes(["block_bucketing", "cuda_graphs"]) == {"NCCL_GRAPH_REGISTER": "0"}
-    assert environment_of_passes(["block_bucketing"]) == {}
+class JoinedError(Exception):
+    """In the place of joining a process group."""
+
+
+def by_script(cfg: Config) -> None:
+    with assemble.open_recipe(cfg, "sft"):
+        pass
+
+
+def by_bench(cfg: Config) -> None:
+    worker.joined(SimpleNamespace(config=cfg))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("start", [by_script, by_bench])
+def test_nccl_is_kept_from_registering_the_buffers_of_graphs_but_not_against_the_user(
+    start: Callable[[Config], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the process group is made."""
+
+    def joins(*_: Any) -> None:
+        raise JoinedError(os.environ.get("NCCL_GRAPH_REGISTER"))
+
+    monkeypatch.setattr(runtime, "start", joins)
+
+    def found(*passes: str, before: str | None = None) -> str | None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", before or "")
+        if before is None:
+            monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+        with pytest.raises(JoinedError) as error:
+            start(config("graph", passes))
+        return error.value.args[0]
+
+    assert found("block_bucketing") is None
+    assert found("block_bucketing", "cuda_graphs") == "0"
+    assert found("block_bucketing", "cuda_graphs", before="1") == "1"
+
+
+def test_an_engine_that_nobody_has_checked_the_device_of_refuses_it() -> None:
+    with pytest.raises(ConfigError, match=r"graph\.passes: cuda_graphs needs a GPU"):
+        made(cpu_runtime(), "llama", config("graph", ["cuda_graphs"]))

@@ -75,15 +75,23 @@ def enough_micro_batches(get: Get, world_size: int) -> Iterator[Problem]:
         )
 
 
+def _left_out(key: str) -> str:
+    """Return how a recipe is freed of a key of graph that another one may have set."""
+    return f"set {key}={'[]' if key == 'graph.passes' else 'false'}"
+
+
 def _graph(get: Get) -> Iterator[Problem]:
     passes = get("graph.passes")
     yield from (("graph.passes", problem) for problem in problems(passes))
     if get("train.engine") != "graph":
         for key in ("graph.passes", "graph.dump"):
             if get(key):
-                yield key, f"only goes with train.engine graph, not {get('train.engine')}"
+                yield key, f"only goes with train.engine graph, not {get('train.engine')}: {_left_out(key)}"
         if get("graph.token_dispatcher") != "allgather":
-            yield "graph.token_dispatcher", f"only goes with train.engine graph, not {get('train.engine')}"
+            yield (
+                "graph.token_dispatcher",
+                f"only goes with train.engine graph, not {get('train.engine')}: leave it out",
+            )
         return
     if get("graph.token_dispatcher") == "alltoall" and "cuda_graphs" in passes:
         yield (
@@ -96,7 +104,11 @@ def _graph(get: Get) -> Iterator[Problem]:
     if get("train.fp8") is not None:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
     if get("model.gradient_checkpointing"):
-        yield "model.gradient_checkpointing", "train.memory says so with train.engine graph: balanced or low"
+        yield (
+            "model.gradient_checkpointing",
+            "has no effect with train.engine graph: set train.memory=balanced or low, or put full_checkpointing or "
+            "selective_checkpointing into graph.passes",
+        )
     for name in sorted(CHECKPOINTING & set(passes)):
         if get("train.memory") != "speed" or get("compile.activation_memory_budget") is not None:
             yield (
@@ -105,7 +117,7 @@ def _graph(get: Get) -> Iterator[Problem]:
             )
     for key in ("graph.passes", "graph.dump"):
         if get(key) and not get("compile.enabled"):
-            yield key, "only goes with compile.enabled true: without it no graph is captured"
+            yield key, f"only goes with compile.enabled true, without which no graph is captured: {_left_out(key)}"
     for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
         if get(key):
             yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"

@@ -115,14 +115,23 @@ def problems(names: Sequence[str]) -> Iterator[str]:
             hint = f'. Did you mean "{near[0]}"?' if near else ""
             yield f'"{name}" is not one of {", ".join(PASSES)}{hint}'
         elif names.count(name) > 1:
-            yield f'"{name}" is named twice'
+            yield f'"{name}" is named twice: leave one out'
     known = [PASSES[name] for name in dict.fromkeys(names) if name in PASSES]
     for at, spec in enumerate(known):
         before = [other.name for other in known[:at]]
         yield from (f"{spec.name} needs {other} before it" for other in spec.requires if other not in before)
-        yield from (f"{spec.name} does not go with {other}" for other in spec.conflicts if other in before)
-        late = [other.name for other in known[:at] if STAGES.index(other.stage) > STAGES.index(spec.stage)]
-        yield from (f"{spec.name} comes before {other}: it works on the {spec.stage} graph" for other in late)
+        yield from (
+            f"{spec.name} does not go with {other}: leave one out" for other in spec.conflicts if other in before
+        )
+    in_order = sorted(known, key=lambda spec: STAGES.index(spec.stage))
+    conflicts = {other for spec in known for other in spec.conflicts}
+    if known != in_order and conflicts.isdisjoint(
+        spec.name for spec in known
+    ):  # the list that is named is a possible one
+        early, late = next(
+            (is_there, belongs) for is_there, belongs in zip(known, in_order, strict=True) if is_there != belongs
+        )
+        yield f"{late.name} must come before {early.name}: write [{', '.join(spec.name for spec in in_order)}]"
 
 
 def environment_of_passes(names: Sequence[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from sftkit.models.structure import decoder_blocks, embedding_module
 
 EMBEDDING, HEAD = "embedding", "head"
 _MARK = "sftkit_bucket"
-"In node.meta['custom'], which torch copies with a node."
+"Annotation of a collective."
 
 
 def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
@@ -24,25 +24,28 @@ def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
 
 
 def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
-    """Write on each collective of a weight or its gradient, in a captured graph, which bucket it belongs to."""
-    for node in graph.graph.find_nodes(op="placeholder"):
-        name = compat.parameter_of(node)
+    """Write on each collective of a weight or its gradient, in a captured graph, which bucket it belongs to.
+
+    Raises:
+        ConfigError: no input of the graph says that it is a weight, as this torch describes inputs otherwise.
+    """
+    inputs = [(compat.parameter_of(node), node) for node in graph.graph.find_nodes(op="placeholder")]
+    if buckets.keys().isdisjoint(name for name, _ in inputs):
+        raise compat.missing('ParamAOTInput in node.meta["desc"]')
+    for name, node in inputs:
         if name in buckets:
             for found in _gathers(node):
-                _mark(found, buckets[name])
+                compat.annotate(found, _MARK, buckets[name])
     for name, node in compat.gradients_of(graph).items():
         if name in buckets:
             for found in _reductions(node):
-                _mark(found, buckets[name])
+                compat.annotate(found, _MARK, buckets[name])
 
 
 def bucket_of(node: Node) -> str | None:
     """Return the bucket that a collective belongs to; None of any other node."""
-    return node.meta.get("custom", {}).get(_MARK)
-
-
-def _mark(node: Node, bucket: str) -> None:
-    node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: bucket}
+    bucket: str | None = compat.annotation(node, _MARK)
+    return bucket
 
 
 def _gathers(weight: Node) -> list[Node]:

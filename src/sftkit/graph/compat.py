@@ -18,6 +18,7 @@ import torch._functorch.config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from sftkit.errors import ConfigError
 from sftkit.ops import flex
@@ -38,10 +39,15 @@ def private(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"train.engine=graph: torch {torch.__version__} has no {module}.{name}, which it stands on; it was run on torch "
-            f"{' and '.join(TESTED)}: install one of them, or set train.engine=blocks"
-        ) from error
+        raise missing(f"{module}.{name}") from error
+
+
+def missing(name: str) -> ConfigError:
+    """Return the error of a name that this torch does not have."""
+    return ConfigError(
+        f"train.engine=graph: torch {torch.__version__} has no {name}, which it stands on; it was run on torch "
+        f"{' and '.join(TESTED)}: install one of them, or set train.engine=blocks"
+    )
 
 
 def accepted(fn: Callable[..., Any], **options: Any) -> dict[str, Any]:
@@ -92,8 +98,29 @@ def flex_operator(call: flex.Call) -> Tensor:
 
 
 def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
-    """Put these values into meta["custom"] of nodes that are traced within the context and of their gradients'."""
+    """Annotate nodes that are traced within the context, and those of their gradients."""
     return private("torch.fx.traceback", "annotate")(values)
+
+
+def annotation(node: Node, name: str) -> Any:
+    """Return a value that a node is annotated with, which torch copies with the node; None: it has none of this name."""
+    return node.meta.get("custom", {}).get(name)
+
+
+def annotate(node: Node, name: str, value: Any) -> None:
+    """Annotate a node with one more value."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), name: value}
+
+
+def save_or_recompute(node: Node, *, save: bool, region: int | None = None) -> None:
+    """Tell the split of a joint graph whether the backward pass gets what a node of the forward pass gives, or computes it again.
+
+    Args:
+        region: number of the checkpointed region that it belongs to; None: to none.
+    """
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
+    if region is not None:
+        node.meta["ac_graph_id"] = region
 
 
 def operator_of(node: Node) -> Any:
@@ -161,9 +188,20 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _collective(name: str, tensor: Tensor, group: ProcessGroup, *options: Any) -> Tensor:
-    operators = private("torch._ops", "ops")._c10d_functional
-    started = getattr(operators, name)(tensor.contiguous(), *options, group.group_name)
-    return operators.wait_tensor(started)
+    started = _functional(name)(tensor.contiguous(), *options, group.group_name)
+    return _functional("wait_tensor")(started)
+
+
+def _functional(name: str) -> Any:
+    """Return a collective as an operator of graphs.
+
+    Raises:
+        ConfigError: this torch does not have it.
+    """
+    try:
+        return getattr(private("torch._ops", "ops")._c10d_functional, name)
+    except AttributeError as error:
+        raise missing(f"torch.ops._c10d_functional.{name}") from error
 
 
 def is_backward(node: Node) -> bool:
@@ -213,7 +251,7 @@ def overlap_collectives(
 
 def coalesced(target: Any) -> Any:
     """Return the operator that does for a list of tensors what a collective does for one, in a single call."""
-    return getattr(private("torch._ops", "ops")._c10d_functional, f"{target.overloadpacket.__name__}_coalesced").default
+    return _functional(f"{target.overloadpacket.__name__}_coalesced").default
 
 
 def keep_order(graph: GraphModule, after: dict[Node, list[Node]]) -> None:

@@ -29,7 +29,7 @@ from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.engine.warmup import eager_loss, has_dropout, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
-from sftkit.graph.distribute import check_possible, distribute_for_graph
+from sftkit.graph.distribute import check_device, check_possible, distribute_for_graph
 from sftkit.graph.graphs import Counts
 from sftkit.graph.passes.apply import dump
 from sftkit.memory.explain import oom_advice
@@ -67,6 +67,7 @@ def build(
         ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
     """
     orig_model, layout = training.orig_model, training.layout
+    check_device(cfg.graph.passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
     check_possible(rt, orig_model, cfg.graph.token_dispatcher)
     with ExitStack() as stack:  # what fails on the way puts back what was set
         execution = Execution(cfg.compile.enabled, captured=True)
@@ -173,7 +174,11 @@ class GraphEngine:
             return True
         reason = " ".join(str(error or "it failed on another rank").split())[:300]
         if self._cfg.compile.on_failure == "error" or isinstance(error, ConfigError):
-            raise ConfigError(f"train.engine=graph: the graph of a step cannot be captured here: {reason}") from error
+            known = isinstance(error, ConfigError)  # which says what to do
+            advice = "" if known else "; set train.engine=blocks, or compile.on_failure=warn to train without a graph"
+            raise ConfigError(
+                f"train.engine=graph: the graph of a step cannot be captured here: {reason}{advice}"
+            ) from error
         log.warning(
             "the graph of a step cannot be captured, training eagerly: %s (train.engine=blocks compiles)", reason
         )

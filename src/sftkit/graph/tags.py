@@ -14,7 +14,7 @@ from sftkit.graph import compat
 from sftkit.models.structure import decoder_blocks
 
 _MARK = "sftkit_block"
-"In node.meta['custom'], which torch copies with a node, and from a node to those of its gradient."
+"Annotation of a node, which those of its gradient get, too."
 
 
 @contextmanager
@@ -35,7 +35,8 @@ def blocks_tagged(orig_model: PreTrainedModel) -> Iterator[None]:
 
 def block_of(node: Node) -> int | None:
     """Return the number of the block that a node belongs to, of the backward pass, too; None: to none, or it sums gradients."""
-    return node.meta.get("custom", {}).get(_MARK)
+    block: int | None = compat.annotation(node, _MARK)
+    return block
 
 
 def _tagged(forward: Callable[..., Any], number: int) -> Callable[..., Any]:

@@ -70,15 +70,20 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
         ConfigError: the launcher's settings do not fit, the ranks have not the same recipe, or what is to be resumed is
             not whole.
     """
-    # before the process group is made, which reads them; a value that the user has set stays
-    for name, value in environment_of_passes(cfg.graph.passes).items():
-        os.environ.setdefault(name, value)
+    set_environment(cfg)
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
         if rt.is_main and (warning := write_provenance(folder, cfg, resumes=rt.resumes)):
             rt.print(f"warning: {warning}", "warning")
         yield Run(cfg, stage, rt, folder, find_checkpoint(Path(cfg.run.dir), resume, rt))
+
+
+def set_environment(cfg: Config) -> None:
+    """Set the variables that graph.passes need, before the process group is made, which reads them; a value that the user has set
+    stays."""
+    for name, value in environment_of_passes(cfg.graph.passes).items():
+        os.environ.setdefault(name, value)
 
 
 def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:

@@ -34,7 +34,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.assemble import Training, lay_out, load_data, make_engine
+from sftkit.train.assemble import Training, lay_out, load_data, make_engine, set_environment
 from sftkit.train.loop import train
 from sftkit.train.parts import EncodedDocuments, Run, Start, TrainServices
 
@@ -125,6 +125,7 @@ def joined(job: Job) -> runtime.Runtime:
     Raises:
         ConfigError: fewer or more processes have joined.
     """
+    set_environment(job.config)
     rt = runtime.start(job.config.run, job.config.train, dashboard_name(job.config.log))
     if rt.world_size != job.processes.count:
         raise ConfigError(

@@ -61,9 +61,9 @@ class Passes:
         for spec in (*self._at("split"), *self._at("regions")):
             _function(spec)(graph, for_inductor=self.for_inductor)
             graph.recompile()
-            self._record(half, spec.name, graph)
+            self._record(half, spec.name, graph, kept)  # no pass changes what a half takes
         if not self._at("regions") and not self.for_inductor and flex_attention(graph):
-            self._record(half, "flex_attention", graph)
+            self._record(half, "flex_attention", graph, kept)
 
     @property
     def for_inductor(self) -> bool:

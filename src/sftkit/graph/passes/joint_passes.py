@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from sftkit.graph import compat
 from sftkit.graph.graphs import gathered_from, is_costly
@@ -17,7 +16,7 @@ from sftkit.graph.tags import block_of
 def reshard_after_forward(graph: GraphModule) -> None:
     """Mark what leads from a weight's shard to the whole weight, so that the backward pass gathers it again."""
     for node in gathered_from(graph):
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        compat.save_or_recompute(node, save=False)
 
 
 def full_checkpointing(graph: GraphModule) -> None:
@@ -38,9 +37,7 @@ def _recompute_blocks(graph: GraphModule, keeps: Callable[[Node], bool]) -> None
         if block is None or node in of_weights or node.op == "get_attr" or compat.is_backward(node):
             continue
         leaves = any(block_of(user) != block and not compat.is_backward(user) for user in node.users)
-        keep = leaves or keeps(node)
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
-        node.meta["ac_graph_id"] = block  # torch's number of a checkpointed region
+        compat.save_or_recompute(node, save=leaves or keeps(node), region=block)
 
 
 def _keeps(node: Node) -> bool:

@@ -1,0 +1,93 @@
+"""The tables of docs/graph_engine.md say what the raw files say that they name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/graph_engine.md").read_text()
+RESULTS = ROOT / "benchmarks/graph_engine/results"
+Key = tuple[str, ...]
+"Of a row: model, mesh, attention, passes."
+
+
+def recorded(name: str) -> dict[Key, dict[str, Any]]:
+    """The rows of a raw file by what they ran."""
+    rows = json.loads((RESULTS / name).read_text())["runs"]
+    return {_ran(row): row for row in rows}
+
+
+def _ran(row: dict[str, Any]) -> Key:
+    settings = row["set"]
+    passes = [] if settings.get("compile.enabled", True) else ["eager"]
+    if settings.get("train.engine") == "blocks":
+        passes.append("blocks")
+    passes += settings.get("graph.passes", [])
+    if settings.get("graph.token_dispatcher"):
+        passes.append(settings["graph.token_dispatcher"])
+    return row["model"].partition("-")[0], row["topology"], row["attention"]["backend"], *passes
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table behind a text, an empty one that of the row above."""
+    lines = PAGE[PAGE.index(heading) :].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|---"))
+    rows: list[list[str]] = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows.append([rows[-1][0] if not cells[0] else cells[0], *cells[1:]])
+    return rows
+
+
+def named(text: str, before: Key) -> Key:
+    """The passes that a cell names; `the same`: and those of the row above."""
+    names = re.findall(r"`(\w+)`", text)
+    if text.startswith("the same"):
+        return *before, *names
+    if text in ("none", "eager"):
+        return () if text == "none" else ("eager",)
+    return tuple(dict.fromkeys(["reshard_after_forward", *names]))
+
+
+def test_the_table_of_the_debug_size_is_that_of_its_raw_file() -> None:
+    found, passes = recorded("h200_debug.json"), tuple[str, ...]()
+    eager = {key: row for key, row in found.items() if key[-1] == "eager"}
+    shown = table("**Every configuration at debug size**")
+    assert len(shown) == len(found) - 2, "all but the two that others are compared with"
+    for where, text, speed, first, difference in shown:
+        passes = named(text, passes)
+        model, mesh = where.split()[0].partition("-")[0].strip(",").lower(), "tp" if "parallel" in where else "fsdp2"
+        row = found[model, mesh, "flex" if "Flex" in where else "varlen", *passes]
+        tokens = row["tok_per_sec"]["median"] / eager[model, mesh, "varlen", "eager"]["tok_per_sec"]["median"]
+        assert float(speed.removesuffix(" x")) == pytest.approx(tokens, abs=0.0051), row["name"]
+        assert float(first) == pytest.approx(row["first_step_seconds"], abs=0.51), row["name"]
+        losses = eager[model, "fsdp2", "varlen", "eager"]["losses"]
+        largest = max(abs(row["losses"][step] - loss) for step, loss in losses.items())
+        assert float(difference.split(",")[0]) == pytest.approx(largest, abs=0.051 * 10 ** int(difference[4:6])), text
+        if "the same losses" in difference:
+            assert row["losses"] == found[model, mesh, "flex", *passes[:-1]]["losses"]
+
+
+def test_the_table_of_an_8b_is_that_of_its_raw_file() -> None:
+    found, passes = recorded("h200_8b.json"), tuple[str, ...]()
+    best = found["llama", "fsdp2", "varlen", "blocks"]
+    shown = table("**8 of the 32 blocks of a Llama 3.1 8B**")
+    assert len(shown) == len(found)
+    for text, tokens, mfu, peak, first, loss in shown:
+        passes = ("blocks",) if "the default" in text else named(text.removeprefix("`graph`, "), passes)
+        row = found["llama", "fsdp2", "varlen", *passes]
+        assert int(tokens.split()[0].replace(",", "")) == round(row["tok_per_sec_per_gpu"]["median"])
+        if ratio := re.search(r"\((.*) x\)", tokens):
+            expected = row["tok_per_sec"]["median"] / best["tok_per_sec"]["median"]
+            assert float(ratio.group(1)) == pytest.approx(expected, abs=0.0051)
+        assert float(mfu.removesuffix(" %")) == pytest.approx(100 * row["mfu"]["median"], abs=0.051)
+        assert float(peak) == pytest.approx(row["peak_memory_gib"], abs=0.051)
+        assert float(first) == pytest.approx(row["first_step_seconds"], abs=0.51)
+        assert float(loss) == pytest.approx(row["losses"]["14"], abs=0.000051)
