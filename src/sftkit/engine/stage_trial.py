@@ -62,7 +62,7 @@ def _seconds(cfg: Config, training: Training, backend: str, rt: Runtime) -> list
     config = copy.deepcopy(orig_model.config)
     config.num_hidden_layers = len(ONE_EACH)
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: len(ONE_EACH)]
+        config.layer_types = config.layer_types[:1] * len(ONE_EACH)  # all are alike (parallel.balance)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices), compiler_switches(cfg.compile, activation_budget(cfg), graphs=2):
         # Private, but it makes the very class of the model: the public from_config exists for auto classes only.
