@@ -87,8 +87,16 @@ def test_layers_that_are_not_the_models_are_refused(train: TrainConfig, message:
 
 
 def test_models_that_have_no_such_stages_are_refused() -> None:
-    with pytest.raises(ConfigError, match="4 stages for the 2 layers of the model: lower"):
+    with pytest.raises(
+        ConfigError, match=r"4 stages for the 2 layers of the model: set train\.pipeline_stages to 2 or less$"
+    ):
         layers_of_stages(tiny_llama(), pipeline(), 4)
+    with pytest.raises(
+        ConfigError, match=r"4 stages for the 2 layers of the model: take train\.pipeline_schedule=1f1b"
+    ):
+        layers_of_stages(tiny_llama(), pipeline(pipeline_schedule="interleaved"), 2)
+    with pytest.raises(ConfigError, match=r"2 stages for the 1 layers of the model: take train\.engine=blocks$"):
+        layers_of_stages(tiny_llama(layers=1), pipeline(), 2)
     with pytest.raises(ConfigError, match="some layers of this model have a sliding window and some have none"):
         layers_of_stages(tiny_qwen3_with_windows(), pipeline(), 2)
 

@@ -29,7 +29,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
     per_place = 2 if train.pipeline_schedule == "interleaved" else 1
     configured = train.pipeline_layers
     stages = len(configured) if configured and per_place > 1 else pipeline_size * per_place
-    _check_model(orig_model, num_layers, stages)
+    _check_model(orig_model, num_layers, stages, pipeline_size)
     if configured is None:
         parameters = count_parameters(orig_model)
         return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
@@ -43,7 +43,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
     return configured
 
 
-def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int) -> None:
+def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int, pipeline_size: int) -> None:
     config = orig_model.config.get_text_config()
     if config.model_type not in PIPELINE_MODEL_TYPES:
         raise ConfigError(
@@ -56,9 +56,13 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int) -> N
             "counts layers from the first one it has: take train.engine=blocks"
         )
     if stages > num_layers:
+        most = num_layers * pipeline_size // stages
+        fewer = [f"set train.pipeline_stages to {most} or less"] if most > 1 else []
+        if pipeline_size <= num_layers:
+            fewer.append("take train.pipeline_schedule=1f1b, which has one for each process")
         raise ConfigError(
-            f"train.engine=pipeline: {stages} stages for the {num_layers} layers of the model: lower train.pipeline_stages, or take "
-            "train.pipeline_schedule=1f1b, which has one for each process"
+            f"train.engine=pipeline: {stages} stages for the {num_layers} layers of the model: "
+            f"{', or '.join(fewer) or 'take train.engine=blocks'}"
         )
 
 
