@@ -53,6 +53,9 @@ def test_measured_seconds_name_a_more_even_split() -> None:
     )
     assert line.endswith("; train.pipeline_layers=[19,9] would be more even")
     assert "more even" not in describe_seconds((19, 9), (0.19, 0.19), 8, 2)
+    assert "more even" not in describe_seconds(
+        (1, 1, 1, 1), (0.03, 0.05, 0.02, 0.1), 1, 2
+    )  # layers that differ by chance
     assert "waits 11% of it" in describe_seconds((19, 9), (0.19, 0.19), 8, 2)  # 1 of 9
     assert "waits 6% of it" in describe_seconds((7, 7, 7, 7), (0.1, 0.1, 0.1, 0.1), 8, 2)  # interleaved: half of it
 

@@ -101,6 +101,7 @@ def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batc
     )
     better = balanced(sum(layers), layer, head, len(layers))
     costs = [layer * count + head * (stage == len(layers) - 1) for stage, count in enumerate(better)]
-    if max(sum(costs[rank::pipeline_size]) for rank in range(pipeline_size)) < WORTH_SAYING * slowest:
+    evenest = max(sum(costs[rank::pipeline_size]) for rank in range(pipeline_size))
+    if better != tuple(layers) and evenest < WORTH_SAYING * slowest:
         line += f"; train.pipeline_layers=[{','.join(map(str, better))}] would be more even"
     return line
