@@ -9,11 +9,11 @@ import pytest
 from helpers import make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
 
 from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import Topology
+from sftkit.config.topology import Topology, balanced
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.shapes import shape_of
-from sftkit.parallel.balance import balanced, describe_seconds, layers_of_stages
+from sftkit.parallel.balance import describe_seconds, layers_of_stages
 
 
 @pytest.mark.parametrize(

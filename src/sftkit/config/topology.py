@@ -153,6 +153,22 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
     return topology
 
 
+def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
+    """Return the layers of each stage of a pipeline, one or more, so that the slowest takes least.
+
+    Args:
+        layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
+    """
+    costs = [layer] * (stages - 1) + [layer + head]
+    costs[0] += embedding
+    layers = [1] * stages
+    for _ in range(num_layers - stages):
+        lightest = min(range(stages), key=lambda stage: costs[stage])
+        costs[lightest] += layer
+        layers[lightest] += 1
+    return tuple(layers)
+
+
 def topology_of(config_file: Path, processes: int | None = None, stages: int | None = 1) -> Topology:
     """Return the topology of a launch with this accelerate config.
 

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from sftkit.compile.contract import compile_model
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import Config
+from sftkit.config.topology import balanced
 from sftkit.engine.engine import Training
 from sftkit.engine.warmup import worst_case_batch
 from sftkit.memory.plan import activation_budget
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.parallel.balance import balanced, layers_of_stages
+from sftkit.parallel.balance import layers_of_stages
 from sftkit.parallel.pipeline import stage_seconds
 from sftkit.parallel.stages import StageModule
 from sftkit.runtime.progress import working

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import TrainConfig
+from sftkit.config.topology import balanced
 from sftkit.errors import ConfigError
 from sftkit.models.structure import attention_windows, count_parameters, decoder_blocks
 
@@ -64,22 +65,6 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int, pipe
             f"train.engine=pipeline: {stages} stages for the {num_layers} layers of the model: "
             f"{', or '.join(fewer) or 'take train.engine=blocks'}"
         )
-
-
-def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
-    """Return the layers of each stage, one or more, so that the slowest takes least.
-
-    Args:
-        layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
-    """
-    costs = [layer] * (stages - 1) + [layer + head]
-    costs[0] += embedding
-    layers = [1] * stages
-    for _ in range(num_layers - stages):
-        lightest = min(range(stages), key=lambda stage: costs[stage])
-        costs[lightest] += layer
-        layers[lightest] += 1
-    return tuple(layers)
 
 
 def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, pipeline_size: int) -> str:
