@@ -39,7 +39,8 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
             f"{2 * pipeline_size} (or another multiple of {pipeline_size})" if per_place > 1 else f"{pipeline_size}"
         )
         raise ConfigError(
-            f"train.pipeline_layers={list(configured)}: must be {several} numbers that add up to the {num_layers} layers of the model"
+            f"train.pipeline_layers={list(configured)}: must be {several} numbers that add up to the {num_layers} layers of the model, or "
+            "null: then they are measured"
         )
     return configured
 
