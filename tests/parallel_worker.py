@@ -40,6 +40,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, reshard
+from sftkit.parallel.pipeline import SCHEDULES
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
@@ -81,6 +82,7 @@ TWO_RANKS = {
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),
     "llama pipeline": ("llama", Topology(stages=2), Sharding(), "adamw"),
     "qwen3 pipeline, gpipe": ("qwen3", Topology(stages=2), Sharding(), "adamw"),  # embedding and head are one weight
+    "llama pipeline, checkpointing": ("llama", Topology(stages=2), Sharding(), "adamw"),  # transformers' own, of layers
 }
 FOUR_RANKS = {
     "llama hsdp": ("llama", Topology(replicas=2, shards=2, sharded=True), Sharding(), "adamw"),
@@ -127,16 +129,18 @@ def train(
     sharding: Sharding,
     optim: str,
     backend: str = "eager",
-    schedule: str = "",
+    option: str = "",
 ) -> dict[str, Any]:
-    """A few compiled steps, a validation and a greedy answer."""
+    """A few compiled steps, a validation and a greedy answer. `option`: the schedule of a pipeline, or checkpointing."""
     torch._dynamo.reset()
     layout, batches = some_batches(rt)
-    orig_model = MODELS[model_name]()
+    orig_model, schedule = MODELS[model_name](), option if option in SCHEDULES else "1f1b"
+    if option == "checkpointing":
+        orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     model = ModelWithLoss(orig_model, "reference", NextToken(LossConfig()))
     compile = CompileConfig(backend=backend, fullgraph=True)
     modules = compile_model(orig_model, compile, sharded=rt.topology.partial)
-    wrapped = distribute(model, None, sharding, rt, TrainConfig(pipeline_schedule=schedule or "1f1b"))  # type: ignore[arg-type]
+    wrapped = distribute(model, None, sharding, rt, TrainConfig(pipeline_schedule=schedule))  # type: ignore[arg-type]
     optimizer = build_optimizer(orig_model, OptimConfig(name=optim, eps=1e-4))  # type: ignore[arg-type]
     with stagewise(orig_model):
         check_documents(model, "reference", rt.device)

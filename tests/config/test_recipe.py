@@ -618,3 +618,11 @@ def test_a_pipeline_has_rows_of_its_own_once_and_needs_as_many_micro_batches_as_
     with pytest.raises(ConfigError, match="7 cannot be shared equally by 2 processes"):  # each stage has two copies
         read_config(recipe, [*words, "train.pipeline_stages=2", "train.global_batch_size=7"])
     assert read_config(recipe, [*words, "train.pipeline_stages=2", "train.micro_batch_size=1"])
+    few = ["train.global_batch_size=2", "train.micro_batch_size=1"]  # no micro-batch is small enough
+    with pytest.raises(ConfigError, match=r"needs 4 or more: set a larger train\.global_batch_size"):
+        read_config(recipe, [*words, *few])
+    rounds = ["train.pipeline_schedule=interleaved", "train.global_batch_size=9", "train.micro_batch_size=1"]
+    with pytest.raises(
+        ConfigError, match=r"1 makes 9 micro-batches .*, or train\.global_batch_size, so .* multiple of 4"
+    ):
+        read_config(recipe, [*words, *rounds])

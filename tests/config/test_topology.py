@@ -74,6 +74,10 @@ def test_stages_that_do_not_divide_the_processes_are_refused() -> None:
         read_topology({}, 4, 3)
     with pytest.raises(ConfigError, match=r"not with tp_size or cp_size"):
         read_topology(mesh(tp=2), 4, 2)
+    with pytest.raises(ConfigError, match=r"not with tp_size or cp_size: set them to 1, or take .*pp\.yaml"):
+        read_topology(mesh(tp=2), 2, None)  # no number of processes would do
+    with pytest.raises(ConfigError, match=r"=2 does not divide the 1 process of this launch: .*a multiple of 2"):
+        read_topology({}, 1, 2)
 
 
 @pytest.mark.parametrize(

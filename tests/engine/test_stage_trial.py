@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
+from helpers import cpu_runtime, make_examples, make_layout_of, tiny, tiny_llama
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from sftkit.config.schema import CompileConfig, Config, DataConfig, LossConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
@@ -25,14 +26,14 @@ CONFIG = Config(
 )
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, layers: int = 12) -> tuple[int, ...]:
-    """Of two stages, in one process that stands for both."""
+def measured(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel | None = None) -> tuple[int, ...]:
+    """Of two stages, in one process that stands for both; a model of 12 layers unless one is given."""
     rt = cpu_runtime()
     rt.topology = replace(Topology(), stages=2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     layout = make_layout_of("packed", make_examples([30, 4, 25]).lengths)
     return stage_trial.measured_layers(
-        CONFIG, Training(tiny_llama(layers=layers), NextToken(LossConfig()), layout), "reference", rt
+        CONFIG, Training(model or tiny_llama(layers=12), NextToken(LossConfig()), layout), "reference", rt
     )
 
 
@@ -49,8 +50,9 @@ def test_layers_are_spread_by_parameters_where_nothing_can_be_timed(monkeypatch:
     assert measured(monkeypatch) == layers_of_stages(tiny_llama(layers=12), CONFIG.train, 2)
 
 
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])  # the config of the latter lists a kind for each layer
 def test_a_layer_the_embedding_and_the_head_are_timed_and_nothing_is_left_behind(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kind: type[LlamaConfig | Qwen3Config]
 ) -> None:
     seen: list[list[float]] = []
     timed = stage_trial._seconds
@@ -60,7 +62,7 @@ def test_a_layer_the_embedding_and_the_head_are_timed_and_nothing_is_left_behind
     monkeypatch.setattr(
         stage_trial, "layers_of_stages", lambda *args: states.append(torch.get_rng_state()) or made(*args)
     )  # type: ignore[func-returns-value]
-    assert sum(measured(monkeypatch, layers=2)) == 2  # a model of fewer layers than are timed
+    assert sum(measured(monkeypatch, tiny(kind))) == 2  # a model of fewer layers than are timed
     assert torch.equal(torch.get_rng_state(), states[0])
     assert len(seen[0]) == 3
     assert min(seen[0]) > 0.0

@@ -93,6 +93,18 @@ def test_the_most_gpus_that_divide_the_global_batch(gpus: int, batch: int, name:
     assert (f"{processes} of {gpus} GPUs: the most that divide" in chosen.summary) == (processes < gpus)
 
 
+def test_stages_of_a_pipeline_need_as_many_gpus() -> None:
+    assert choose(Hardware(4, 16), 8, {}, stages=None).num_processes == 4
+    three = choose(Hardware(4, 16), 8, {}, stages=3)
+    assert (three.config_file.name, three.num_processes) == ("pp.yaml", 3)
+    assert "3 of 4 GPUs: the most that are pipelines of 3 stages and divide train.global_batch_size 8" in three.summary
+    for gpus, found in ((0, "no GPU"), (1, "1 GPU")):  # without a GPU one process is started
+        with pytest.raises(
+            ConfigError, match=rf"pipeline_stages=2: this machine has {found}: .*cpu_ddp\.yaml --num_proc"
+        ):
+            choose(Hardware(gpus, 16), 8, {}, stages=2)
+
+
 BIG = Replica(32_800_000_000, "auto", 328_000_000_000)
 H200_BYTES = 143_771 * 2**20
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from sftkit.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.experiments.patterns.paper import MODELS, PAPER_MODELS, chosen, shape
 from sftkit.launch.layouts import SHARDABLE, Machines, advice, choice, on_paper, setups, topologies, ways
@@ -26,7 +28,10 @@ def test_the_simplest_layout_that_is_about_as_fast_is_taken() -> None:
     assert taken("8B", Machines(8)) == "ddp.yaml"  # a replica fits
     assert taken("8B", Machines(8, memory_bytes=80 * GIB)) == "fsdp2.yaml"  # a shard does
     assert taken("8B", Machines(64), rows=256) == "multi_node.yaml"  # copies over machines: gathering stays within them
-    assert taken("8B", Machines(8, per_machine=1, between=1e9)) == "pp.yaml"  # slow links
+    slow = choice(ways(shape("8B"), Machines(8, per_machine=1, between=1e9), 64, 8192))  # slow links
+    assert slow is not None
+    assert slow.setup.topology.stages == 4
+    assert slow.config == "fsdp2.yaml, train.engine=pipeline, train.pipeline_stages=4"
     assert taken("8B", Machines(8), row_length=65536, rows=8) in ("cp.yaml", "tp.yaml")  # a row is too much for one GPU
     assert taken("70B", Machines(8)) == "tp.yaml"
     assert taken("405B", Machines(8)) is None
@@ -60,6 +65,15 @@ def test_exchanges_that_nothing_hides_cost_more_over_slower_links() -> None:
         a, b = on_paper(setup, memory, fast), on_paper(setup, memory, slow)
         assert a.sent == b.sent
         assert b.share <= a.share <= 1.0 + 1e-9
+
+
+def test_a_pipeline_is_as_fast_as_its_slowest_stage() -> None:
+    llama, machines = shape("8B"), Machines(8, inside=1e18)  # of which sending takes no time
+    found = {way.setup.topology.stages: way for way in ways(llama, machines, 64, 8192)}
+    layer, head = (llama.parameters - llama.ends) / 32, llama.vocab * llama.hidden
+    assert found[8].setup.stage_layers == (5, 5, 4, 4, 4, 4, 4, 2)  # the head is worth 2.4 layers
+    assert found[8].share == pytest.approx((32 * layer + head) / 8 / (5 * layer) * 64 / 71)
+    assert found[2].share > found[4].share > found[8].share
 
 
 def test_a_model_that_cannot_be_cut_is_the_same_everywhere() -> None:

@@ -9,11 +9,11 @@ import pytest
 from helpers import make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
 
 from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import Topology
+from sftkit.config.topology import Topology, balanced
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.shapes import shape_of
-from sftkit.parallel.balance import balanced, describe_seconds, layers_of_stages
+from sftkit.parallel.balance import describe_seconds, layers_of_stages
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,9 @@ def test_measured_seconds_name_a_more_even_split() -> None:
     )
     assert line.endswith("; train.pipeline_layers=[19,9] would be more even")
     assert "more even" not in describe_seconds((19, 9), (0.19, 0.19), 8, 2)
+    assert "more even" not in describe_seconds(
+        (1, 1, 1, 1), (0.03, 0.05, 0.02, 0.1), 1, 2
+    )  # layers that differ by chance
     assert "waits 11% of it" in describe_seconds((19, 9), (0.19, 0.19), 8, 2)  # 1 of 9
     assert "waits 6% of it" in describe_seconds((7, 7, 7, 7), (0.1, 0.1, 0.1, 0.1), 8, 2)  # interleaved: half of it
 
@@ -87,8 +90,16 @@ def test_layers_that_are_not_the_models_are_refused(train: TrainConfig, message:
 
 
 def test_models_that_have_no_such_stages_are_refused() -> None:
-    with pytest.raises(ConfigError, match="4 stages for the 2 layers of the model: lower"):
+    with pytest.raises(
+        ConfigError, match=r"4 stages for the 2 layers of the model: set train\.pipeline_stages to 2 or less$"
+    ):
         layers_of_stages(tiny_llama(), pipeline(), 4)
+    with pytest.raises(
+        ConfigError, match=r"4 stages for the 2 layers of the model: take train\.pipeline_schedule=1f1b"
+    ):
+        layers_of_stages(tiny_llama(), pipeline(pipeline_schedule="interleaved"), 2)
+    with pytest.raises(ConfigError, match=r"2 stages for the 1 layers of the model: take train\.engine=blocks$"):
+        layers_of_stages(tiny_llama(layers=1), pipeline(), 2)
     with pytest.raises(ConfigError, match="some layers of this model have a sliding window and some have none"):
         layers_of_stages(tiny_qwen3_with_windows(), pipeline(), 2)
 

@@ -66,6 +66,7 @@ def chat(question: str, answer: str, system: str = "") -> dict[str, Any]:
 
 
 TEXTS = [{"text": f"Sea shells number {i}. " * 10} for i in range(9)]
+PIPELINE_LAUNCH = ("--config_file", f"{ROOT}/accelerate_configs/pp.yaml", "train.engine=pipeline")
 CHATS = [chat(f"What comes after {i}?", f"It is {i + 1}.") for i in range(20)]
 
 
@@ -732,6 +733,10 @@ def test_texts_in_an_sft_recipe_are_refused_as_the_run_refuses_them(
             ["--config_file", f"{ROOT}/accelerate_configs/ddp.yaml", "--num_processes", "3"],
             "4 cannot be shared equally by 3",
         ),
+        (
+            [*PIPELINE_LAUNCH, "train.micro_batch_size=4"],
+            "4 makes 1 micro-batch of a step, and a pipeline of 2 stages with train.pipeline_schedule 1f1b needs 2 or more",
+        ),
     ],
 )
 def test_wrong_options_end_with_what_to_write_instead(
@@ -752,6 +757,19 @@ def test_rows_that_the_ranks_of_a_launch_cannot_share_are_refused(
     with pytest.raises(ConfigError, match=r"data\.row_length: rows of 66 positions do not split into 4 chunks"):
         inspect(monkeypatch, str(recipe), *launch)
     inspect(monkeypatch, str(recipe), *launch, "data.row_length=68")
+
+
+def test_stages_of_a_pipeline_are_shown_with_their_work_and_memory(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    recipe, look = write_recipe(tmp_path, tokenizer, CHATS), tmp_path / "look.json"
+    inspect(monkeypatch, str(recipe), "--json", str(look), *PIPELINE_LAUNCH, "train.micro_batch_size=1")
+    stages = json.loads(look.read_text())["memory"]["stages"]
+    assert [stage["layers"] for stage in stages] == [1, 1]
+    first, last = (stage["flops_share"] for stage in stages)
+    assert first + last == pytest.approx(1.0)
+    assert first < last  # which has the head
+    assert f"stages: 1 layer, {first:.0%} of the work, " in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_missing_recipe_and_empty_data_are_named(

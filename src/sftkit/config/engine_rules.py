@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from sftkit.config.graph_passes import CHECKPOINTING, problems
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.rule import Get, Problem, Rule
+from sftkit.config.topology import Topology
 
 
 def _engine(get: Get) -> Iterator[Problem]:
@@ -41,7 +41,10 @@ def _pipeline(get: Get) -> Iterator[Problem]:
             "several: take packed or fixed",
         )
     if get("train.fp8") is not None:
-        yield "train.fp8", "does not go with train.engine pipeline: its scales are not exchanged between stages"
+        yield (
+            "train.fp8",
+            "does not go with train.engine pipeline: its scales are not exchanged between stages; set it to null",
+        )
     if get("compile.backend") == "cudagraphs" or get("compile.mode") in ("reduce-overhead", "max-autotune"):
         yield (
             "train.engine",
@@ -50,28 +53,29 @@ def _pipeline(get: Get) -> Iterator[Problem]:
         )
 
 
-def enough_micro_batches(get: Get, world_size: int) -> Iterator[Problem]:
-    """Yield a problem if a pipeline gets too few micro-batches. `world_size`: processes, or groups of them, with rows
-    of their own; each computes a step in the fewest micro-batches of one size."""
-    stages, rows = get("train.pipeline_stages"), get("train.global_batch_size") // world_size
+def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
+    """Yield a problem if a pipeline gets too few micro-batches. Processes with rows of their own, or groups of them,
+    compute a step in the fewest micro-batches of one size."""
+    stages, rows = topology.stages, get("train.global_batch_size") // topology.row_ranks
     schedule = get("train.pipeline_schedule")
     if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:
         return
     micro_batch_size = get("train.micro_batch_size")
     count = min(rows // size for size in range(1, min(micro_batch_size, rows) + 1) if rows % size == 0)
-    stages = stages or int(os.environ.get("WORLD_SIZE", "1"))
+    made = f"{micro_batch_size} makes {count} micro-batch{'es' * (count != 1)} of a step"
     if schedule == "interleaved":
         if count % max(1, count // stages):
             yield (
                 "train.micro_batch_size",
-                f"{micro_batch_size} makes {count} micro-batches of a step, and train.pipeline_schedule interleaved takes them in rounds "
-                f"of one size for {stages} processes: choose it so that they are a multiple of {stages}",
+                f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} processes: choose "
+                f"it, or train.global_batch_size, so that they are a multiple of {stages}",
             )
     elif count < stages:
+        smaller = f"{rows // stages} or less, or " if rows >= stages else ""
         yield (
             "train.micro_batch_size",
-            f"{micro_batch_size} makes {count} micro-batches of a step, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b "
-            f"needs {stages} or more: set {max(rows // stages, 1)} or less, or a larger train.global_batch_size",
+            f"{made}, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b needs {stages} or more: set "
+            f"{smaller}a larger train.global_batch_size",
         )
 
 

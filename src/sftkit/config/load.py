@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from sftkit.config.rules import cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, print_text
-from sftkit.config.topology import read_topology
+from sftkit.config.topology import Topology, read_topology
 from sftkit.config.validation_errors import explain_error
 from sftkit.config.yaml_text import (
     COMMAND_LINE,
@@ -49,10 +50,10 @@ def load_config(description: str | None, more: Sequence[Rule] = ()) -> Config:
 
 
 def read_command_line(
-    description: str | None, more: Sequence[Rule], row_ranks: Callable[[TrainConfig], int] | None = None
+    description: str | None, more: Sequence[Rule], topology: Callable[[TrainConfig], Topology] | None = None
 ) -> Config:
-    """Return the Config of the command line, for a script that makes no run directory. `row_ranks`: how many processes
-    of the launch have rows of their own; None: as the environment says."""
+    """Return the Config of the command line, for a script that makes no run directory. `topology`: of the launch;
+    None: as the environment says."""
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
         print_text(help_text(description or "", running()))
@@ -61,7 +62,7 @@ def read_command_line(
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
         fail(f"usage: {running()} {USAGE}\nThe first word must be a recipe file.")
     try:
-        cfg, tree = _resolve(settings[0], settings[1:], row_ranks, more)
+        cfg, tree = _resolve(settings[0], settings[1:], topology, more)
     except ConfigError as error:
         fail(f"\nerror: {error}")
     for note in kept_settings(tree):
@@ -75,19 +76,22 @@ def read_command_line(
 def read_config(
     recipe: str | Path,
     overrides: Sequence[str] = (),
-    world_size: int | Callable[[TrainConfig], int] | None = None,
+    world_size: int | Callable[[TrainConfig], Topology] | None = None,
     more: Sequence[Rule] = (),
 ) -> Config:
     """Read a recipe with overrides, checked for `world_size` processes (None: the environment's WORLD_SIZE, else 1).
 
     Args:
-        world_size: processes with rows of their own, or a function if the recipe decides it (stages of a pipeline).
+        world_size: processes with rows of their own, or the topology of a launch, of which the recipe may decide a part
+            (stages of a pipeline).
 
     Raises:
         ConfigError: all problems together, those that further rules find too.
     """
-    row_ranks = (lambda _: world_size) if isinstance(world_size, int) else world_size
-    return _resolve(recipe, overrides, row_ranks, more)[0]
+    if not isinstance(world_size, int):
+        return _resolve(recipe, overrides, world_size, more)[0]
+    replicas = Topology(replicas=world_size)
+    return _resolve(recipe, overrides, lambda train: replace(replicas, stages=num_stages(train) or 1), more)[0]
 
 
 def to_yaml(cfg: Config) -> str:
@@ -132,7 +136,10 @@ def kept_settings(tree: Node) -> list[str]:
 
 
 def _resolve(
-    recipe: str | Path, overrides: Sequence[str], row_ranks: Callable[[TrainConfig], int] | None, more: Sequence[Rule]
+    recipe: str | Path,
+    overrides: Sequence[str],
+    topology: Callable[[TrainConfig], Topology] | None,
+    more: Sequence[Rule],
 ) -> tuple[Config, Node]:
     problems: list[str] = []
     words = [word for word in overrides if len(word) <= MAX_CHARACTERS]
@@ -158,12 +165,13 @@ def _resolve(
             tree.value[section] = Node({}, str(recipe))
     dropped = _drop_secrets(tree, problems)
     cfg = _validate(tree, str(recipe), dropped, problems)
+    train = TrainConfig() if cfg is None else cfg.train
     try:
-        world_size = (row_ranks or _row_ranks)(TrainConfig() if cfg is None else cfg.train)
+        processes = (topology or _topology)(train)
     except ConfigError as error:
         problems.append(str(error))
-        world_size = 1
-    for key, text in cross_check(functools.partial(_get, tree, dropped), world_size, more):
+        processes = Topology(stages=num_stages(train) or 1)
+    for key, text in cross_check(functools.partial(_get, tree, dropped), processes, more):
         keys = keys_of(key)
         origin = tree.nearest(keys).origin
         problems.append(f"{origin}: {key}: {text}" if not text.startswith(key) else f"{origin}: {text}")
@@ -183,10 +191,9 @@ def _report(problems: list[str]) -> ConfigError:
     return ConfigError("\n".join(lines[:MAX_PROBLEMS] + more))
 
 
-def _row_ranks(train: TrainConfig) -> int:
-    """Return how many processes of this launch, or groups of them, have rows of their own."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return read_topology(os.environ, processes, num_stages(train)).row_ranks
+def _topology(train: TrainConfig) -> Topology:
+    """Return the topology of this launch."""
+    return read_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), num_stages(train))
 
 
 def _expand(tree: Node, problems: list[str]) -> None:

@@ -18,13 +18,14 @@ from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.paths import unusable
 from sftkit.config.rule import Get, Problem, Rule, Unusable
 from sftkit.config.schema import SourceConfig, source_label
+from sftkit.config.topology import Topology
 
 BUILTIN_SOURCES = ("builtin:docs", "builtin:tasks", "builtin:pictures")
 
 
-def cross_check(get: Get, world_size: int, more: Sequence[Rule]) -> Iterator[Problem]:
-    """Yield all problems between settings, and those that further rules find."""
-    of_ranks = (functools.partial(rule, world_size=world_size) for rule in (_batch_divides, enough_micro_batches))
+def cross_check(get: Get, topology: Topology, more: Sequence[Rule]) -> Iterator[Problem]:
+    """Yield all problems between settings, those with the topology of a launch, and those that further rules find."""
+    of_ranks = (functools.partial(rule, topology=topology) for rule in (_batch_divides, enough_micro_batches))
     rules: list[Rule] = [*_RULES, *of_ranks, *more]
     for rule in rules:
         try:
@@ -255,8 +256,8 @@ def _names(get: Get) -> Iterator[Problem]:
             yield "log.tags", f'"{tag[:20]}" has {len(tag)} characters: wandb takes 1 to 64'
 
 
-def _batch_divides(get: Get, world_size: int) -> Iterator[Problem]:
-    batch = get("train.global_batch_size")
+def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
+    batch, world_size = get("train.global_batch_size"), topology.row_ranks
     if batch % world_size:
         below = batch // world_size * world_size
         works = f"{below} or {below + world_size}" if below else f"{world_size}"

@@ -213,7 +213,7 @@ class TrainConfig:
     pipeline_stages: Positive | None = None
     "engine pipeline: processes that the layers are spread over; the others hold copies or shards of theirs. null: all of them."
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
-    "engine pipeline: in which order micro-batches are taken. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which waits half as long and sends twice as much."
+    "engine pipeline: in which order micro-batches are taken. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which waits about half as long and sends two to three times as much."
     pipeline_layers: tuple[Positive, ...] | None = None
     "engine pipeline: layers of each stage, in order; null: as measured when the run starts, embedding, head and loss counted; config.yaml has what was found, and a resumed run keeps it."
     fp8: Literal["tensorwise", "rowwise"] | None = None

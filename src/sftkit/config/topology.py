@@ -114,19 +114,14 @@ def read_topology(environ: Mapping[str, str], world_size: int, stages: int | Non
     stages = world_size if stages is None else stages
     if world_size % stages:
         raise ConfigError(
-            f"train.pipeline_stages={stages} does not divide the {world_size} processes that were started: change it, or "
-            "--num_processes"
+            f"train.pipeline_stages={stages} does not divide the {world_size} process{'es' * (world_size > 1)} of this "
+            f"launch: change it, or start a multiple of {stages} with accelerate launch --num_processes"
         )
-    found = replace(_of_a_stage(environ, world_size // stages), stages=stages)
-    if stages > 1 and found.ranks_per_row > 1:
-        raise ConfigError(
-            "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them to 1"
-        )
-    return found
+    return replace(_of_a_stage(environ, world_size // stages, stages), stages=stages)
 
 
-def _of_a_stage(environ: Mapping[str, str], world_size: int) -> Topology:
-    """Return how the processes that hold the same layers share the work."""
+def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Topology:
+    """Return how the processes that hold the same layers share the work. `world_size`: their number."""
     # accelerate launch passes its config file on in these variables
     if environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
         return Topology(replicas=world_size)
@@ -134,6 +129,11 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int) -> Topology:
     if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() not in ("true", "1"):
         return Topology(shards=world_size, sharded=True)
     sizes = {field: int(environ.get(_PREFIX + name) or 1) for field, name in _SIZES.items()}
+    if stages > 1 and sizes["tensor"] * sizes["context"] > 1:  # first, as no number of processes would mend it
+        raise ConfigError(
+            "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them to 1, or "
+            "take accelerate_configs/pp.yaml, fsdp2.yaml or hsdp.yaml"
+        )
     if sizes["shards"] == REST:
         others = sizes["replicas"] * sizes["context"] * sizes["tensor"]
         sizes["shards"] = max(world_size // others, 1)
@@ -151,6 +151,22 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int) -> Topology:
             "set one of them to 1"
         )
     return topology
+
+
+def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
+    """Return the layers of each stage of a pipeline, one or more, so that the slowest takes least.
+
+    Args:
+        layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
+    """
+    costs = [layer] * (stages - 1) + [layer + head]
+    costs[0] += embedding
+    layers = [1] * stages
+    for _ in range(num_layers - stages):
+        lightest = min(range(stages), key=lambda stage: costs[stage])
+        costs[lightest] += layer
+        layers[lightest] += 1
+    return tuple(layers)
 
 
 def topology_of(config_file: Path, processes: int | None = None, stages: int | None = 1) -> Topology:

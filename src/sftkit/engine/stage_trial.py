@@ -11,11 +11,12 @@ import torch.distributed as dist
 from sftkit.compile.contract import compile_model
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import Config
+from sftkit.config.topology import balanced
 from sftkit.engine.engine import Training
 from sftkit.engine.warmup import worst_case_batch
 from sftkit.memory.plan import activation_budget
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.parallel.balance import balanced, layers_of_stages
+from sftkit.parallel.balance import layers_of_stages
 from sftkit.parallel.pipeline import stage_seconds
 from sftkit.parallel.stages import StageModule
 from sftkit.runtime.progress import working
@@ -62,7 +63,7 @@ def _seconds(cfg: Config, training: Training, backend: str, rt: Runtime) -> list
     config = copy.deepcopy(orig_model.config)
     config.num_hidden_layers = len(ONE_EACH)
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: len(ONE_EACH)]
+        config.layer_types = config.layer_types[:1] * len(ONE_EACH)  # all are alike (parallel.balance)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices), compiler_switches(cfg.compile, activation_budget(cfg), graphs=2):
         # Private, but it makes the very class of the model: the public from_config exists for auto classes only.

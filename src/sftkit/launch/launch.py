@@ -74,6 +74,15 @@ def choose(
     """
     env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}  # seconds to save after SIGTERM
     cores = f"{hardware.cpu_cores} CPU core" + "s" * (hardware.cpu_cores != 1)
+    if (stages or 1) > max(hardware.gpus, 1):
+        found = f"this machine has {hardware.gpus or 'no'} GPU{'s' * (hardware.gpus > 1)}"
+        raise ConfigError(
+            f"train.pipeline_stages={stages}: {found}: take fewer stages, or try them on the CPU: ACCELERATE_USE_CPU=true "
+            + typed(
+                f".venv/bin/accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes {stages}"
+            )
+            + " SCRIPT RECIPE ..."
+        )
     if hardware.gpus == 0:
         name, processes, found, note = "cpu.yaml", 1, "no GPU", ""
         free = hardware.cpu_cores if hardware.idle_cores is None else min(hardware.cpu_cores, hardware.idle_cores)
@@ -84,10 +93,6 @@ def choose(
     else:
         # The most GPUs that leave each the same number of rows; some stay idle where no more of them divide the batch.
         shared = [n for n in range(1, hardware.gpus + 1) if _shares(global_batch_size, n, stages)]
-        if not shared:
-            raise ConfigError(
-                f"train.pipeline_stages={stages}: this machine has {hardware.gpus} GPUs: take fewer stages"
-            )
         processes = max(shared)
         found = f"{hardware.gpus} GPU" + "s" * (hardware.gpus > 1)
         found += f" ({hardware.gpu_name})" if hardware.gpu_name else ""
@@ -95,7 +100,7 @@ def choose(
         if processes < hardware.gpus:
             note = (
                 f", {processes} of {hardware.gpus} GPUs: "
-                f"the most that divide train.global_batch_size {global_batch_size}"
+                f"the most that {f'are pipelines of {stages} stages and ' * (stages != 1)}divide train.global_batch_size {global_batch_size}"
             )
         # Shards only where a replica has no room: replicas exchange less.
         _check_room(hardware, processes, replica)

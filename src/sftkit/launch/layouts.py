@@ -14,14 +14,14 @@ from typing import Any
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
 from sftkit.config.schema import Config, num_stages
-from sftkit.config.topology import Topology
+from sftkit.config.topology import Topology, balanced
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
 from sftkit.memory.traffic import traffic
 from sftkit.models.size import fields_of, of_fields, size_of
 
 SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
-"Architectures whose matrices and layers can be spread over GPUs, as parallel.tensor and parallel.balance.MODEL_TYPES."
+"Architectures whose matrices and layers can be spread over GPUs, as parallel.tensor and parallel.balance say."
 _CHUNK = 4096
 "loss.chunk_tokens, its default."
 NEARLY = 0.97
@@ -113,12 +113,27 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     )  # seconds of a micro-batch
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
     alone, hidden = _exchanging(setup, machines, passes)
-    # The share of a step in which a pipeline's stages work: it fills and drains once for all micro-batches.
+    # The share of a step in which a pipeline's slowest stage works: it fills and drains once for all micro-batches.
     busy = 1.0 - (t.stages - 1) / (count + t.stages - 1)
-    step = (count * sum(passes.values()) + alone) / busy
+    step = (count * sum(passes.values()) * _unevenness(setup) + alone) / busy
     share = hidden / (hidden + alone) if hidden + alone else 1.0
     sent = sum(each.sent for each in traffic(setup))
     return OnPaper(setup, machines, memory, estimate(setup), count * work / step, share, sent)
+
+
+def _unevenness(s: EstimateInputs) -> float:
+    """Return how much longer the slowest stage of a pipeline takes than the average one, the head counted; 1.0 without
+    stages."""
+    if s.topology.stages == 1:
+        return 1.0
+    layer, head = _work(s.shape)
+    *others, last = (layer * count for count in s.stage_layers)
+    return max(*others, last + head) * s.topology.stages / (layer * s.shape.blocks + head)
+
+
+def _work(shape: Shape) -> tuple[float, float]:
+    """Return the parameters that a token passes in a layer and in the head."""
+    return (shape.parameters - shape.ends) / shape.blocks, shape.vocab * shape.hidden
 
 
 def _exchanging(setup: EstimateInputs, machines: Machines, passes: Mapping[str, float]) -> tuple[float, float]:
@@ -196,10 +211,9 @@ def setups(
 
 
 def _layers(shape: Shape, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage, as equal as can be; empty without stages. For memory and traffic on paper."""
-    return (
-        tuple(shape.blocks // stages + (stage < shape.blocks % stages) for stage in range(stages)) if stages > 1 else ()
-    )
+    """Return the layers of each stage by the parameters that a token passes, as parallel.balance does; empty without
+    stages."""
+    return balanced(shape.blocks, *_work(shape), stages) if stages > 1 else ()
 
 
 def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int] = (1,)) -> list[OnPaper]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import TrainConfig
+from sftkit.config.topology import balanced
 from sftkit.errors import ConfigError
 from sftkit.models.structure import attention_windows, count_parameters, decoder_blocks
 
@@ -29,7 +30,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
     per_place = 2 if train.pipeline_schedule == "interleaved" else 1
     configured = train.pipeline_layers
     stages = len(configured) if configured and per_place > 1 else pipeline_size * per_place
-    _check_model(orig_model, num_layers, stages)
+    _check_model(orig_model, num_layers, stages, pipeline_size)
     if configured is None:
         parameters = count_parameters(orig_model)
         return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
@@ -38,12 +39,13 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
             f"{2 * pipeline_size} (or another multiple of {pipeline_size})" if per_place > 1 else f"{pipeline_size}"
         )
         raise ConfigError(
-            f"train.pipeline_layers={list(configured)}: must be {several} numbers that add up to the {num_layers} layers of the model"
+            f"train.pipeline_layers={list(configured)}: must be {several} numbers that add up to the {num_layers} layers of the model, or "
+            "null: then they are measured"
         )
     return configured
 
 
-def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int) -> None:
+def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int, pipeline_size: int) -> None:
     config = orig_model.config.get_text_config()
     if config.model_type not in PIPELINE_MODEL_TYPES:
         raise ConfigError(
@@ -56,26 +58,14 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int) -> N
             "counts layers from the first one it has: take train.engine=blocks"
         )
     if stages > num_layers:
+        most = num_layers * pipeline_size // stages
+        fewer = [f"set train.pipeline_stages to {most} or less"] if most > 1 else []
+        if pipeline_size <= num_layers:
+            fewer.append("take train.pipeline_schedule=1f1b, which has one for each process")
         raise ConfigError(
-            f"train.engine=pipeline: {stages} stages for the {num_layers} layers of the model: lower train.pipeline_stages, or take "
-            "train.pipeline_schedule=1f1b, which has one for each process"
+            f"train.engine=pipeline: {stages} stages for the {num_layers} layers of the model: "
+            f"{', or '.join(fewer) or 'take train.engine=blocks'}"
         )
-
-
-def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
-    """Return the layers of each stage, one or more, so that the slowest takes least.
-
-    Args:
-        layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
-    """
-    costs = [layer] * (stages - 1) + [layer + head]
-    costs[0] += embedding
-    layers = [1] * stages
-    for _ in range(num_layers - stages):
-        lightest = min(range(stages), key=lambda stage: costs[stage])
-        costs[lightest] += layer
-        layers[lightest] += 1
-    return tuple(layers)
 
 
 def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, pipeline_size: int) -> str:
@@ -97,6 +87,7 @@ def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batc
     )
     better = balanced(sum(layers), layer, head, len(layers))
     costs = [layer * count + head * (stage == len(layers) - 1) for stage, count in enumerate(better)]
-    if max(sum(costs[rank::pipeline_size]) for rank in range(pipeline_size)) < WORTH_SAYING * slowest:
+    evenest = max(sum(costs[rank::pipeline_size]) for rank in range(pipeline_size))
+    if better != tuple(layers) and evenest < WORTH_SAYING * slowest:
         line += f"; train.pipeline_layers=[{','.join(map(str, better))}] would be more even"
     return line

@@ -44,7 +44,11 @@ def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
     assert isinstance(orig_model, PreTrainedModel)
     stages.entered, links = True, _Links(stages)
     try:
-        with _own_weights(orig_model), _replaced(dict(_forwards(orig_model, links))):
+        with (
+            _own_weights(orig_model),
+            _not_repeated(_receiving(orig_model, stages)),
+            _replaced(dict(_forwards(orig_model, links))),
+        ):
             yield
         links.finish()  # not after an error, which another rank may not have
     finally:
@@ -101,6 +105,27 @@ def _replaced(forwards: dict[torch.nn.Module, Forward]) -> Iterator[None]:
                 del module.forward
             else:
                 module.forward = own
+
+
+def _receiving(orig_model: PreTrainedModel, stages: Stages) -> list[torch.nn.Module]:
+    """Return the first layer of each stage but the first, before which hidden states are sent."""
+    blocks = list(decoder_blocks(orig_model))
+    return [blocks[sum(stages.layers[:stage])] for stage in range(1, len(stages.layers))]
+
+
+@contextmanager
+def _not_repeated(layers: list[torch.nn.Module]) -> Iterator[None]:
+    """Let layers keep their activations within the context, whatever gradient checkpointing says: a forward pass that a
+    backward pass repeats would wait for hidden states that nobody sends again."""
+    key = "gradient_checkpointing"  # what transformers sets and reads on each layer
+    before = {layer: vars(layer)[key] for layer in layers if key in vars(layer)}
+    try:
+        for layer in before:
+            setattr(layer, key, False)
+        yield
+    finally:
+        for layer, own in before.items():
+            setattr(layer, key, own)
 
 
 def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torch.nn.Module, Forward]]:

@@ -51,9 +51,7 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
         parser.error(str(error))
     stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
     text = f"{description}\n{parser.format_help().strip()}"
-    cfg = read_command_line(
-        text, data_rules(stage), lambda train: launched(train).row_ranks
-    )  # what is left: recipe, key=value
+    cfg = read_command_line(text, data_rules(stage), launched)  # what is left: recipe, key=value
     flags.topology = launched(cfg.train)
     flags.recipe = sys.argv[1]
     return cfg, flags

@@ -183,7 +183,7 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
         recipe.write_text(render_yaml(sections))
         try:
             changes = [f"{key}={json.dumps(value)}" for key, value in run.set.items()]
-            return read_config(recipe, changes, run.started.data_ranks)
+            return read_config(recipe, changes, run.started.row_topology)
         except ConfigError as error:
             text = str(error).replace(f"{COMMAND_LINE}: ", f"{path}: run {run.name}: set.")
             raise ConfigError(text.replace(f"{recipe}: ", f"{path}: defaults.")) from None

@@ -20,6 +20,7 @@ import psutil  # comes with accelerate
 import yaml
 
 from sftkit.config.schema import Positive, TrainConfig, num_stages, settings
+from sftkit.config.topology import Topology
 from sftkit.launch.hardware import cpu_cores
 from sftkit.launch.launch import CONFIGS, Launch, command
 from sftkit.runtime.signals import exit_on_signals
@@ -58,11 +59,13 @@ class Processes:
         keys = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
         return {key: named[f"parallelism_config_{key}"] for key in keys if f"parallelism_config_{key}" in named}
 
-    def data_ranks(self, train: TrainConfig) -> int:
-        """Return the number of groups of processes that train different rows: those of tensor and context parallelism
-        and the stages of a pipeline share theirs."""
-        stages = num_stages(train) or self.count
-        return max(1, self.count // (stages * self.sizes.get("tp_size", 1) * self.sizes.get("cp_size", 1)))
+    def row_topology(self, train: TrainConfig) -> Topology:
+        """Return the topology as far as rows are shared: those of tensor and context parallelism and the stages of a
+        pipeline share theirs; whatever else there is counts as copies."""
+        stages, sizes = num_stages(train) or self.count, self.sizes
+        tensor, context = sizes.get("tp_size", 1), sizes.get("cp_size", 1)
+        copies = max(1, self.count // (stages * tensor * context))
+        return Topology(stages=stages, replicas=copies, tensor=tensor, context=context)
 
 
 def _topologies() -> list[str]:

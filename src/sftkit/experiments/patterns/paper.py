@@ -224,7 +224,7 @@ def published() -> Table:
             "Llama 3.1 405B, the same, table 5",
             "512",
             "FSDP 8 x TP 8 x PP 8",
-            "100 tokens/s a GPU with 1F1B, 128 interleaved",
+            "100 tokens/s a GPU in float8 with 1F1B, 128 interleaved",
             "TP in a pipeline is not offered",
         ],
         [
