@@ -233,6 +233,14 @@ def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> N
         read_config(RECIPE, [w for w in case.command if "=" in w and not w.startswith("from")], world_size=1)
 
 
+def test_the_reference_of_a_pipeline_has_no_stages() -> None:
+    words = ["train.engine=pipeline", "train.pipeline_schedule=gpipe", "train.pipeline_layers=[1,1]"]
+    cfg = read_config(RECIPE, words, world_size=1)
+    every = cases(replace(PLAN, overrides=tuple(words)), cfg, Hardware(0, 2), None, Path("out"))
+    (reference,) = (case for case in every if case.kind == "reference")
+    assert read_config(RECIPE, [w for w in reference.command if "=" in w], world_size=1).train.engine == "reference"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

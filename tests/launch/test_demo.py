@@ -10,6 +10,8 @@ import preloaded
 import pytest
 from helpers import ROOT
 
+from sftkit.launch import launch
+
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 SHOWN = (ROOT / "docs" / "distributed.md").read_text().partition("sftkit.launch --demo\n")[2].partition("```")[0]
 
@@ -22,6 +24,14 @@ def check(done: subprocess.CompletedProcess[str]) -> None:
 
 def test_two_processes_print_what_the_page_shows() -> None:
     check(preloaded.run(["-m", "sftkit.parallel.primer"], 2, ENV))
+
+
+def test_it_takes_no_further_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["sftkit.launch", "--demo", "4"])
+    with pytest.raises(SystemExit) as end:
+        launch.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "--demo takes no further words: two processes on this CPU\n"
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def read_topology(environ: Mapping[str, str], world_size: int, stages: int | Non
     if world_size % stages:
         raise ConfigError(
             f"train.pipeline_stages={stages} does not divide the {world_size} process{'es' * (world_size > 1)} of this "
-            f"launch: change it, or start a multiple of {stages} with accelerate launch --num_processes"
+            f"launch: change it, or start a multiple of {stages} (--num_processes)"
         )
     return replace(_of_a_stage(environ, world_size // stages, stages), stages=stages)
 

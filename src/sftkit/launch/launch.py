@@ -296,8 +296,8 @@ def main() -> int:
             )
         )
         return 0
-    if words == ["--demo"]:
-        return demo()
+    if words[0] == "--demo":
+        return demo() if len(words) == 1 else fail("--demo takes no further words: two processes on this CPU")
     if len(words) < 2 or "=" in words[1]:
         fail(f"usage: {running(invocation(words[0], launcher=True))} RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher

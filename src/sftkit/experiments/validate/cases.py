@@ -29,6 +29,8 @@ REFERENCE = [
     *("attention.backend=auto", "model.gradient_checkpointing=false"),
 ]
 "Settings of the reference run: each document alone, plain fp32."
+_NO_PIPELINE = ["train.pipeline_stages=null", "train.pipeline_schedule=1f1b", "train.pipeline_layers=null"]
+"What a recipe with stages needs to be a reference."
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
         [f"{key}=null" for key, owner in ONLY_WITH.items() if owner != layout] if layout != cfg.data.layout else []
     )
     compiled = kind == "compiled"
+    reference = REFERENCE + _NO_PIPELINE * (cfg.train.engine == "pipeline")
     return [
         *plan.overrides,
         *other_layout,
@@ -182,7 +185,7 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
         "eval.every=null",
         "eval.at_start=false",
         f"compile.enabled={str(compiled).lower()}",
-        *(REFERENCE if kind == "reference" else []),
+        *(reference if kind == "reference" else []),
         *(["compile.on_recompile=warn"] if compiled else []),
     ]
 
