@@ -4,8 +4,9 @@ returns."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -228,22 +229,36 @@ def of_file(words: str, device: torch.device) -> Subject:
         words: FILE.py:FUNCTION; the function takes no arguments.
 
     Raises:
-        ConfigError: no such function, or it returns something else.
+        ConfigError: no such function, it fails or returns something else, or its module does not run uncompiled.
     """
     path, (file, _, name) = file_of(words), words.rpartition(":")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "its name ends with .py"
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
+    with _failures_of(words, "importing the file"):
+        spec.loader.exec_module(loaded)
     make = getattr(loaded, name, None)
     if not callable(make):
-        raise ConfigError(f"{words}: {file} has no function {name}")
-    made = make()
+        own = [key for key, value in vars(loaded).items() if getattr(value, "__module__", None) == path.stem]
+        own = [key for key in own if callable(vars(loaded)[key]) and not isinstance(vars(loaded)[key], type)]
+        raise ConfigError(f"{words}: {file} has no function {name}; it has: {', '.join(own) or 'none'}")
+    with _failures_of(words, "calling the function"):
+        made = make()
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module)):
         raise ConfigError(f"{words}: must return (module, args) or (module, args, args of another shape)")
+    if not all(isinstance(args, tuple | list) for args in made[1:]):
+        raise ConfigError(f"{words}: args must be a tuple, even of one tensor: return module, (tensor,)")
     module = made[0].to(device)
     call, *more = (ModuleCall(_on(tuple(args), device), shape=_shapes(args)) for args in made[1:])
+    # What does not run in eager would otherwise end as an error of the compiler.
+    for each in (call, *more):
+        with (
+            _failures_of(words, "calling the module uncompiled with its args"),
+            torch.random.fork_rng(),
+            torch.no_grad(),
+        ):
+            module(*each.args)
     # The whole file goes into the reproduction, as text in a string, and is executed there.
     text = path.read_text(encoding="utf-8").replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     source = (
@@ -253,6 +268,18 @@ def of_file(words: str, device: torch.device) -> Subject:
         f"module = loaded.{name}()[0].to({str(device)!r})\n"
     )
     return Subject(words, module, call, _other_values(call), more[0] if more else None, source)
+
+
+@contextmanager
+def _failures_of(words: str, doing: str) -> Iterator[None]:
+    """Report an exception of the user's code as theirs, with its last line in their file."""
+    try:
+        yield
+    except Exception as error:
+        file = str(file_of(words))
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        at = f", at {file}:{lines[-1]}" if lines else ""
+        raise ConfigError(f"{words}: {doing} fails{at}: {type(error).__name__}: {error}") from error
 
 
 def _lengths(max_length: int) -> np.ndarray:
