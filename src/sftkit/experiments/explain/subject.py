@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from sftkit.compile.modules import check_marked, check_options
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.collate import Batch, collate, warm_up_batch
 from sftkit.data.pack import DocumentLengths, Layout, make_layout
@@ -65,6 +66,8 @@ class ProfiledStep:
 
     model: ModelWithLoss
     batch: Batch
+    dynamic_layout: bool
+    "row lengths vary freely"
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,10 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         layers: the first so many blocks only; None: all.
 
     Raises:
-        ConfigError: the config or tokenizer of the model is not here, or it has fewer blocks.
+        ConfigError: the config or tokenizer of the model is not here, it has fewer blocks, or an option of the
+            compiler is unknown to this torch.
     """
+    check_options(cfg.compile)
     # Model, layout, attention and loss as the run has them, but with made-up lengths of documents.
     config = config_of(cfg.model, layers)
     orig_model = _new_model(config, cfg, rt)
@@ -113,6 +118,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(_lengths(length), length, encoded=encodes))
     execution = Execution(cfg.compile.enabled, captured=cfg.train.engine == "graph")
     backend = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt).backend
+    check_marked(cfg.compile, backend)
     model = ModelWithLoss(orig_model, backend, (Caption if encodes else NextToken)(cfg.loss))
     # Three batches: as the warm-up's, with other values of the same shape, and of another length.
     rows, row_length = layout.shapes[-1]
@@ -130,7 +136,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         other,
         source=_source(config, cfg.model, orig_model),
         around=dense_kernels if backend == "sdpa" else nullcontext,
-        trained=ProfiledStep(model, batches[0].to(rt.device)),
+        trained=ProfiledStep(model, batches[0].to(rt.device), layout.dynamic),
         beside=_beside(orig_model),
     )
 
