@@ -10,6 +10,8 @@ import json
 import re
 from pathlib import Path
 
+from sftkit.experiments.bench.report import same_call
+
 HERE = Path(__file__).parent
 TABLES = {"One GPU": ("1 GPU",), "Two GPUs": ("DDP 2", "FSDP2 2", "TP 2")}
 COLUMNS = ("", "step, ms (fastest to slowest)", "tokens/s", "peak GiB", "first step, s", "last loss", "against eager")
@@ -24,7 +26,7 @@ def results(folder: Path) -> dict[str, dict]:
     files = sorted(
         (json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda result: result["started"]
     )
-    return {row["name"]: row for result in files for row in result["runs"]}
+    return {row["name"]: {"call": result["started"], **row} for result in files for row in result["runs"]}
 
 
 def cells(layout: str, how: str, rows: dict[str, dict]) -> list[str]:
@@ -40,7 +42,7 @@ def cells(layout: str, how: str, rows: dict[str, dict]) -> list[str]:
     step, speed, eager = row["step_seconds"], row["tok_per_sec"]["median"], rows.get(f"{layout} eager")
     times = "1" if how == "eager" else UNKNOWN
     if how != "eager" and eager is not None and not eager["error"]:
-        times = f"{speed / eager['tok_per_sec']['median']:.2f}"
+        times = f"{speed / eager['tok_per_sec']['median']:.2f}" if same_call(row, eager) else "another call"
     peak = row["peak_memory_gib"]
     return [
         name,
