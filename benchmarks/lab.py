@@ -57,7 +57,7 @@ def main() -> int:
         )
     failed = False
     for file in args.take:
-        results = read_bench_results(file)
+        results = read_bench_results(file, "--take")
         if (lab := plan_name(Path(results["plan"]))) not in labs():
             raise ConfigError(f"--take: {file}: of {results['plan']}, which is no plan of a lab")
         keep(FOLDER / lab, results)

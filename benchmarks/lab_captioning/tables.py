@@ -52,6 +52,7 @@ COLUMNS = (
         "recompiles",
         "graph breaks",
         "peak GiB",
+        "reserved GiB",
         "loss: most that it differs from its eager run",
         f"captions/s of {BASELINE}",
     ),
@@ -79,6 +80,7 @@ def cells(name: str, rows: dict[str, dict]) -> list[str]:
         format_number(row["compile"]["recompiles"], "{:.0f}"),
         format_number(row["compile"]["graph_breaks"], "{:.0f}"),
         format_number(row["peak_memory_gib"], "{:.1f}"),
+        format_number(row["reserved_memory_gib"], "{:.1f}"),
         f"{max(gaps.values()):.1e} in {len(gaps)} losses" if gaps else "-" if row["same_loss_as"] is None else UNKNOWN,
         ratio(row, base),
     ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from helpers import make_examples
 
+from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
-from sftkit.data.pack import BatchShape
+from sftkit.data.pack import BatchShape, DocumentLengths, make_layout
+from sftkit.data.types import EncoderInputs
 
 
 def test_targets_are_the_next_tokens_of_the_same_document() -> None:
@@ -74,6 +79,20 @@ def test_every_tensor_of_a_batch_moves() -> None:
     found = [*moved.inputs.values(), *(value for value in vars(moved).values() if isinstance(value, torch.Tensor))]
     assert len(found) == len(moved.tensors()) == 6
     assert all(tensor.is_meta for tensor in [*found, *moved.tensors()])
+
+
+def test_a_warm_up_batch_has_no_more_documents_in_a_row_than_places_for_inputs() -> None:
+    """As of a data set of one picture, whose short caption leaves room for another."""
+    layout = make_layout(
+        DataConfig(train=(), row_length=256),
+        TrainConfig(global_batch_size=2, micro_batch_size=2),
+        DocumentLengths(np.array([7]), 256, encoded=True),
+    )
+    shape = layout.batch_shape(*layout.shapes[-1])
+    assert (shape.docs_per_row, shape.max_doc_length) == (1, 128)
+    pixels = EncoderInputs({"pixel_values": np.zeros((2, 3), np.uint8)}, np.arange(2))
+    batch = warm_up_batch(2, shape, 10, made_up=lambda count: replace(pixels, index=np.arange(count)))
+    assert (len(batch.inputs["pixel_values"]), batch.num_targets) == (2, 2 * 128)
 
 
 def test_the_warm_up_batch_is_the_heaviest_of_its_shape() -> None:

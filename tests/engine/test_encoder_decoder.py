@@ -354,7 +354,8 @@ def test_a_causal_model_is_told_what_could_read_its_pictures() -> None:
             TrainConfig(),
             r"trained as replicas: start it with accelerate_configs/ddp.yaml",
         ),
-        (Topology(context=2, sharded=True), TrainConfig(), r"not with FSDP2, tensor or context parallelism"),
+        (Topology(context=2, sharded=True), TrainConfig(), r"not with FSDP2, tensor or context parallelism,"),
+        (Topology(stages=2), TrainConfig(engine="pipeline"), r"ddp.yaml.* train.engine=blocks, not with .* a pipeline"),
         (Topology(), TrainConfig(fp8="rowwise"), r"train.fp8=rowwise: vision-encoder-decoder has an encoder"),
     ],
 )

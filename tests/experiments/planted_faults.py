@@ -75,6 +75,18 @@ def nothing():
     return 1
 
 
+def a_tensor_alone():
+    return Net(None), torch.randn(5, 6)
+
+
+def fails():
+    raise ValueError("no data here")
+
+
+def of_another_width():
+    return Net(None), (torch.randn(5, 7),)
+
+
 def chain():
     torch.manual_seed(0)
     return Chain(), (torch.randn(8, 16),), (torch.randn(24, 16),)

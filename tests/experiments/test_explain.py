@@ -456,8 +456,14 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(word: str, said: 
     ("words", "said"),
     [
         ("nowhere.py:f", "there is no Python file nowhere.py"),
-        (f"{FAULTS}:nobody", "has no function nobody"),
+        (f"{FAULTS}:nobody", "has no function nobody; it has: made, none, breaks"),
         (f"{FAULTS}:nothing", "must return .module, args."),
+        (f"{FAULTS}:a_tensor_alone", r"args must be a tuple, even of one tensor: return module, \(tensor,\)"),
+        (f"{FAULTS}:fails", r"calling the function fails, at .*planted_faults.py:\d+: ValueError: no data here"),
+        (
+            f"{FAULTS}:of_another_width",
+            r"calling the module uncompiled with its args fails, at .*: RuntimeError: mat1 and",
+        ),
     ],
 )
 def test_a_function_that_makes_no_module_is_refused(words: str, said: str) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,22 @@ def test_a_recipe_is_compiled_as_its_run_would_be(tmp_path: Path) -> None:
         ("1/0", "forward"),
     ]
     assert all(parameter.grad is None for parameter in subject.module.parameters())
+
+
+@pytest.mark.parametrize("dynamic", [False, "marked"])
+def test_a_recipe_with_symbolic_row_lengths_is_compiled_for_all_of_them(tmp_path: Path, dynamic: Any) -> None:
+    subject = subject_of(recipe(tmp_path), "data.layout=dynamic", "data.pad_multiple=8")
+    step = module_step(subject)
+    assert subject.other is not None
+    with compiled(subject, CompileConfig(backend="aot_eager", dynamic=dynamic), tmp_path) as counts:
+        step()
+        subject.run(subject.other)  # another row length
+    assert counts["compile/graphs"] == 2
+
+
+def test_options_of_the_compiler_are_checked_before_anything_is_built(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'no option of Inductor.*Did you mean "shape_padding"'):
+        subject_of(recipe(tmp_path), "compile.backend=inductor", "compile.options={shape_paddin: true}")
 
 
 def test_a_name_that_torch_no_longer_has_is_told_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

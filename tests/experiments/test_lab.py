@@ -31,6 +31,24 @@ def test_a_lab_for_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.Monk
         LAB["main"]()
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "--take: .*gone.json: cannot be read as JSON"),
+        ('{"machine": {}, "runs": []}', "--take: .*gone.json: no results of this bench.*: it lacks plan, started"),
+        ("[]", "it lacks plan, started, machine, runs"),
+    ],
+)
+def test_what_is_not_the_result_of_a_bench_is_not_taken_in(
+    text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "gone.json").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["lab.py", "--take", str(tmp_path / "gone.json")])
+    with pytest.raises(ConfigError, match=said):
+        LAB["main"]()
+
+
 def row(name: str, **changes: Any) -> dict[str, Any]:
     measured: dict[str, Any] = {
         "name": name, "error": None, "baseline": None, "same_loss_as": None, "world_size": 1, "losses": {"1": 2.0, "2": 1.5},

@@ -65,7 +65,8 @@ def row(name: str, captions: float, **more: Any) -> dict[str, Any]:
         "step_seconds": spread([0.25]),
         "tok_per_sec": spread([23 * captions]),
     }
-    values |= {"first_steps_seconds": 40.0, "compile": {"recompiles": 0, "graph_breaks": 1}, "peak_memory_gib": 12.0}
+    values |= {"first_steps_seconds": 40.0, "compile": {"recompiles": 0, "graph_breaks": 1}}
+    values |= {"peak_memory_gib": 12.0, "reserved_memory_gib": 13.5}
     return {"name": name, "error": None, "same_loss_as": None, "losses": {"20": 6.0, "40": 4.0}, **values, **more}
 
 
@@ -80,9 +81,9 @@ def test_a_table_says_what_was_measured_beside_what_was_published_and_what_is_no
     (tmp_path / "results/results.json").write_text(json.dumps({"machine": {"error": "none"}, "runs": rows}))
     (tmp_path / "plan.yaml").write_text((FOLDER / "plan.yaml").read_text())
     made = TOOL["tables"](tmp_path)
-    assert "| dynamic eager | 4.73 | 4.00 | 100 | 2,300 | 40 | 0 | 1 | 12.0 | not measured | 1.00 x |" in made
-    assert "| 7.61 | 4.00 | 172 | 3,956 | 40 | 0 | 1 | 12.0 | 2.0e-02 in 2 losses | 1.72 x |" in made
-    assert "| bucketed | - | 4.00 | 150 | 3,450 | 40 | 0 | 1 | 12.0 | - | another call |" in made
+    assert "| dynamic eager | 4.73 | 4.00 | 100 | 2,300 | 40 | 0 | 1 | 12.0 | 13.5 | not measured | 1.00 x |" in made
+    assert "| 7.61 | 4.00 | 172 | 3,956 | 40 | 0 | 1 | 12.0 | 13.5 | 2.0e-02 in 2 losses | 1.72 x |" in made
+    assert "| bucketed | - | 4.00 | 150 | 3,450 | 40 | 0 | 1 | 12.0 | 13.5 | - | another call |" in made
     assert "| packed | - | failed: RuntimeError: no room |  |" in made
     assert "| static eager | 3.1 (derived) | not measured |" in made
     assert "| regional | dynamic marked blocks | 80 | 40 |" in made

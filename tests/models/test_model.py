@@ -54,8 +54,20 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer) -> None:
 
 
 def test_a_config_that_transformers_refuses_is_a_config_error(tokenizer) -> None:
-    with pytest.raises(ConfigError, match=r"model\.scratch"):
-        from_scratch({"model_type": "no_such_model"}, tokenizer, 0)
+    for kind, told in (
+        (
+            "no_such_model",
+            r'model_type: "no_such_model" is no architecture of transformers .* llama, gpt2, vit and t5$',
+        ),
+        ("qwen33", r'model_type: "qwen33" is no architecture of .*\. Did you mean "qwen3"\?$'),
+    ):
+        with pytest.raises(ConfigError, match=rf"^model\.scratch: {told}"):
+            from_scratch({"model_type": kind}, tokenizer, 0)
+    captioner = {"encoder": {"model_type": "vitt"}, "decoder": {"model_type": "gpt2"}}
+    with pytest.raises(ConfigError, match=r'^model\.scratch: encoder\.model_type: "vitt" .* Did you mean "vit"\?$'):
+        from_scratch({"model_type": "vision-encoder-decoder", **captioner}, tokenizer, 0)
+    with pytest.raises(ConfigError, match=r"refuses this config: .*'num_hidden_layers' expected int, got str"):
+        from_scratch({**FIELDS, **HEADS, "num_hidden_layers": "two"}, tokenizer, 0)
 
 
 def test_the_row_length_must_come_from_somewhere(tokenizer) -> None:

@@ -248,6 +248,23 @@ def test_rows_that_a_run_skips_are_refused_only_where_all_are_bad(here: Path) ->
     assert problems(*words) == []
 
 
+def test_one_bad_row_among_good_ones_is_refused_with_what_can_be_done_about_it(here: Path) -> None:
+    rows, advice = "data.train.0.path=rows.jsonl", "mend the row, or leave out and count all such rows with"
+    answers_nothing = {"messages": [{"role": "user"}]}
+    write(here / "rows.jsonl", CHAT, answers_nothing)
+    assert f"({advice} data.on_bad_row=skip)" in refused(rows)
+    write(here / "rows.jsonl", answers_nothing, CHAT)  # all rows may be so
+    assert advice not in refused(rows)
+
+
+def test_a_folder_of_pictures_alone_is_told_what_it_lacks(here: Path) -> None:
+    (here / "pictures").mkdir()
+    (here / "pictures" / "cat.PNG").write_text("")
+    assert "pictures need rows that name them, such as a captions.jsonl beside them" in refused(
+        "data.train.0.path=pictures", stage="caption"
+    )
+
+
 def test_wrong_columns_all_along_the_beginning_are_not_skipped(here: Path) -> None:
     words = ("data.train.0.path=rows.jsonl", "data.on_bad_row=skip")
     for bad, told in (({"x": 1}, "columns x"), (TEXT, "a text without turns"), ([1], "list instead of an object")):

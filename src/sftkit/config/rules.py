@@ -152,7 +152,10 @@ def _row_length(get: Get) -> Iterator[Problem]:
     if layout != "packed":
         yield "data.row_length", f"only goes with layout packed, not {layout}, whose rows hold one document"
     elif max_length is not None and row_length < max_length:
-        yield "data.row_length", f"{row_length} cannot hold a document of data.max_length, {max_length}"
+        yield (
+            "data.row_length",
+            f"{row_length} cannot hold a document of data.max_length, {max_length}: raise it or lower data.max_length",
+        )
 
 
 def _dynamic(get: Get) -> Iterator[Problem]:

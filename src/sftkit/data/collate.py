@@ -268,13 +268,14 @@ def warm_up_batch(
     shard: RowShard = FULL_ROW,
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
-    """Make the worst case of a declared shape: random tokens, documents as long as allowed, every position a target.
+    """Make the worst case of a declared shape: random tokens, documents as long as allowed, every position a target
+    for which a row may have that many documents.
 
     Args:
         made_up: gives so many documents something to encode.
     """
     whole, rest = divmod(shape.row_length, shape.max_doc_length)
-    row = [shape.max_doc_length] * whole + [rest] * (rest > 0)
+    row = ([shape.max_doc_length] * whole + [rest] * (rest > 0))[: shape.docs_per_row]
     sizes = row * rows
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))
     numbers = np.arange(len(sizes)).reshape(rows, len(row))

@@ -27,6 +27,8 @@ LONGEST_JSON = 4 * 2**30
 "The most bytes of a file that is one JSON list, which is read as a whole."
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+"Suffixes by which a folder of pictures alone is known."
 IGNORED = ("readme", "license", "dataset_info", "dataset_infos", "config", "state", "sftkit")
 "First part of the names of files that are about the data, not data."
 SPLIT_WORDS = {
@@ -71,7 +73,11 @@ def files_of(source: SourceConfig, root: Path) -> list[Path]:
         files = [path for path in files if _has_part(path.relative_to(root), source.subset)]
     if not files:
         of = f' with subset "{source.subset}"' if source.subset else ""
-        raise DataError(f"{root}: no file{of} of the kinds {', '.join(SUFFIXES)} (also .gz) in this folder")
+        pictures = any(path.suffix.lower() in PICTURES for path in root.rglob("*"))
+        hint = (
+            "; pictures need rows that name them, such as a captions.jsonl beside them: docs/captioning.md" * pictures
+        )
+        raise DataError(f"{root}: no file{of} of the kinds {', '.join(SUFFIXES)} (also .gz) in this folder{hint}")
     splits = {path: _split_of(path.relative_to(root)) for path in files}
     chosen = [path for path in files if splits[path] == SPLIT_WORDS.get(split, split)]
     if not chosen:

@@ -193,8 +193,7 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             result = tokenize(row)
         except DataError as error:
             if on_bad_row == "error":
-                advice = "mend the row, or leave out and count all such rows with data.on_bad_row=skip"
-                raise DataError(f"{error} ({advice})", error.reason) from None
+                raise DataError(f"{error} ({rows.BAD_ROW_ADVICE})", error.reason) from None
             part.counts["skipped_bad"] += 1
             findings.add(part.tally, findings.skipped(error))
             continue

@@ -79,12 +79,12 @@ class EncoderDecoder(ABC):
             )
 
     def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
-        """Refuse sharded models and float8: these models are trained as replicas in the precision of the run."""
+        """Refuse models in parts and float8: these models are trained as replicas in the precision of the run."""
         name = orig_model.config.model_type
-        if topology.sharded:
+        if topology.partial:
             raise ConfigError(
                 f"{name} has an encoder and is trained as replicas: start it with accelerate_configs/ddp.yaml or "
-                "single_gpu.yaml, not with FSDP2, tensor or context parallelism"
+                "single_gpu.yaml and train.engine=blocks, not with FSDP2, tensor or context parallelism, nor as a pipeline"
             )
         if train.fp8 is not None:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import logging
 import os
@@ -9,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+import transformers
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -36,6 +39,8 @@ from sftkit.runtime.progress import working
 
 log = logging.getLogger(__name__)
 
+_REFUSALS = (ValueError, TypeError, AttributeError, StrictDataclassError)
+"What transformers raises where a config makes no sense; the last where a field is of another type."
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 TEXT_NAMES = {r"^(model\.)?language_model\.lm_head": "lm_head", r"^(model\.)?language_model\.(model\.)?": "model."}
@@ -192,10 +197,24 @@ def scratch_config(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase
     try:
         model_type = str(fields["model_type"])
         encodes = model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
-        fields = MODEL_KINDS[auto_class({"is_encoder_decoder": encodes, **fields})].scratch(fields, tokenizer)
-        return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
+        made = MODEL_KINDS[auto_class({"is_encoder_decoder": encodes, **fields})].scratch(fields, tokenizer)
+        return AutoConfig.for_model(str(made.pop("model_type")), **made)
+    except _REFUSALS as error:
+        reason = _unknown_type(fields) or f"transformers refuses this config: {' '.join(str(error).split())}"
+        raise ConfigError(f"model.scratch: {reason}") from error
+
+
+def _unknown_type(scratch: dict[str, object]) -> str | None:
+    """Return which model_type of a config or of one inside it transformers does not have, whose own message lists all
+    that it has; None: none."""
+    inside = [(f"{key}.", value) for key, value in scratch.items() if isinstance(value, dict)]
+    for place, fields in (("", scratch), *inside):
+        named = str(fields.get("model_type", "")) or None
+        if named and named not in CONFIG_MAPPING:
+            near = difflib.get_close_matches(named, list(CONFIG_MAPPING.keys()), n=1)
+            hint = f'. Did you mean "{near[0]}"?' if near else ", which has names such as llama, gpt2, vit and t5"
+            return f'{place}model_type: "{named}" is no architecture of transformers {transformers.__version__}{hint}'
+    return None
 
 
 def from_scratch(
@@ -214,8 +233,8 @@ def from_scratch(
     try:
         attention = plain_implementation(config)
         orig_model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.scratch: transformers refuses this config: {error}") from error
+    except _REFUSALS as error:
+        raise ConfigError(f"model.scratch: transformers refuses this config: {' '.join(str(error).split())}") from error
     for parameter in orig_model.parameters():  # not buffers: rotary frequencies stay fp32
         parameter.data = parameter.data.to(DTYPES[precision])
     return orig_model

@@ -148,6 +148,8 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if not errors:
         return
     reasons = {error.reason for error in errors}
+    if not skips and seen > 1 and not reasons & rows.WRONG_COLUMNS:  # rows before it can be used
+        raise DataError(f"{errors[0]} ({rows.BAD_ROW_ADVICE})", errors[0].reason)
     if not skips or len(errors) == seen < FIRST_ROWS:
         raise errors[0]
     if len(errors) == seen and len(reasons) == 1 and reasons <= rows.WRONG_COLUMNS:

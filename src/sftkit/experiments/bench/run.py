@@ -54,8 +54,15 @@ def plan_name(plan: Path) -> str:
     return plan.resolve().parent.name if plan.stem == "plan" else plan.stem
 
 
-def read_bench_results(path: Path) -> dict[str, Any]:
+_RESULTS = ("plan", "started", "machine", "runs")
+"Keys of results.json."
+
+
+def read_bench_results(path: Path, flag: str = "--report") -> dict[str, Any]:
     """Return results.json as `bench` wrote it.
+
+    Args:
+        flag: which names the file on the command line.
 
     Raises:
         ConfigError: it cannot be read, or is something else.
@@ -63,9 +70,13 @@ def read_bench_results(path: Path) -> dict[str, Any]:
     try:
         results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--report: {path}: cannot be read as JSON: {error}") from error
-    if not isinstance(results, dict) or not {"machine", "runs"} <= results.keys():
-        raise ConfigError(f"--report: {path}: no results of this bench: it lacks machine and runs")
+        raise ConfigError(f"{flag}: {path}: cannot be read as JSON: {error}") from error
+    lacks = [key for key in _RESULTS if not isinstance(results, dict) or key not in results]
+    if lacks:
+        raise ConfigError(
+            f"{flag}: {path}: no results of this bench, whose results.json has {', '.join(_RESULTS)}: it lacks "
+            f"{', '.join(lacks)}"
+        )
     return results
 
 

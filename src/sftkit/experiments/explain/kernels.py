@@ -96,12 +96,14 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
     torch._dynamo.reset()
     # Private: what was captured before would be in the summary, which lists all that Dynamo knows.
     dynamo_utils.clear_compilation_metrics()
+    dynamic_layout = subject.trained is not None and subject.trained.dynamic_layout
     if subject.trained is None:
         subject.module.compile(backend=compile.backend, dynamic=compile.dynamic, mode=compile.mode)
     else:
-        compile_model(subject.trained.model.orig_model, compile)
-    budget = compile.activation_memory_budget or 1.0
-    with compiler_logs(lambda: out, compile, 0) as write, compiler_switches(compile, budget), kernels_in_profile():
+        compile_model(subject.trained.model.orig_model, compile, dynamic_layout=dynamic_layout)
+    budget = 1.0 if compile.activation_memory_budget is None else compile.activation_memory_budget
+    switches = compiler_switches(compile, budget, dynamic_layout=dynamic_layout)
+    with compiler_logs(lambda: out, compile, 0) as write, switches, kernels_in_profile():
         watch = CompileWatch()
         yield counts
         counts |= watch.counts()

@@ -4,8 +4,9 @@ returns."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from sftkit.compile.modules import check_marked, check_options
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.collate import Batch, collate, warm_up_batch
 from sftkit.data.pack import DocumentLengths, Layout, make_layout
@@ -64,6 +66,8 @@ class ProfiledStep:
 
     model: ModelWithLoss
     batch: Batch
+    dynamic_layout: bool
+    "row lengths vary freely"
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,10 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         layers: the first so many blocks only; None: all.
 
     Raises:
-        ConfigError: the config or tokenizer of the model is not here, or it has fewer blocks.
+        ConfigError: the config or tokenizer of the model is not here, it has fewer blocks, or an option of the
+            compiler is unknown to this torch.
     """
+    check_options(cfg.compile)
     # Model, layout, attention and loss as the run has them, but with made-up lengths of documents.
     config = config_of(cfg.model, layers)
     orig_model = _new_model(config, cfg, rt)
@@ -112,6 +118,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(_lengths(length), length, encoded=encodes))
     execution = Execution(cfg.compile.enabled, captured=cfg.train.engine == "graph")
     backend = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt).backend
+    check_marked(cfg.compile, backend)
     model = ModelWithLoss(orig_model, backend, (Caption if encodes else NextToken)(cfg.loss))
     # Three batches: as the warm-up's, with other values of the same shape, and of another length.
     rows, row_length = layout.shapes[-1]
@@ -129,7 +136,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         other,
         source=_source(config, cfg.model, orig_model),
         around=dense_kernels if backend == "sdpa" else nullcontext,
-        trained=ProfiledStep(model, batches[0].to(rt.device)),
+        trained=ProfiledStep(model, batches[0].to(rt.device), layout.dynamic),
         beside=_beside(orig_model),
     )
 
@@ -228,22 +235,36 @@ def of_file(words: str, device: torch.device) -> Subject:
         words: FILE.py:FUNCTION; the function takes no arguments.
 
     Raises:
-        ConfigError: no such function, or it returns something else.
+        ConfigError: no such function, it fails or returns something else, or its module does not run uncompiled.
     """
     path, (file, _, name) = file_of(words), words.rpartition(":")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "its name ends with .py"
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
+    with _failures_of(words, "importing the file"):
+        spec.loader.exec_module(loaded)
     make = getattr(loaded, name, None)
     if not callable(make):
-        raise ConfigError(f"{words}: {file} has no function {name}")
-    made = make()
+        own = [key for key, value in vars(loaded).items() if getattr(value, "__module__", None) == path.stem]
+        own = [key for key in own if callable(vars(loaded)[key]) and not isinstance(vars(loaded)[key], type)]
+        raise ConfigError(f"{words}: {file} has no function {name}; it has: {', '.join(own) or 'none'}")
+    with _failures_of(words, "calling the function"):
+        made = make()
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module)):
         raise ConfigError(f"{words}: must return (module, args) or (module, args, args of another shape)")
+    if not all(isinstance(args, tuple | list) for args in made[1:]):
+        raise ConfigError(f"{words}: args must be a tuple, even of one tensor: return module, (tensor,)")
     module = made[0].to(device)
     call, *more = (ModuleCall(_on(tuple(args), device), shape=_shapes(args)) for args in made[1:])
+    # What does not run in eager would otherwise end as an error of the compiler.
+    for each in (call, *more):
+        with (
+            _failures_of(words, "calling the module uncompiled with its args"),
+            torch.random.fork_rng(),
+            torch.no_grad(),
+        ):
+            module(*each.args)
     # The whole file goes into the reproduction, as text in a string, and is executed there.
     text = path.read_text(encoding="utf-8").replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     source = (
@@ -253,6 +274,18 @@ def of_file(words: str, device: torch.device) -> Subject:
         f"module = loaded.{name}()[0].to({str(device)!r})\n"
     )
     return Subject(words, module, call, _other_values(call), more[0] if more else None, source)
+
+
+@contextmanager
+def _failures_of(words: str, doing: str) -> Iterator[None]:
+    """Report an exception of the user's code as theirs, with its last line in their file."""
+    try:
+        yield
+    except Exception as error:
+        file = str(file_of(words))
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        at = f", at {file}:{lines[-1]}" if lines else ""
+        raise ConfigError(f"{words}: {doing} fails{at}: {type(error).__name__}: {error}") from error
 
 
 def _lengths(max_length: int) -> np.ndarray:
