@@ -233,6 +233,23 @@ def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> N
         read_config(RECIPE, [w for w in case.command if "=" in w and not w.startswith("from")], world_size=1)
 
 
+def test_eager_runs_of_a_graph_recipe_have_no_passes_and_its_reference_no_graph() -> None:
+    words = ["train.engine=graph", "graph.passes=[block_bucketing]", "graph.dump=true"]
+    cfg = read_config(RECIPE, words, world_size=1)
+    every = cases(replace(PLAN, overrides=tuple(words)), cfg, Hardware(0, 2), None, Path("out"))
+    read = [
+        (case.kind, read_config(RECIPE, [w for w in case.command if "=" in w], world_size=1))
+        for case in every
+        if case.processes == 1
+    ]
+    assert {(kind, one.train.engine, one.graph.passes) for kind, one in read} == {
+        ("eager", "graph", ()),
+        ("eager, other seed", "graph", ()),
+        ("compiled", "graph", ("block_bucketing",)),
+        ("reference", "reference", ()),
+    }
+
+
 def test_the_reference_of_a_pipeline_has_no_stages() -> None:
     words = ["train.engine=pipeline", "train.pipeline_schedule=gpipe", "train.pipeline_layers=[1,1]"]
     cfg = read_config(RECIPE, words, world_size=1)

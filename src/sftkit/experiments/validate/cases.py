@@ -31,6 +31,8 @@ REFERENCE = [
 "Settings of the reference run: each document alone, plain fp32."
 _NO_PIPELINE = ["train.pipeline_stages=null", "train.pipeline_schedule=1f1b", "train.pipeline_layers=null"]
 "What a recipe with stages needs to be a reference."
+_NO_GRAPH = ["graph.passes=[]", "graph.dump=false"]
+"What a recipe with passes needs to be eager."
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,9 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
         [f"{key}=null" for key, owner in ONLY_WITH.items() if owner != layout] if layout != cfg.data.layout else []
     )
     compiled = kind == "compiled"
-    reference = REFERENCE + _NO_PIPELINE * (cfg.train.engine == "pipeline")
+    graph = cfg.train.engine == "graph"
+    reference = [*REFERENCE, *["graph.token_dispatcher=allgather"] * graph]
+    reference += _NO_PIPELINE * (cfg.train.engine == "pipeline")
     return [
         *plan.overrides,
         *other_layout,
@@ -185,6 +189,7 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
         "eval.every=null",
         "eval.at_start=false",
         f"compile.enabled={str(compiled).lower()}",
+        *(_NO_GRAPH if graph and not compiled else []),
         *(reference if kind == "reference" else []),
         *(["compile.on_recompile=warn"] if compiled else []),
     ]
