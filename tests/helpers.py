@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import numpy as np
 import preloaded
 import pytest
 import torch
+import torch._inductor.config
 from accelerate import Accelerator
+from torch._inductor import cpu_vec_isa
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
@@ -38,6 +41,22 @@ train: {max_steps: 2}
 """
 ROOT = Path(__file__).parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+@contextmanager
+def scalar_kernels() -> Iterator[None]:
+    """Let Inductor write kernels for a CPU of scalar code within the context, without headers compiled ahead: those and
+    trials of vector instructions take longer than the kernels themselves.
+
+    Torch keeps which vector instructions there are. Without another look afterwards, code with vectors that another
+    process left in the cache would be compiled without them: "'at::vec' has not been declared".
+    """
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    try:
+        with torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}):
+            yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 def tiny_recipe(folder: Path | str, **sections: Any) -> Config:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import scalar_kernels
 from torch._dynamo import utils as dynamo_utils
 from torch.nn import functional as F
 
@@ -25,9 +26,7 @@ def _logs_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     dynamo_utils.clear_compilation_metrics()
     caches = {"fx_graph_cache": True}, {"enable_autograd_cache": True}
-    # No headers compiled ahead and no trials of vector instructions: they take longer than the kernels themselves.
-    plain = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
-    with torch._inductor.config.patch(caches[0] | plain), torch._functorch.config.patch(caches[1]):
+    with scalar_kernels(), torch._inductor.config.patch(caches[0]), torch._functorch.config.patch(caches[1]):
         yield
     torch._dynamo.reset()
 

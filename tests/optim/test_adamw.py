@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
+from helpers import scalar_kernels
 from torch._dynamo import utils as dynamo_utils
 
 from sftkit.config.optimizers import OPTIMIZERS
@@ -39,8 +39,7 @@ BF16_OPTIMIZERS = ["adamw", "adamw_sr", "muon", TORCHAO]
 
 @pytest.fixture(autouse=True)
 def _cpu_kernels_that_are_soon_compiled() -> Iterator[None]:
-    """Of scalar code, without headers compiled ahead: those take longer than the kernels themselves."""
-    with torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}):
+    with scalar_kernels():
         yield
 
 
