@@ -27,7 +27,7 @@ LONGEST_JSON = 4 * 2**30
 "The most bytes of a file that is one JSON list, which is read as a whole."
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 "Suffixes by which a folder of pictures alone is known."
 IGNORED = ("readme", "license", "dataset_info", "dataset_infos", "config", "state", "sftkit")
 "First part of the names of files that are about the data, not data."
@@ -73,7 +73,7 @@ def files_of(source: SourceConfig, root: Path) -> list[Path]:
         files = [path for path in files if _has_part(path.relative_to(root), source.subset)]
     if not files:
         of = f' with subset "{source.subset}"' if source.subset else ""
-        pictures = any(path.suffix.lower() in PICTURES for path in root.rglob("*"))
+        pictures = any(path.suffix.lower() in PICTURE_SUFFIXES for path in root.rglob("*"))
         hint = (
             "; pictures need rows that name them, such as a captions.jsonl beside them: docs/captioning.md" * pictures
         )

@@ -94,37 +94,11 @@ def make_plan(
     total_bytes, sharding = fixed.total_bytes, fixed.sharding
     if total_bytes is None and rt.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
-    # Recomputation: by the partitioner of compiled graphs, else by transformers' gradient checkpointing.
-    compiled = _recomputes(cfg.compile)
-    checkpointing = cfg.model.gradient_checkpointing
-    if not compiled and cfg.train.memory != "speed" and not checkpointing:
-        _enable_checkpointing(orig_model, cfg.train.memory)
-        checkpointing = True
-    # All that the estimate depends on, with the fastest sharding that fits.
-    shape = shape_of(orig_model)
-    budget = activation_budget(cfg) if compiled else 1.0
-    dense = fixed.backend == "reference"
+    checkpointing = _checkpoints(cfg, orig_model)
+    setup = _inputs(cfg, orig_model, layout, rt, checkpointing=checkpointing)
     name = DEFAULT if cfg.optim.name == "auto" else cfg.optim.name
-    setup = None
-    if shape is not None:
-        chunk, topology = cfg.loss.chunk_tokens, rt.topology
-        setup = EstimateInputs(
-            shape=shape,
-            layout=layout,
-            optimizer=name,
-            precision=rt.precision,
-            chunk_tokens=chunk,
-            budget=budget,
-            compiled=compiled,
-            checkpointing=checkpointing,
-            dense_mask=dense,
-            topology=topology,
-        )
-        if topology.stages > 1:
-            layers = layers_of_stages(orig_model, cfg.train, topology.stages)
-            setup = replace(setup, stage_layers=layers, schedule=cfg.train.pipeline_schedule)
-        length = kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length)
-        setup = replace(setup, encoder=encoder_shape_of(orig_model), encoded_length=length)
+    if setup is not None:
+        setup = replace(setup, dense_mask=fixed.backend == "reference")
         setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
     # The optimizer that auto stands for may depend on whether the default fits, and the sharding on the optimizer.
     if cfg.optim.name == "auto":
@@ -140,6 +114,7 @@ def make_plan(
     parameters = 0 if rt.topology.partial else sum(p.numel() for p in orig_model.parameters())
     # Shards and stages count 0: their warm-up makes such gradients itself.
     earlier = parameters * earlier_gradient_width(layout, rt.precision)
+    budget = _budget(cfg)
     kept = f"{budget:g} of the activations kept" if budget < 1.0 else "activations kept"
     how = "gradient checkpointing" if checkpointing else kept
     line = _line(f"memory: {cfg.train.memory}, optimizer {name}, {how}", found, total_bytes)
@@ -161,6 +136,49 @@ def make_plan(
         warning = "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s"
         log.warning(warning, gib(found.total), gib(total_bytes or 0), advice)
     return plan
+
+
+def _checkpoints(cfg: Config, orig_model: PreTrainedModel) -> bool:
+    """Return whether transformers' gradient checkpointing is on; it is switched on where memory is to be saved and no
+    partitioner of compiled graphs recomputes."""
+    if cfg.model.gradient_checkpointing:
+        return True
+    if _recomputes(cfg.compile) or cfg.train.memory == "speed":
+        return False
+    _enable_checkpointing(orig_model, cfg.train.memory)
+    return True
+
+
+def _inputs(
+    cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, checkpointing: bool
+) -> EstimateInputs | None:
+    """Return all that the estimate depends on but attention's mask and the sharding, with the default optimizer for
+    auto; None: the model's config does not name its sizes."""
+    shape = shape_of(orig_model)
+    if shape is None:
+        return None
+    setup = EstimateInputs(
+        shape=shape,
+        layout=layout,
+        optimizer=DEFAULT if cfg.optim.name == "auto" else cfg.optim.name,
+        precision=rt.precision,
+        chunk_tokens=cfg.loss.chunk_tokens,
+        budget=_budget(cfg),
+        compiled=_recomputes(cfg.compile),
+        checkpointing=checkpointing,
+        topology=rt.topology,
+        encoder=encoder_shape_of(orig_model),
+        encoded_length=kind_of(orig_model.config).encoder_positions(orig_model, layout.max_length),
+    )
+    if rt.topology.stages == 1:
+        return setup
+    layers = layers_of_stages(orig_model, cfg.train, rt.topology.stages)
+    return replace(setup, stage_layers=layers, schedule=cfg.train.pipeline_schedule)
+
+
+def _budget(cfg: Config) -> float:
+    """Return the share of activations that is kept as far as the partitioner chooses; 1.0 where it does not."""
+    return activation_budget(cfg) if _recomputes(cfg.compile) else 1.0
 
 
 def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
