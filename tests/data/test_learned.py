@@ -16,7 +16,7 @@ from sftkit.data import chat, rows, sources
 from sftkit.data.arrow import without_fill
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
-from sftkit.evals.suite import sample_prompt, sample_rows
+from sftkit.evals.samples import sample_prompt, sample_rows
 
 A, B, C = ({"role": "assistant", "content": f"Answer {name}."} for name in "abc")
 ASK = {"role": "user", "content": "And?"}

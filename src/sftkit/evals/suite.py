@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.eval_tasks import CODE, WITHOUT_SHOTS
 from sftkit.config.rules import eval_problems
-from sftkit.config.schema import EvalConfig, SourceConfig
-from sftkit.data import chat, sources
+from sftkit.config.schema import EvalConfig
+from sftkit.data import chat
 from sftkit.data.pack import Layout
-from sftkit.data.types import Examples, Row, Tokenized
+from sftkit.data.types import Examples, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import captions, families, harness, results, scoring, tasks
 from sftkit.evals.results import Evaluated
+from sftkit.evals.samples import sample_prompt
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
 from sftkit.evals.validation import validate
 from sftkit.generation.answer import Answer
@@ -304,48 +304,3 @@ class Suite:
             {"prompt": shown, "reference": reference, "answer": answer.text, "stop": answer.stop}
             for (_, shown, reference), answer in zip(prompts, answers, strict=True)
         ]
-
-
-def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized], num_samples: int) -> list[Row]:
-    """Return the first rows of the validation sources, in turn, that can be learned from as a whole;
-    asked as they are trained."""
-    heads = [list(islice(usable_rows(source, tokenize), num_samples)) for source in validation]
-    in_turn = [head[i] for i in range(num_samples) for head in heads if i < len(head)]
-    return in_turn[:num_samples]
-
-
-def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[Row]:
-    """Yield rows that fit in a training row and do not begin with an answer."""
-    for row in sources.read_source(source, "skip"):
-        try:
-            tokenized = tokenize(row)
-        except DataError:
-            continue
-        asks = row.messages is None or (row.messages and row.messages[0]["role"] != "assistant")
-        if tokenized.examples and tokenized.note is None and asks:
-            yield _as_trained(row, tokenize)
-
-
-def _as_trained(row: Row, tokenize: partial[Tokenized]) -> Row:
-    """Return a row as its first answer is trained."""
-    if row.messages is None:
-        return row
-    learning: chat.Learning = tokenize.keywords.get("learning", chat.ANSWERS)
-    return chat.as_trained(row, _first_answer(row), tokenize.keywords["tokenizer"], learning.thinking)
-
-
-def _first_answer(row: Row) -> int:
-    """Return the index of the first answer that is not given as context, else of the first one."""
-    assistant = [i for i, message in enumerate(row.messages or ()) if message["role"] == "assistant"]
-    return next((i for i in assistant if i >= row.context_messages), assistant[0])
-
-
-def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str, str]:
-    """Return (token ids, prompt text, reference): a conversation up to its first answer, or the start of a text."""
-    if row.messages is None:
-        text = row.text or ""
-        return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]
-    first = _first_answer(row)
-    shown = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in row.messages[:first])
-    prompt = chat.prompt_of(row, first, tokenizer)
-    return prompt, shown, str(row.messages[first].get("content") or "")

@@ -31,7 +31,8 @@ from sftkit.data.types import Tokenized
 from sftkit.engine import blocks, reference
 from sftkit.engine.engine import Engine, Training
 from sftkit.errors import ConfigError
-from sftkit.evals.suite import Suite, sample_rows
+from sftkit.evals.samples import sample_rows
+from sftkit.evals.suite import Suite
 from sftkit.memory.plan import MemoryPlan
 from sftkit.models import padding
 from sftkit.models.kinds import kind_of
