@@ -29,8 +29,9 @@ from sftkit.experiments.explain.labs import captured_graphs, chosen_losses, disp
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
 from sftkit.experiments.explain.run import _bisect_result, run_explain
-from sftkit.experiments.explain.subject import ModuleCall, Subject, of_file, of_recipe
+from sftkit.experiments.explain.subject import ModuleCall, Subject, of_recipe
 from sftkit.experiments.explain.torch_logs import read_message, recompile_of
+from sftkit.experiments.explain.user_file import of_file
 from sftkit.experiments.explain.words import lines_of, wrapped
 
 FAULTS = Path(__file__).parent / "planted_faults.py"

@@ -23,7 +23,8 @@ from sftkit.experiments.explain.labs import labs
 from sftkit.experiments.explain.page import render_page
 from sftkit.experiments.explain.private import quiet_profiler
 from sftkit.experiments.explain.reproduce import Reproduction, reproduce
-from sftkit.experiments.explain.subject import Subject, of_file, of_recipe
+from sftkit.experiments.explain.subject import Subject, of_recipe
+from sftkit.experiments.explain.user_file import of_file
 from sftkit.experiments.explain.words import lines_of, wrapped
 from sftkit.rundir.files import replace_shared
 from sftkit.runtime import start as runtime

@@ -1,12 +1,9 @@
-"""What is explained: a module with calls of it. The decoder of a recipe's model, or what a function of the user's
-returns."""
+"""What is explained: a module with calls of it. Here the decoder of a recipe's model; see also user_file."""
 
 from __future__ import annotations
 
-import importlib.util
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +19,6 @@ from sftkit.data.collate import Batch, collate, warm_up_batch
 from sftkit.data.pack import DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.experiments.explain.flags import file_of
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import DTYPES, load_options, offline_help, scratch_config, trained_config
 from sftkit.models.structure import decoder, encoder, vocab_size
@@ -228,66 +224,6 @@ def other_length(row_length: int) -> int:
     return max(2, row_length * 3 // 4 // 8 * 8) if row_length >= 16 else max(2, row_length - 1)
 
 
-def of_file(words: str, device: torch.device) -> Subject:
-    """Return what a function in a file returns: (module, args) or (module, args, args of another shape).
-
-    Args:
-        words: FILE.py:FUNCTION; the function takes no arguments.
-
-    Raises:
-        ConfigError: no such function, it fails or returns something else, or its module does not run uncompiled.
-    """
-    path, (file, _, name) = file_of(words), words.rpartition(":")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "its name ends with .py"
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    with _failures_of(words, "importing the file"):
-        spec.loader.exec_module(loaded)
-    make = getattr(loaded, name, None)
-    if not callable(make):
-        own = [key for key, value in vars(loaded).items() if getattr(value, "__module__", None) == path.stem]
-        own = [key for key in own if callable(vars(loaded)[key]) and not isinstance(vars(loaded)[key], type)]
-        raise ConfigError(f"{words}: {file} has no function {name}; it has: {', '.join(own) or 'none'}")
-    with _failures_of(words, "calling the function"):
-        made = make()
-    if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module)):
-        raise ConfigError(f"{words}: must return (module, args) or (module, args, args of another shape)")
-    if not all(isinstance(args, tuple | list) for args in made[1:]):
-        raise ConfigError(f"{words}: args must be a tuple, even of one tensor: return module, (tensor,)")
-    module = made[0].to(device)
-    call, *more = (ModuleCall(_on(tuple(args), device), shape=_shapes(args)) for args in made[1:])
-    # What does not run in eager would otherwise end as an error of the compiler.
-    for each in (call, *more):
-        with (
-            _failures_of(words, "calling the module uncompiled with its args"),
-            torch.random.fork_rng(),
-            torch.no_grad(),
-        ):
-            module(*each.args)
-    # The whole file goes into the reproduction, as text in a string, and is executed there.
-    text = path.read_text(encoding="utf-8").replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
-    source = (
-        f'import types\n\nSOURCE = """\\\n{text}"""\n'
-        f"loaded = types.ModuleType({path.stem!r})\n"
-        f"exec(compile(SOURCE, {path.name!r}, 'exec'), loaded.__dict__)\n"
-        f"module = loaded.{name}()[0].to({str(device)!r})\n"
-    )
-    return Subject(words, module, call, _other_values(call), more[0] if more else None, source)
-
-
-@contextmanager
-def _failures_of(words: str, doing: str) -> Iterator[None]:
-    """Report an exception of the user's code as theirs, with its last line in their file."""
-    try:
-        yield
-    except Exception as error:
-        file = str(file_of(words))
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        at = f", at {file}:{lines[-1]}" if lines else ""
-        raise ConfigError(f"{words}: {doing} fails{at}: {type(error).__name__}: {error}") from error
-
-
 def _lengths(max_length: int) -> np.ndarray:
     """Return the lengths of made-up documents, int64 [64], which decide the slots and buckets that a recipe leaves to
     its data: from an eighth to all of max_length."""
@@ -329,24 +265,3 @@ def _inside(orig_model: PreTrainedModel, levels: int) -> Any:
     for _ in range(levels):
         found = found.get_decoder()
     return found
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    # torch.utils._pytree is private: how torch.compile itself walks arguments.
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
-
-
-def _shapes(args: Any) -> str:
-    found = [tensor for tensor in torch.utils._pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor)]
-    return ", ".join(" x ".join(map(str, tensor.shape)) for tensor in found)
-
-
-def _other_values(call: ModuleCall) -> ModuleCall:
-    """Return a call of the same shapes: floats reversed along the first axis and scaled, whole numbers as they are."""
-
-    # Whole numbers may be indices, for which not every value is allowed.
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.flip(0) * 0.9 if tensor.is_floating_point() and tensor.dim() else tensor
-
-    change = torch.utils._pytree.tree_map_only(torch.Tensor, changed, (call.args, call.kwargs))
-    return ModuleCall(change[0], change[1], call.shape)
