@@ -34,7 +34,7 @@ ARTIFACTS = {
 }
 "What compile.debug may name -> torch's logs that belong to it."
 OF_CUDA_GRAPHS = "cudagraphs"
-"A log that has a line for every operator of every graph, which says nothing where none is to be recorded."
+"A log with a line for every operator of every graph. It says nothing of use if no CUDA graph is to be recorded."
 ORIGINS = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*)\], Original ATen: \[(.*)\]")
 LAUNCHES = {
     "triton": re.compile(r"(\w+)\.run\("),
@@ -70,8 +70,8 @@ class CompilerFiles(logging.Handler):
             self.folder.mkdir(parents=True)
             self._ready = True
 
-    def is_theirs(self, record: logging.LogRecord) -> bool:
-        """Return whether the record goes to the terminal as ever: it is none of those that are written here."""
+    def for_terminal(self, record: logging.LogRecord) -> bool:
+        """Return whether the record goes to the terminal as before, because it is not written here."""
         return _artifact(record) not in self.names
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -135,7 +135,7 @@ def compiler_logs(output_dir: Callable[[], Path], compile: CompileConfig, rank: 
         the operators they came from. It may be called again: after the warm-up, and at the end.
 
     Raises:
-        ConfigError: TORCH_LOGS is set, which torch lets win.
+        ConfigError: TORCH_LOGS is set, which overrides these settings in torch.
     """
     if not compile.debug:
         yield lambda: None
@@ -146,7 +146,7 @@ def compiler_logs(output_dir: Callable[[], Path], compile: CompileConfig, rank: 
             "settings of its logs; unset TORCH_LOGS, or set compile.debug=[] to see its logs in the terminal"
         )
     files = CompilerFiles(lambda: compile_dir(output_dir(), rank), compile)
-    with torch_logs_to(files, files.is_theirs, modules=dict.fromkeys(files.names, True)):
+    with torch_logs_to(files, files.for_terminal, modules=dict.fromkeys(files.names, True)):
         yield lambda: _write_summary(rank, files)
 
 

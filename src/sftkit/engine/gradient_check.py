@@ -57,9 +57,9 @@ class GradientCheck:
     skip_reason: str = ""
     "why the compiled step is not compared; empty where there is none"
     backend: str = ""
-    "attention backend of the eager one"
+    "attention backend of the eager comparison"
     roundings: Roundings | None = None
-    "how far roundings alone move this model's gradients; measured where one of the two is beyond the limits"
+    "how far rounding alone moves this model's gradients; measured if one of the two differences exceeds the limits"
 
 
 def check_gradients(
@@ -75,7 +75,8 @@ def check_gradients(
     Args:
         eager: attention backend where nothing is compiled.
         compiled: whether the step is compiled. It is not compared with dropout, where two passes differ.
-        allowed: beyond these limits, in half precision, what roundings alone do is measured (engine.roundings).
+        allowed: the limits; if one is exceeded in half precision, the effect of rounding alone is measured, see
+            engine.roundings.
     """
     model, rt = sides.model, sides.rt
     orig_model, dropout = model.orig_model, has_dropout(model.orig_model)
@@ -143,7 +144,7 @@ class Sides:
             full_batches: micro-batches of this rank's rows. own: what this rank computes of each.
         """
         targets = self._targets(full_batches)
-        with _alone(self.wrapped, self.rt):
+        with _without_exchange(self.wrapped, self.rt):
             ours = self._ours(own, targets)
             plain = self._plain(full_batches, targets)
         return self._largest(ours, plain)
@@ -151,7 +152,7 @@ class Sides:
     def roundings(self, full_batches: list[Batch]) -> Roundings:
         """Return how far the plain model's gradients move when it is rounded at random."""
         targets, draws = self._targets(full_batches), []
-        with _alone(self.wrapped, self.rt):
+        with _without_exchange(self.wrapped, self.rt):
             plain = self._plain(full_batches, targets)
             for _ in range(DRAWS):
                 with rounded_at_random(self.model.orig_model):
@@ -176,10 +177,10 @@ class Sides:
     def _plain(self, micro_batches: list[Batch], targets: int) -> dict[str, Tensor]:
         """Return the samples of the plain model's gradients: document by document, uncompiled.
 
-        Ranks that share rows all have whole ones here, so there is more to add up. Gradients are read where autograd
-        gives them to a parameter, before any exchange, and added up over the ranks by a plain sum. Two cases keep the
-        exchange: tensor parallelism, where no rank has the gradient of a whole matrix, and weights that are gathered
-        without FSDP2, where the exchange is part of the backward pass.
+        Ranks that share rows all compute the whole rows here, so the sum over ranks has each row several times.
+        Gradients are read where autograd gives them to a parameter, before any exchange, and added up over the ranks by
+        a plain sum. Two cases keep the exchange: tensor parallelism, where no rank has the gradient of a whole matrix,
+        and weights that are gathered without FSDP2, where the exchange is part of the backward pass.
         """
         model, topology = self.model, self.rt.topology
         orig_model = model.orig_model
@@ -190,7 +191,7 @@ class Sides:
         exchanged = gathered or same_rows(self.rt)
         with ExitStack() as stack:
             stack.enter_context(stagewise(orig_model))
-            sums = {} if exchanged else stack.enter_context(self._heard())
+            sums = {} if exchanged else stack.enter_context(self._whole_gradients())
             for inside in (
                 run_eagerly(),
                 plain_attention(orig_model),
@@ -233,7 +234,7 @@ class Sides:
                 torch.distributed.all_reduce(sums[name], group=stages.ends)
 
     @contextmanager
-    def _heard(self) -> Iterator[dict[str, Tensor]]:
+    def _whole_gradients(self) -> Iterator[dict[str, Tensor]]:
         """Add up what autograd gives each whole parameter within the context, at its sampled elements: name -> float64 [N]."""
         sums = {
             name: torch.zeros(len(at), dtype=torch.float64, device=at.device)
@@ -285,7 +286,7 @@ class Sides:
         return largest(dict(zip(self.names, self.rt.sum(sums).tolist(), strict=True)), self.blocks)
 
 
-def _alone(wrapped: torch.nn.Module, rt: Runtime) -> AbstractContextManager[object]:
+def _without_exchange(wrapped: torch.nn.Module, rt: Runtime) -> AbstractContextManager[object]:
     """Return a context in which replicas do not exchange gradients: DDP lays out its buckets by the first exchange,
     which must be one of training."""
     return nullcontext() if rt.topology.sharded else gradient_sync(wrapped, rt, sync=False)

@@ -66,7 +66,7 @@ class TorchLogHandler(logging.Handler):
         if (name := artifact(record)) in self.messages:
             self.messages[name].append(record.getMessage())
 
-    def is_theirs(self, record: logging.LogRecord) -> bool:
+    def for_terminal(self, record: logging.LogRecord) -> bool:
         """Return whether the record goes to the terminal as ever."""
         return artifact(record) not in self.messages
 
@@ -101,7 +101,7 @@ def listening() -> Iterator[TorchLogHandler]:
         )
     heard = TorchLogHandler()
     wanted = {"dynamo": logging.ERROR, **dict.fromkeys(TORCH_LOGS, True)}
-    with torch_logs_to(heard, heard.is_theirs, **wanted), warnings.catch_warnings():
+    with torch_logs_to(heard, heard.for_terminal, **wanted), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
         yield heard
 
