@@ -25,7 +25,8 @@ def main() -> None:
         tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run.dir, run.rt)
         start = assemble.load_start(run, tokenizer)
 
-        # What we learn from: all tokens of plain text. What we minimise: the nats of each, given those before it.
+        # What we learn from: all tokens of plain text. What we minimise: the negative log-likelihood of each,
+        # given those before it.
         tokenize = stages.base(cfg.data, tokenizer, start.max_length)
         objective = NextToken(cfg.loss)
         data = assemble.load_data(run, start, tokenize, objective)

@@ -25,8 +25,8 @@ def main() -> None:
         tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run.dir, run.rt)
         start = assemble.load_start(run, tokenizer)
 
-        # What we learn from: captions, each with its picture, which is read and resized once. What we minimise: the nats of
-        # each token, given the picture and all tokens before it.
+        # What we learn from: captions, each with its picture, which is read and resized once. What we minimise: the
+        # negative log-likelihood of each token, given the picture and all tokens before it.
         tokenize = stages.caption(cfg.data, tokenizer, start.max_length)
         objective = Caption(cfg.loss)
         data = assemble.load_data(run, start, tokenize, objective)

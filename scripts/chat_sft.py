@@ -26,7 +26,7 @@ def main() -> None:
         start = assemble.load_start(run, tokenizer)
 
         # What we learn from: the assistant's tokens. chat.tokenize makes the mask; nothing after it may change it. What we
-        # minimise: the nats of each of them, given all tokens before it.
+        # minimise: the negative log-likelihood of each of them, given all tokens before it.
         tokenize = stages.sft(cfg.data, tokenizer, start.max_length)
         objective = NextToken(cfg.loss)
         data = assemble.load_data(run, start, tokenize, objective)

@@ -1,5 +1,5 @@
 """Look at the data of a recipe before training: what is learned, what is dropped, what it will cost. No GPU, no weights.
-Its tokens stay in the cache, where training finds them.
+Tokenized data stays in the cache, where training finds it.
 
 .venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml data.max_length=1024 --preview 5 --html look.html
 .venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml --gpu-gib 80 --json preflight.json

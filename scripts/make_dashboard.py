@@ -4,7 +4,7 @@
 .venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --report runs/a/sft runs/b/sft
 .venv/bin/python scripts/make_dashboard.py --entity me --project sftkit --dry-run
 
-Panels are those that the newest run under runs/ that is on wandb has something for; --run names another one.
+There is a panel for each thing that the newest run on wandb under runs/ has logged; --run names another run.
 """
 
 import json

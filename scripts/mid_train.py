@@ -25,7 +25,8 @@ def main() -> None:
         tokenizer = load_tokenizer(cfg.model)
         start = assemble.load_start(run, tokenizer)
 
-        # What we learn from: all tokens, of texts and of conversations. What we minimise: the nats of each, given those before.
+        # What we learn from: all tokens, of texts and of conversations. What we minimise: the negative log-likelihood
+        # of each, given those before it.
         tokenize = stages.mid(cfg.data, tokenizer, start.max_length)
         objective = NextToken(cfg.loss)
         data = assemble.load_data(run, start, tokenize, objective)

@@ -3,8 +3,8 @@
 .venv/bin/python scripts/validate_compile.py recipes/qwen3_0_6b/sft.yaml --layouts packed bucketed --processes 1 4 --steps 100
 
 Every run has the same data, seed and steps, processes of its own and empty compiler caches. One more eager run with
-another seed says how far apart two runs are anyway. The ledger says what earlier commits evaluated to. Exit code 1 if
-any criterion fails.
+another seed shows how far apart two runs are in any case. The ledger has the evaluations of earlier commits. Exit code
+1 if any criterion fails.
 
 .venv/bin/python scripts/validate_compile.py --judge runs/validate/sft/validation.json judges earlier runs again.
 """

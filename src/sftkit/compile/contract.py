@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def small_modules(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the modules with parameters beside blocks and embeddings in encoder and decoder: mostly the final norm.
+    """Return the modules of encoder and decoder with parameters, besides blocks and embeddings: mostly the final norm.
 
     Torch's own modules are left out: they are one operator, and Dynamo does not trace them on their own. So is an
     encoder's pooler, which computes nothing here: see models.encoder_decoder.
@@ -101,7 +101,7 @@ def begin_step() -> None:
 
 def uses_cuda_graphs() -> bool:
     """Return whether this process has compiled in a mode with CUDA graphs: inductor imports their module only then."""
-    # Private: no public question tells it, and importing the module to ask it would itself be the sign (torch 2.13).
+    # Private: nothing public tells, and to import the module that knows would itself make the answer yes (torch 2.13).
     return "torch._inductor.cudagraph_trees" in sys.modules
 
 

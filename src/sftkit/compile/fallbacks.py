@@ -1,4 +1,4 @@
-"""Counts calls of compiled code that run uncompiled because a guard failed: torch's stance for it does not."""
+"""Counts calls of compiled code that run uncompiled because a guard failed, which torch's own stance does not count."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[Non
     What is compiled stays in use, and functions inside that call use it where their own guards hold.
 
     That stance runs frames without asking Python, so nothing can be counted under it. Here the stance is
-    `fail_on_recompile`, whose refusal of a frame is taken as its reason, and the frame runs instead of ending.
+    `fail_on_recompile`: its error gives the reason, and then the frame runs uncompiled instead of raising.
 
     Args:
         fell_back: called at each such call with torch's message, which names the code and the failed guards, and with
             the `self` of that code, None for a function.
     """
     # Private: the function that torch asks at each frame. There is no public hook, as of torch 2.15.
-    # No issue is known.
+    # No upstream issue is known.
     ask = eval_frame._callback_from_stance
 
     def recording(callback: Any) -> Any:

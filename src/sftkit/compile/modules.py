@@ -36,7 +36,7 @@ class CompiledPart(NamedTuple):
 
 
 def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded: bool = False) -> list[CompiledPart]:
-    """Return the modules that compile.modules names, in the model's order; the longer path counts if two name one.
+    """Return the modules that compile.modules names, in the model's order; of two paths to one module the longer counts.
 
     Args:
         sharded: weights will be gathered block by block, so no module that holds a block is compiled as one.

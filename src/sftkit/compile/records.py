@@ -14,7 +14,7 @@ from sftkit.runtime.start import Runtime
 @dataclass(frozen=True)
 class Records:
     """What went wrong on one rank, or on several: then counts are added up, and texts of other
-    ranks than 0 name theirs."""
+    ranks than 0 name their rank."""
 
     recompiles: int = 0
     fallbacks: int = 0

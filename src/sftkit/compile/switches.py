@@ -25,8 +25,8 @@ _NOT_STRICT = "mix_order_reduction_non_strict_mode"
 _THERE = hasattr(torch._inductor.config.triton, _NOT_STRICT)
 _ANY_LENGTH = {f"triton.{_NOT_STRICT}": True} if _THERE else {"triton.mix_order_reduction": False}
 """Options for free row lengths. On a GPU Inductor fuses the two reductions of a norm's backward pass from 5 MiB of
-elements and 4,096 rows on, and guards on both: rows on the other side would need a second graph. Not strict, it drops
-the guards; a torch without that option does without the fusion."""
+elements and 4,096 rows on, and guards on both: rows on the other side would need a second graph. The
+non-strict mode drops the guards; in a torch without it the fusion is switched off."""
 
 
 @contextmanager

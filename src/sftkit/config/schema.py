@@ -114,7 +114,7 @@ class DataConfig:
     layout: Literal["packed", "bucketed", "fixed", "dynamic"] = "packed"
     "packed: whole documents best-fit into rows; a document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest of the batch (dynamic: symbolic shapes)."
     max_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
-    "The most tokens of one document; null: inherited from the checkpoint's own run."
+    "The most row positions of a document, whose last token takes none; null: as in the run that wrote the checkpoint."
     row_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
     "Tokens in a packed row, max_length or more; null: max_length. The other layouts hold one document of max_length."
     num_buckets: Positive | None = None
@@ -225,7 +225,7 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe though a resumed run keeps them: optim.*, train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision."
+    "Keys that may differ from the checkpoint's recipe though a resumed run keeps them: optim.* (not name, implementation, static_gradients), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision."
 
 
 def num_stages(train: TrainConfig) -> int | None:

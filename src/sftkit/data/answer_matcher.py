@@ -1,8 +1,8 @@
-"""Answers of a conversation that are found by what others like them have around them.
+"""Find answers of a rendered conversation by the text that stands around similar answers.
 
 To render every prefix of a conversation takes time that grows with the square of its turns. Templates look at roles,
 fields and the place of the last question, so answers that are alike in those are rendered alike: a few of them are
-looked at by rendering, the others are found by what those have before and after them, as long as that is there.
+rendered, and the others are found by the text before and after these, if it is there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sftkit.data.spans import common_prefix, special_pattern
 from sftkit.data.template import Span, Template
 
 NOWHERE = (-1, -1)
-"The place of an answer that does not stand in a text as it would be asked."
+"The place of an answer that does not stand in a text after the prompt that a server would send for it."
 LONGEST_TURN = 50
 "The most messages of a turn that are compared; answers further into a turn are rendered."
 EXACTLY = 2
@@ -29,9 +29,9 @@ class _Outcome(NamedTuple):
     """How an answer stands in a longer conversation."""
 
     header: str | None
-    "From where the headers of all answers begin up to it; None: it is not there as it would be asked."
+    "The text from the beginning of its header up to the answer; None: the answer is NOWHERE."
     end: str
-    "What of the text after it belongs to it."
+    "The text after the answer that belongs to it: the end of its turn."
 
 
 class AnswerMatcher:

@@ -46,8 +46,8 @@ class Document:
 
     text: str
     spans: dict[int, list[Span]]
-    "Of each answer that stands there as it would be asked, by its index in messages: what the model writes, in characters. \
-The end-of-turn token belongs to it, whitespace after that does not."
+    "By index in messages, for each answer that stands after the prompt that a server would send: the characters that \
+the model writes. The end-of-turn token belongs to them, whitespace after that does not."
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ class Finder:
         return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
 
     def everything(self, last: int, marked: Collection[int]) -> Document:
-        """Render the messages up to an answer for a document of which all is learned but marked answers; the text of
-        every answer must be there.
+        """Render the messages up to an answer, for a document of which all is learned except marked answers; the text
+        of every answer must be in it.
 
-        Its spans are of the answers that stand there as they would be asked. A template without a prompt that the
-        conversation begins with has none.
+        It has spans of the answers that stand after the prompts that a server would send; none if the conversation
+        does not begin with a prompt that the template can make.
 
         Raises:
             DataError: the template refuses the conversation or leaves out something that would be learned.
@@ -243,7 +243,7 @@ class Finder:
         return text, [span for span in marks if span[0] < span[1]]
 
     def _after_header(self, text: str, start: int) -> int:
-        """Return where an answer begins whose mark begins inside of what a generation prompt supplies."""
+        """Return where an answer begins if its mark begins inside the part that a generation prompt supplies."""
         ends = [
             begin + len(header)
             for header in self.template.headers

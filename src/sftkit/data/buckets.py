@@ -25,7 +25,7 @@ def choose_buckets(
     docs = np.concatenate([[0], np.cumsum(counts)])  # docs[j]: documents of the first j candidates
     # least[j]: positions of those documents in the best buckets found so far, the last of them candidate j - 1
     least = np.array([0, *(_positions(docs[j : j + 1], c, rows_in_batch)[0] for j, c in enumerate(candidates, 1))])
-    splits = []  # per further bucket: to each first j candidates, how many of them are left to the buckets before it
+    splits = []  # for each further bucket, by j: how many of the first j candidates the buckets before it hold
     for _ in range(1, min(k, len(candidates))):
         split, better = [0], [0]
         for j, c in enumerate(candidates, 1):

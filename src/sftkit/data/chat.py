@@ -52,8 +52,8 @@ class Learning:
     thinking: Thinking = "auto"
     "see answers.Finder"
     split_turns: bool = True
-    """Answers that the template renders otherwise in the middle of a conversation end documents of their own; of a
-    conversation that is learned whole, those whose reasoning is left out there."""
+    """Answers that the template renders otherwise in the middle of a conversation end documents of their own; if every
+    token is learned, only answers whose reasoning is left out there do."""
 
 
 ANSWERS, EVERYTHING = Learning(), Learning(targets="all")
@@ -120,7 +120,7 @@ class _Text(NamedTuple):
     reasoned: set[int]
     "answers whose reasoning stands in it, or would stand in documents that are left out as too long"
     rest: bool | None = None
-    "Whether what lies so far beyond max_length that it was not tokenized has targets; None: all was."
+    "Whether the text that was not tokenized, as it lies far beyond max_length, has targets; None: all was tokenized."
 
 
 def _answers(
@@ -132,8 +132,8 @@ def _answers(
     split: bool,
 ) -> list[_Text]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
-    learned there. Of a long conversation only answers that can begin within max_length are rendered: it would be
-    rendered for nothing with each of its turns."""
+    learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
+    would be rendered once for each of its turns, for nothing."""
     tokenizer, found, left = finder.tokenizer, list[_Text](), set(learnable)
     while left:
         last = max(left)
@@ -159,8 +159,8 @@ def _answers(
 
 
 def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> int:
-    """Return the index of the first message before which the others have more than `max_tokens`, whatever the template
-    writes around them. Merging at its borders may take a token from either side of a text."""
+    """Return the index of the first message before which the messages alone have more than `max_tokens`, whatever the
+    template writes around them. Each text counts two tokens fewer: at its borders tokens may merge with others."""
     tokens = 0
     for i, message in enumerate(messages):
         if tokens > max_tokens:

@@ -25,14 +25,14 @@ TARGET_MULTIPLE = 512  # target_index has a multiple of this many entries: few s
 class Batch:
     """A micro-batch: B rows of T positions, D document slots, P projected positions, and counts on the host.
 
-    Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE. Of a part
-    of `n` that share the rows, C = T / n positions of each row are local; T = C for whole rows.
+    Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE. If n
+    ranks share the rows, C = T / n positions of each row are local; else C = T.
     """
 
     inputs: dict[str, torch.Tensor]
     """what the model is given, by the names of its arguments; of causal models input_ids, int64 [B, C], and position_ids,
-    int64, restarting at 0 in each document: [B, T], of chunks [B, C]; of models with an encoder also what that is given,
-    [B K, ...]: entry r K + k is that of the k-th document of row r, zeros where there is none"""
+    int64, restarting at 0 in each document: [B, T], [B, C] for chunks. With an encoder also its inputs, [B K, ...]:
+    entry r K + k is for the k-th document of row r, zeros if there is none"""
     targets: torch.Tensor
     "int64 [B, C], IGNORE where nothing is learned"
     doc_ids: torch.Tensor
@@ -155,8 +155,8 @@ def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, slots:
 
 
 def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """Yield each document of a batch: the model's inputs [1, L] without positions, which begin at 0 as for a text
-    alone, with the encoder's inputs for it [1, ...]; and its targets [L]. L is padded behind the document to a multiple
+    """Yield (inputs, targets) of each document of a batch. Inputs are the model's [1, L] without positions, which begin
+    at 0 as for a text alone, and the encoder's [1, ...]; targets are [L]. L is padded behind the document to a multiple
     of `multiple`, with token 0, which is no target."""
     encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
     for row, ids in enumerate(batch.doc_ids):
@@ -269,7 +269,7 @@ def warm_up_batch(
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
     """Make the worst case of a declared shape: random tokens, documents as long as allowed, every position a target
-    for which a row may have that many documents.
+    as far as the most documents of a row reach.
 
     Args:
         made_up: gives so many documents something to encode.

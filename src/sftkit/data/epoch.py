@@ -18,7 +18,7 @@ class GlobalBatch:
     row_length: int
     rows: tuple[tuple[int, ...], ...]
     pairs: tuple[int, ...]
-    "(query, key) pairs that attention computes in each row, padding included: what a row costs more than another"
+    "(query, key) pairs that attention computes in each row, padding included: the cost in which rows differ"
 
     def micro_batches(self, layout: Layout, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Yield the rows of each micro-batch of this rank; the union over ranks and micro-batches
@@ -31,7 +31,7 @@ class GlobalBatch:
             yield tuple(self.rows[i] if i < len(self.rows) else () for i in micro)
 
     def rank_skew(self, layout: Layout) -> float:
-        """Return the most (query, key) pairs that a rank computes in this step over their mean over
+        """Return the (query, key) pairs of the busiest rank in this step, divided by the mean of all
         ranks; 1.0: all the same."""
         return balance.skew(*self._assigned_rows(layout))
 

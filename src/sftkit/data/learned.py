@@ -11,7 +11,7 @@ from sftkit.errors import DataError
 Targets = Literal["assistant", "last_turn", "all"]
 
 CONTEXT, MARKED, EARLIER = "not_learned_prompt", "not_learned_marked", "not_learned_earlier_turn"
-"Why an answer is context only: it stands in `prompt`, the data marks it, an earlier turn with targets=last_turn."
+"Why an answer is context only: it stands in `prompt`; the data marks it; it is in an earlier turn (targets=last_turn)."
 
 
 def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int, str]:

@@ -1,6 +1,6 @@
-"""Which documents each step of a run takes: the plans of its epochs, one after the other, also of an epoch in the
-middle of which batch size or seed was changed. A pure function of lengths, layout and segments, so that resuming is an
-index."""
+"""Which documents each step of a run takes: the plans of its epochs, one after the other, also if batch size or seed
+was changed in the middle of an epoch. A pure function of lengths, layout and segments, so that a resume needs only the
+step number."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sftkit.data.pack import Layout, PlanSegment
 
 
 def with_segment(earlier: Sequence[PlanSegment], step: int, layout: Layout, seed: int) -> tuple[PlanSegment, ...]:
-    """Return the segments of a run that goes on at `step`; a new one only where batches are made otherwise from there
-    on.
+    """Return the segments of a run that goes on at `step`, with a new one only if batches are made differently from
+    there on.
 
     Args:
         earlier: the segments before `step`, of the checkpoint that is resumed; empty: one segment from the beginning.

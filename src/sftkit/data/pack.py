@@ -18,9 +18,9 @@ from sftkit.runtime.words import counted
 log = logging.getLogger(__name__)
 OPEN_ROWS = 1024  # rows that best-fit keeps open: enough for > 99 % filled rows, and the shuffle stays a shuffle
 _SAMPLE = 100_000  # documents packed on trial, 0.07 s
-NUM_BUCKETS = 4  # row lengths of a bucketed layout, unless the recipe says
-PAD_MULTIPLE = 8  # of the row lengths of a dynamic layout, unless the recipe says
-FULL_OF_INPUTS = 0.95  # of the places for encoded inputs that are taken: an encoder costs more than padded positions
+NUM_BUCKETS = 4  # row lengths of a bucketed layout, unless the recipe sets the number
+PAD_MULTIPLE = 8  # of the row lengths of a dynamic layout, unless the recipe sets it
+FULL_OF_INPUTS = 0.95  # share of the places for encoder inputs that must be filled: empty ones cost more than padding
 SHORTEST_ROW = 8  # of a dynamic batch: torch.compile makes graphs of their own for sizes 0 and 1
 
 
@@ -67,7 +67,7 @@ class Layout:
     docs_per_row: int = 1
     "the most documents in a row"
     budget_rows: int = 1
-    "bucketed: rows of max_length whose positions a micro-batch of shorter rows may take, at any number of processes"
+    "bucketed: a micro-batch of shorter rows may take the positions of so many rows of max_length, on any number of ranks"
     pad_multiple: int = 1
     "dynamic: what row lengths are a multiple of"
     encoded: bool = False
@@ -148,8 +148,8 @@ def make_layout(
 
     Args:
         world_size: groups of processes that hold different rows.
-        earlier: stretches of the resumed checkpoint. Buckets stay those that the run began with. Their numbers of rows
-            change only with the global batch, so that another micro-batch leaves the global batches as they are.
+        earlier: plan segments of the resumed checkpoint. Buckets stay those that the run began with. Their numbers of
+            rows change only with the global batch, so that another micro-batch leaves the global batches as they are.
     """
     lengths, max_length = documents.lengths, documents.max_length
     share = train.global_batch_size // world_size
@@ -219,8 +219,8 @@ def _packed(plain: Layout, row_length: int, lengths: np.ndarray) -> Layout:
 
 
 def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
-    """Return the document slots of a row: twice the mean number of documents, doubled while that costs more than 0.5 %
-    of the rows, as it may in a mix of short and long documents.
+    """Return the document slots of a row: twice the mean number of documents, doubled as long as this limit takes more
+    than 0.5 % more rows, as it may in a mix of short and long documents.
 
     Slots are tight because attention kernels launch work for each of them, used or not.
     """

@@ -1,5 +1,5 @@
-"""Does training ask as a server asks? Small conversations through a run's own tokenizing, against transformers'
-prompts."""
+"""Check that training uses the prompts that a server would send: small conversations through a run's own tokenizing,
+compared with transformers' prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer thinks before it speaks: where published data keeps it, and what the template is told of it."""
+"""The reasoning before an answer: where published data keeps it, and which arguments the template gets for it."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class RankRows:
 
 
 ALL_ROWS = RankRows()
-"Those of the only process."
+"The rows of a single process."
 
 
 def check_row_shard(layout: Layout, shard: RowShard) -> None:

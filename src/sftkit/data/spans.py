@@ -1,5 +1,5 @@
-"""Places in a rendered conversation: special tokens, marks, what an answer must have in it, and the refusals where it
-has not."""
+"""Places in a rendered conversation: special tokens, marks, what an answer must contain, and the errors if it does
+not."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def sft(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -
 
 
 def caption(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
-    """Return the tokenizing of captions: every token of what is said of a picture, or of a text, that an
-    encoder reads is a target.
+    """Return the tokenizing of captions: an encoder reads a picture or a text, and every token of what is
+    said of it is a target.
 
     Raises:
         ConfigError: settings of conversations.

@@ -60,7 +60,7 @@ class Template:
     reasoning_key: str | None
     "The field of a message whose reasoning it renders; None: none."
     renders_thoughts: bool
-    "It speaks of <think> and renders a block that the content of an answer begins with."
+    "Its text has <think>, and it renders a thinking block at the beginning of an answer's content."
     append_only: bool
     "An answer is rendered in the middle of a conversation as it was when it was the last message."
 

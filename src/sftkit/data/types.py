@@ -24,7 +24,7 @@ class Row:
     messages: list[JsonObject] | None = None
     tools: list[JsonObject] | None = None
     context_messages: int = 0
-    "The first so many messages are given, not learned: `prompt` beside `completion`."
+    "Number of messages at the beginning that are context, not learned: `prompt` beside `completion`."
     template_args: JsonObject | None = None
     "Arguments of the chat template for this conversation, such as enable_thinking."
     image: str | None = None
@@ -52,7 +52,7 @@ class TokenizedExample:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What became of one row: its documents (none when it was dropped) and why it is not simply all there."""
+    """What became of one row: its documents (none if it was dropped), and why something of it is missing."""
 
     examples: list[TokenizedExample]
     note: str | None = None

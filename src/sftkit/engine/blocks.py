@@ -90,7 +90,7 @@ def build(
         plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
         on_plan(plan)
         # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
-        # whose hooks stay around the graphs. It is lazy: graphs are built in the warm-up.
+        # whose hooks stay around the graphs. Compilation is lazy: graphs are built in the warm-up.
         model = ModelWithLoss(
             orig_model, choice.backend, training.objective, routing_of(orig_model, cfg.loss.router_aux_loss_coef)
         )
@@ -98,7 +98,7 @@ def build(
         budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
         stack.enter_context(compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
         wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
-        # Last, for its states belong to the parameters as they are now: DTensors where the model is sharded.
+        # The optimizer is last: its states belong to the parameters as they are now, DTensors if the model is sharded.
         optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=compile_arguments(cfg.compile))
         assembled = AssembledBlocks(choice, plan, model, wrapped, optimizer, write_logs)
         engine = Blocks(cfg, rt, layout, assembled, stack.pop_all())
@@ -142,7 +142,7 @@ class Blocks:
         self._records = RecordsOfRanks(rt)
 
     def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
-        """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory taken:
+        """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory reserved:
         every graph is built, and a run that does not fit ends here."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
         self._watch = watch = CompileWatch()
@@ -243,8 +243,8 @@ class Blocks:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count what is compiled within the context, where nothing should be; the model of a pipeline is called as one that
-        is whole."""
+        """Count what is compiled within the context, which should be nothing; within it the model of a pipeline can be
+        called like a whole one."""
         with stagewise(self.model.orig_model), self.watch.evaluating():
             yield
 

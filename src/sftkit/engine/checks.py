@@ -16,7 +16,7 @@ from sftkit.runtime.words import counted
 from sftkit.tracking.checks import Check
 
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
-"Largest relative difference of a loss of a dozen targets that is computed in two ways, by the dtype of the weights."
+"Limit of the relative difference between two ways to compute the loss of a dozen targets, by the dtype of the weights."
 SAME_OF_MANY = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
 "The same for the mean over a whole batch, in which roundings cancel."
 
@@ -63,7 +63,7 @@ def gradients_check(check: GradientCheck, allowed: RoundingLimits, backend: str)
 
     Args:
         allowed: the limits for this model; roundings that were measured widen them.
-        backend: attention of the run; where the eager half had to be made with another one, it is named.
+        backend: attention of the run; if the eager half needed another backend, the check names that one.
     """
     eager = "eager" if check.backend == backend else f"eager ({check.backend} stands in for {backend})"
     known = {side: d for side, d in {"compiled": check.compiled, eager: check.eager}.items() if d is not None}

@@ -31,7 +31,7 @@ class Training:
     layout: Layout
     "of the rows that it learns from"
     source: ModelConfig | None = None
-    "where the weights of an empty model come from (models.load)"
+    "where the weights of a meta model come from (models.load)"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Engine(Protocol):
         """Return what is known of the steps since the start, of all ranks; every rank calls it.
 
         Args:
-            error: what ended training early: then a rank may call it alone, with what others have told before.
+            error: what ended training early: then a rank may call it alone, with what the others reported last.
         """
 
     def close(self) -> None:

@@ -18,14 +18,14 @@ _SIZES = (8, 5)
 _ROW_LENGTH = 16
 "Positions of the row without the compiler, for each rank that shares it."
 MICRO_BATCHES = 3
-"Maximum, or the stages of a pipeline if more: the fewest that make a step add bf16 gradients up in fp32."
+"Maximum number of micro-batches, or the pipeline stages if more: from 3 on a step adds up bf16 gradients in fp32."
 TOKENS = 32
 "Maximum number of different tokens in the documents: all ranks compare the same few rows of embedding and head."
 
 
 def same_rows(rt: Runtime) -> bool:
-    """Return whether all ranks get the same documents, as under tensor parallelism: both sides
-    pass through its exchange."""
+    """Return whether all ranks get the same documents, as under tensor parallelism, through
+    whose exchange both sides pass."""
     return rt.topology.tensor > 1
 
 
@@ -45,9 +45,9 @@ def short_rows(
 
 
 def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> tuple[list[Batch], list[Batch]]:
-    """Return the same in the smallest declared shape.
+    """Return what `short_rows` returns, in the smallest declared shape.
 
-    Where rows hold one document each, two rows have one; others are padding.
+    If rows hold one document each, two rows have one, and the others are padding.
     """
     rows, row_length = layout.shapes[0]
     several = layout.kind == "packed" and layout.docs_per_row > 1

@@ -1,4 +1,4 @@
-"""How far rounding may move logits and gradients: known limits, and where they are passed a measurement."""
+"""How far rounding may move logits and gradients: known limits, and a measurement if they are exceeded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ SCALE = 0.01
 DRAWS = 3
 "Passes with random roundings, of which the worst counts."
 APART = 3.0
-"The limit is this many times the distance of such a pass: both ways to compute the same round, in 28 blocks and more."
+"The limit is this many times the difference of such a pass: both sides of the comparison round, in 28 blocks and more."
 MAX_LIMIT, MAX_SCALE_LIMIT = 0.5, 0.05
-"No limit is wider: an attention scale wrong by 1.2 times moves gradients by 0.7 and more, a wrong divisor all of them."
+"""No limit is wider, so that faults are still found: an attention scale wrong by a factor of 1.2 moves such gradients
+by 0.7 and more, a wrong divisor moves the scale."""
 
 
 class Roundings(NamedTuple):
@@ -52,7 +53,7 @@ class RoundingLimits(NamedTuple):
         )
 
     def widened(self, measured: Roundings) -> RoundingLimits:
-        """Return the limits for a model whose gradients are moved further by roundings than others'."""
+        """Return the limits for a model whose gradients rounding moves further than usual."""
         assert self.gradients is not None
         gradients = max(self.gradients, min(APART * measured.relative, MAX_LIMIT))
         return RoundingLimits(self.logits, gradients, max(self.scale, min(APART * measured.scale, MAX_SCALE_LIMIT)))
@@ -65,13 +66,13 @@ def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> RoundingLim
 
     bf16 and fp16, with eps the distance from 1 to the next number: two kernels round differently what each block adds
     to the residual stream, and such errors add up like a random walk: eps x sqrt(blocks) for the logits. Gradients go
-    through the blocks twice, and the worst of all parameters is taken: four times that. Roundings of all parameters do
-    not add up to another scale: 1 %.
+    through the blocks twice, and the worst of all parameters is taken: four times that. Over all parameters
+    rounding errors cancel out in the scale: 1 %.
 
     Measured on an H200 in bf16 from random weights, 2 to 80 blocks of six architectures: logits up to 0.4 of the limit,
     gradients up to 0.7; an attention scale that is wrong by a factor of 1.2 moves gradients by 4 times the limit and
     more. A trained model can be far more sensitive (0.6B after 13 million tokens: 16 % in one projection, 1.6 % of the
-    scale, with losses 0.006 % apart over 100 steps): where these limits are passed, `Roundings` are measured.
+    scale, with losses 0.006 % apart over 100 steps): where these limits are exceeded, `Roundings` are measured.
 
     Float8 products scale each matrix by what else is in the batch: 5 % for the logits, above which no run starts, and
     no known limit for the gradients.

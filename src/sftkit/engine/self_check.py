@@ -23,7 +23,7 @@ _SIZES = (8, 5)
 "Lengths of the two documents, in positions."
 _ROW_LENGTH = 16
 REFUSED_FROM = 0.05
-"Relative difference of the logits from which on no run starts; the check in the proof allows less: roundings.limits."
+"With this relative difference of the logits, or a larger one, no run starts; proof.json allows less: roundings.limits."
 
 
 @dataclass(frozen=True)

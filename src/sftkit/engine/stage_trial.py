@@ -28,7 +28,7 @@ ONE_EACH = (1, 1, 1)
 
 
 def measured_layers(cfg: Config, training: Training, backend: str, rt: Runtime) -> tuple[int, ...]:
-    """Return the layers of each stage such that the slowest stage is fastest, by measured times of the model's parts.
+    """Return the layers of each stage such that the slowest stage takes least, by measured times of the model's parts.
 
     The parts are compiled as in a step and run the largest batch; the slowest rank's times count, so that all
     ranks find the same. Where they cannot be timed, layers are spread by their parameters. Every rank calls it;

@@ -1,4 +1,5 @@
-"""One optimizer step: everything inside the timed region. Sums flow; the division by the global count happens here."""
+"""One optimizer step: all that is timed. Micro-batches and ranks give sums, which are divided only here, by the
+count of the global batch."""
 
 from __future__ import annotations
 
@@ -108,8 +109,8 @@ def gradients(
     totals: Totals,
     rt: Runtime,
 ) -> torch.Tensor:
-    """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged between the ranks, and add
-    the sums of each to `totals`. No host sync.
+    """Leave in the parameters the gradients of all micro-batches, divided by the divisor and exchanged between the
+    ranks, and add the sums of each micro-batch to `totals`. No host sync.
 
     Returns:
         the minimised sum of each micro-batch, [A], on the device.

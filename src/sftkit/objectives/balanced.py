@@ -31,8 +31,7 @@ class Balanced:
         self.measured, self.monitored = (*objective.measured, AUX_LOSS), objective.monitored
 
     def added(self, sums: Sums, aux_loss: Tensor | None) -> Sums:
-        """Return the sums of a batch with the auxiliary loss of its rows; with 0 for None, in
-        evaluation, where it has no part."""
+        """Return the sums of a batch with the auxiliary loss of its rows; None, as in an evaluation, counts as 0."""
         if aux_loss is None:
             return Sums(sums.loss, {**sums.measured, AUX_LOSS: sums.loss.new_zeros(())})
         loss = sums.loss + self._weight * aux_loss.to(sums.loss.dtype) if self._weight else sums.loss

@@ -35,7 +35,7 @@ from sftkit.optim.protocol import Group, Groups, Optimizer, State, optimizer_kin
 from sftkit.runtime.rng import random_key
 
 WARM_UP_ELEMENTS = (32, 33)
-"Sizes of the warm-up's tensors: one that aligned loads divide, and one that they do not."
+"Sizes of the warm-up's tensors: one that aligned loads fill exactly, and one that they do not."
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def states_loaded(
     """Take over the numbers of updates after a checkpoint was loaded into the tensors of `named_states`.
 
     Args:
-        steps: of the run so far, also those whose update was left out: one was asked for in each.
+        steps: of the run so far, skipped ones included: an update was asked for in each.
     """
     for name, param in _named(optimizer, orig_model):
         optimizer.state[param][STEP].copy_(tensors[f"{STEP}.{name}"])

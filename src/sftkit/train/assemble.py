@@ -68,8 +68,8 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
     On leaving it, put back what was changed in the process; an error is printed and recorded.
 
     Raises:
-        ConfigError: the launcher's settings do not fit, the ranks have not the same recipe, or what is to be resumed is
-            not whole.
+        ConfigError: the launcher's settings do not fit, ranks have different recipes, or the checkpoint to resume is
+            damaged.
     """
     set_environment(cfg)
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
@@ -81,8 +81,8 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
 
 
 def set_environment(cfg: Config) -> None:
-    """Set the variables that graph.passes need, before the process group is made, which reads them; a value that the user has set
-    stays."""
+    """Set the environment variables that graph.passes need; a value that the user has set stays. Call it before
+    the process group is made, which reads them."""
     for name, value in environment_of_passes(cfg.graph.passes).items():
         os.environ.setdefault(name, value)
 
@@ -120,7 +120,7 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
     """Load the documents, tokenized now or from the cache, laid out in rows.
 
     Args:
-        tokenize: a record to its tokens and their mask: what the stage learns.
+        tokenize: turns a record into tokens and their loss mask: what the stage learns.
 
     Raises:
         ConfigError, DataError: what is wrong with the sources or the layout.
@@ -145,8 +145,8 @@ def lay_out(
     objective: Objective,
     resume: ResumeCheckpoint = NO_CHECKPOINT,
 ) -> Batches:
-    """Return this rank's share of the documents in rows of declared shapes, without those that the
-    resumed checkpoint has used."""
+    """Return this rank's batches of the documents, in rows of declared shapes. They go on with the plan segments of the
+    resumed checkpoint, so that no document of the epoch is repeated or lost."""
     examples, max_length, earlier = documents.examples, documents.max_length, resume.segments
     lengths, encoded = examples.lengths, examples.encoded
     layout = make_layout(
@@ -159,7 +159,7 @@ def lay_out(
 
 
 def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> Engine:
-    """Return the engine, which computes a step of this run; prints what it found and warns before anything is compiled.
+    """Return the engine that computes the steps of this run; print its choices and warnings before anything compiles.
 
     Raises:
         ConfigError: what the recipe asks for cannot be done with this model, layout or machine.
@@ -247,7 +247,7 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     check_steps_left(run, data.batches, resumed["step"])
-    # a new run that starts from another's checkpoint is another run on the dashboard
+    # a new run that starts from the checkpoint of another one is a run of its own on the dashboard
     point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
     about = about_run(run, start.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, point) as tracker:

@@ -1,4 +1,4 @@
-"""What a start does before its first step, and when it has done that: then the run directory is its own."""
+"""What a start does before its first step, and right after it, when the run directory becomes its own."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def begin_writing(
     """Claim the run directory and begin to write in it: the first step of this start is done, or none is left to do.
 
     Args:
-        step: the last one before this start. evaluation: the one at it, empty without one. axes: see Meter.axes.
+        step: the last one before this start. evaluation: of that step, empty if there was none. axes: see Meter.axes.
 
     Returns:
         the seconds that this took.

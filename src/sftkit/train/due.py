@@ -1,4 +1,4 @@
-"""What is due after a step, by the recipe, and if training ends at it."""
+"""What is due after a step, as the recipe says, or when training ends early at that step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Due:
     """What follows a step, in this order."""
 
     window: bool
-    """keep the steps since the last logged line, before a line reports them: a resumed run then writes the lines of an
-    uninterrupted one"""
+    """keep the counts of the steps since the last logged line, before the next line uses them up: a resumed run then
+    writes the same lines as an uninterrupted one"""
     log: bool
     save: bool
     wait_for_save: bool
@@ -36,7 +36,7 @@ class Due:
 
 
 def due_after(step: int, total_steps: int, log: LogConfig, checkpoint: CheckpointConfig, evaluation: EvalConfig) -> Due:
-    """Return what the recipe has follow a step."""
+    """Return what follows a step, as the recipe says."""
     last = step == total_steps
     logs = last or step % log.every == 0
     saves = last or bool(checkpoint.every and step % checkpoint.every == 0)

@@ -19,7 +19,7 @@ from sftkit.train.parts import Evaluate, TrainServices
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation has found; nothing where there was none."""
+    """The results of an evaluation; empty if there was none."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -54,8 +54,8 @@ def first_evaluation(
 
 
 def first_evaluation_due(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, run_dir: Path) -> bool:
-    """Return whether an evaluation comes before the first step of this start: eval.at_start at step 0; else the one
-    that the resumed step lacks, because a stop cut it short or because the checkpoint is another run's."""
+    """Return whether an evaluation comes before the first step of this start: at step 0 if eval.at_start says so; later
+    if the resumed step lacks its own, because a stop cut it short or because the checkpoint is another run's."""
     if step == 0:
         return cfg.at_start
     if not evaluation_due(cfg, step, total_steps):

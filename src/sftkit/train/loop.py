@@ -99,7 +99,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 if trace_seconds := trace.after(step):
                     monitor.meter.paused(trace_seconds)
 
-                # What is due after this step. Ranks agree on a stop; what they hold alike is compared before it is kept.
+                # What is due after this step. Ranks agree on a stop; replicas are compared before they are saved.
                 due = due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
                 stopped = monitor.read_flags(wait=due.waits)  # else only those that have arrived
                 due = due.if_stopped() if stopped else due

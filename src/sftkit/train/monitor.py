@@ -1,4 +1,4 @@
-"""What is measured and watched of the steps, and the lines that tell of it."""
+"""What is measured and watched in the steps, and the logged lines about it."""
 
 from __future__ import annotations
 

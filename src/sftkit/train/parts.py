@@ -45,7 +45,7 @@ class Start:
     "eager, and stays so: what evaluation, samples and checkpoints see"
     tokenizer: PreTrainedTokenizerBase
     max_length: int
-    "tokens of a document at most: of the recipe, or inherited"
+    "maximum row positions of a document: from the recipe, or from the run that the model comes from"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class EncodedDocuments:
 
     examples: Examples
     max_length: int
-    "positions of one at most"
+    "maximum row positions of a document"
     pad_id: int = 0
 
 

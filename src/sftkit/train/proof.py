@@ -127,8 +127,8 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     """Return a digest of the logits of a fixed row of tokens, computed eagerly by the plain model; every rank calls it.
 
     Whoever loads the checkpoint on the same kind of device and dtype gets the same bits: see `verify_checkpoint`.
-    Attention is torch's math kernel: which of the others is taken, and what it rounds, is a setting of the process, and
-    a run that trains with `sdpa` has another one than a new process.
+    Attention is torch's math kernel: which of the others torch takes depends on settings of the process, which differ
+    between a run that trains with `sdpa` and a new process, and each kernel rounds differently.
     """
     length = min(PROBE_LENGTH, positions(orig_model) or PROBE_LENGTH)
     ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(length)]

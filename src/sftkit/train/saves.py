@@ -1,4 +1,4 @@
-"""What the loop asks of checkpoints, and what it tells of their saves."""
+"""What the loop asks of checkpoints, and what it reports about saves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Saves(Protocol):
 
     @property
     def last_save(self) -> Mapping[str, float]:
-        """Return seconds and bytes of the newest save, by the names of metrics after ckpt/."""
+        """Return seconds and bytes of the newest save, by their metric names without ckpt/."""
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
         """Save a checkpoint in the background, and return its step directory; `wait`: return when it is published."""
@@ -46,7 +46,7 @@ class Saves(Protocol):
         """Wait for the save that is being written, if any."""
 
     def ended_saves(self) -> Sequence[SaveEnd]:
-        """Return how saves ended, of those that ended since the last call."""
+        """Return the results of the saves that ended since the last call."""
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def finish_checkpoint_on_error(checkpoints: Saves, report: Callable[[], None]) -
 
 
 def report_saves(checkpoints: Saves, tracker: Tracker, status: RunStatus, rt: Runtime) -> None:
-    """Make an event of each save that has failed meanwhile, and keep in run_status.json whether the newest one has."""
+    """Make an event of each save that failed since the last call, and note in run_status.json if the newest failed."""
     for saved, failure in checkpoints.ended_saves():
         if failure is not None:
             text = f"checkpoint not written: {failure}. Older ones stay, the next save tries again"

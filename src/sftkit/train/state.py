@@ -38,7 +38,7 @@ def checkpoint_state(
         "epoch": position.epoch,
         "total_steps": position.total_steps,
         "tracker": services.tracker.run_id,
-        # Segments of the plan of batches, under the name that checkpoints have had from the first one on.
+        # Plan segments, under the name that they have had in all checkpoints.
         "stretches": [segment._asdict() for segment in batches.segments],
         **{name: getattr(data, name) for name in DATA_KEYS},
         "save_seconds": save_seconds(services.checkpoints.last_save),

@@ -17,7 +17,7 @@ from sftkit.runtime.start import Runtime
 
 @dataclass
 class Trained:
-    """What the loop reports when it ends; on its way, the newest values of each."""
+    """What the loop reports when it ends; until then, the newest values."""
 
     step: int
     total_steps: int
