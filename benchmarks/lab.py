@@ -7,8 +7,8 @@ make lab ARGS="--take FILE"                   results.json of a bench that ran e
 make lab ARGS=--tables                        the tables alone, from the results that are there
 
 Results of a plan lie in results/results.json beside it, once its runs have ended: raw, with machine, versions and commit. Those of
-several calls come together there, the newest row of each run. A table on the page is made of them; what has none says that it was
-not measured.
+several calls come together there, the newest row of each run that succeeded, and the rows that it replaced if others of their call
+are compared with them. A table on the page is made of them; what has none says that it was not measured.
 """
 
 from __future__ import annotations
@@ -96,15 +96,18 @@ def keep(lab: Path, results: dict[str, Any]) -> None:
     if file.exists():
         results = merged(json.loads(file.read_text()), results)
     names = [job.name for job in read_jobs(lab / "plan.yaml", Path("unused"))]
-    results["runs"] = sorted(
-        (row for row in results["runs"] if row["name"] in names), key=lambda row: names.index(row["name"])
-    )
+    for rows in ("runs", "replaced"):
+        planned = [row for row in results.get(rows, []) if row["name"] in names]
+        results[rows] = sorted(planned, key=lambda row: names.index(row["name"]))
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows of both, of a run that is in both the newer one; with the commits of both.
+    """Return the rows of both, with the commits of both.
+
+    Of a run that is in both, `runs` has the newer row, but no failed row in place of one that succeeded. `replaced` has
+    the other one while rows of its call are compared with it.
 
     Raises:
         ConfigError: they are of other devices or versions, so that one table of them would compare what cannot be compared.
@@ -119,8 +122,17 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
             )
     commits = dict.fromkeys(one for machine in machines for one in str(machine.get("git") or "-").split(", "))
     # Each row keeps its call: hosts differ, so that speeds of two calls cannot be divided.
-    rows = {row["name"]: {"call": results["started"], **row} for results in (first, last) for row in results["runs"]}
-    return {**last, "machine": {**machines[1], "git": ", ".join(commits)}, "runs": list(rows.values())}
+    rows = [
+        {"call": results["started"], **row}
+        for results in (first, last)
+        for row in (*results.get("replaced", ()), *results["runs"])
+    ]
+    rows.sort(key=lambda row: (not row["error"], row["call"]))
+    newest = {row["name"]: row for row in rows}.values()
+    needed = {(row["call"], name) for row in newest for name in (row["baseline"], row["same_loss_as"])}
+    replaced = [row for row in rows if (row["call"], row["name"]) in needed and not row["error"] and row not in newest]
+    machine = {**machines[1], "git": ", ".join(commits)}
+    return {**last, "machine": machine, "runs": list(newest), "replaced": replaced}
 
 
 def rebuilt(page: str, folder: Path) -> str:
@@ -135,10 +147,15 @@ def tables(lab: Path) -> str:
     if not file.exists():
         return f"\nNot measured yet: none of the {len(names)} runs of [the plan](../benchmarks/{lab.name}/plan.yaml).\n"
     results: dict[str, Any] = json.loads(file.read_text())
-    rows = results["runs"]
+    rows, replaced = results["runs"], results.get("replaced", ())
     good = {row["name"] for row in rows if not row["error"]}
     missing = [name for name in names if name not in good]
-    parts = [machine_lines(results["machine"]), calls_line(rows), speed_table(rows), loss_table(rows)]
+    parts = [
+        machine_lines(results["machine"]),
+        calls_line(rows),
+        speed_table(rows, replaced),
+        loss_table(rows, replaced),
+    ]
     parts += [f"Not measured: {', '.join(missing)}."] if missing else []
     parts += [
         f"Raw: [results.json](../benchmarks/{lab.name}/results/results.json); [plan](../benchmarks/{lab.name}/plan.yaml)."

@@ -15,6 +15,7 @@ from sftkit.experiments.bench.report import (
     machine_lines,
     markdown_table,
     middle,
+    reference_row,
     same_call,
     steps_per_sec,
 )
@@ -61,7 +62,7 @@ UNKNOWN = "not measured"
 MARKS = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
 
 
-def cells(name: str, rows: dict[str, dict]) -> list[str]:
+def cells(name: str, rows: dict[str, dict], replaced: list[dict]) -> list[str]:
     """Return the cells of a run in the table of speeds."""
     row = rows.get(name)
     begin = [name, PUBLISHED.get(name, "-")]
@@ -69,8 +70,9 @@ def cells(name: str, rows: dict[str, dict]) -> list[str]:
         return [*begin, *[UNKNOWN] * (len(COLUMNS) - 2)]
     if row["error"]:
         return [*begin, f"failed: {' '.join(row['error'].split())[:200]}", *[""] * (len(COLUMNS) - 3)]
-    base, reference = rows.get(BASELINE), rows.get(row["same_loss_as"])
-    gaps = loss_differences(row, reference) if reference and not reference["error"] else {}
+    known = [*rows.values(), *replaced]
+    reference = reference_row(row["same_loss_as"], row, known)
+    gaps = loss_differences(row, reference) if reference else {}
     return [
         *begin,
         format_number(steps_per_sec(row), "{:.2f}"),
@@ -82,13 +84,13 @@ def cells(name: str, rows: dict[str, dict]) -> list[str]:
         format_number(row["peak_memory_gib"], "{:.1f}"),
         format_number(row["reserved_memory_gib"], "{:.1f}"),
         f"{max(gaps.values()):.1e} in {len(gaps)} losses" if gaps else "-" if row["same_loss_as"] is None else UNKNOWN,
-        ratio(row, base),
+        ratio(row, reference_row(BASELINE, row, known)),
     ]
 
 
 def ratio(row: dict, base: dict | None) -> str:
     """Return captions/s over those of the baseline, if both are of one call."""
-    if base is None or base["error"]:
+    if base is None:
         return UNKNOWN
     if not same_call(row, base):
         return "another call"
@@ -110,7 +112,7 @@ def tables(folder: Path) -> str:
     names = [job.name for job in read_jobs(folder / "plan.yaml", Path("unused"))]
     parts = [machine_lines(results["machine"])] if rows else []
     parts += [line] if (line := calls_line(results["runs"])) else []
-    parts += [markdown_table(COLUMNS, [cells(name, rows) for name in names])]
+    parts += [markdown_table(COLUMNS, [cells(name, rows, results.get("replaced", [])) for name in names])]
     parts += [
         markdown_table(("warm-up", "run", "published, s", "measured, s"), [warm_up(kind, rows) for kind in WARM_UPS])
     ]

@@ -10,7 +10,7 @@ from html import escape
 from itertools import product
 from pathlib import Path
 
-from sftkit.experiments.bench.report import format_number, markdown_table, middle, same_call
+from sftkit.experiments.bench.report import format_number, markdown_table, middle, reference_row, same_call
 
 HERE = Path(__file__).parent
 LAYOUTS = ("dynamic", "aligned", "fixed", "bucketed", "packed")
@@ -26,10 +26,16 @@ WIDTH, LEFT, PITCH, THICK = 760, 150, 22, 16
 
 
 def results(folder: Path) -> dict[str, dict]:
-    """Return the rows that were measured, by name."""
+    """Return the rows that were measured, by name; of an eager run the row of the call that its compiled run is of."""
     file = folder / "results" / "results.json"
-    rows = json.loads(file.read_text())["runs"] if file.exists() else []
-    return {row["name"]: row for row in rows if not row["error"]}
+    made = json.loads(file.read_text()) if file.exists() else {"runs": []}
+    known = [row for row in (*made["runs"], *made.get("replaced", ())) if not row["error"]]
+    rows = {row["name"]: row for row in made["runs"] if not row["error"]}
+    for layout, gpus in product(LAYOUTS, (1, 2)):
+        eager, compiled = (f"{layout} {gpus} {way}" for way in ("eager", "compiled"))
+        if eager in rows and compiled in rows:
+            rows[eager] = reference_row(eager, rows[compiled], known)
+    return rows
 
 
 def pays_from(eager: dict, compiled: dict) -> str:

@@ -59,6 +59,10 @@ def row(name: str, **changes: Any) -> dict[str, Any]:
     return {**measured, **changes}
 
 
+def speeds(tokens: float) -> dict[str, float]:
+    return {"median": tokens, "min": tokens, "max": tokens}
+
+
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
     plan = {
@@ -89,7 +93,9 @@ def test_a_lab_without_results_says_so_and_one_with_some_names_those_that_are_no
 
 
 def results(started: str, *rows: dict[str, Any], **machine: Any) -> dict[str, Any]:
-    return {"started": started, "machine": {"device": "H", "versions": {"torch": "2.11"}, **machine}, "runs": [*rows]}
+    known = {"device": "H", "versions": {"torch": "2.11"}, "driver": None, "cuda": None, "git": None}
+    known |= {"matmul_tflops": None, "datasheet_tflops": None, "copy_tb_per_sec": None}
+    return {"started": started, "machine": {**known, **machine}, "runs": [*rows]}
 
 
 def test_results_of_several_calls_come_together_in_the_order_of_the_plan_the_newest_row_of_each_run(lab: Path) -> None:
@@ -105,3 +111,26 @@ def test_results_of_several_calls_come_together_in_the_order_of_the_plan_the_new
         ConfigError, match=r"versions {'torch': '2\.13'}, but those that are there have {'torch': '2\.11'}"
     ):
         keep(lab, results("2026-01-04", row("two"), versions={"torch": "2.13"}))
+
+
+def test_rows_of_an_earlier_call_keep_the_baseline_of_their_call_when_a_newer_call_measures_it_again(lab: Path) -> None:
+    keep: Callable[[Path, dict[str, Any]], None] = LAB["keep"]
+    tables: Callable[[Path], str] = LAB["tables"]
+    compared = {"baseline": "eager", "same_loss_as": "eager"}
+    slow = {"tok_per_sec": speeds(100.0), "losses": {"1": 3.0}}
+    fast = {"tok_per_sec": speeds(200.0), "losses": {"1": 2.0}}
+    keep(lab, results("2026-01-01", row("eager", **slow), row("compiled", **slow, **compared)))
+    keep(lab, results("2026-01-02", row("eager", **fast), row("two", **fast, **compared)))
+    text = tables(lab)
+    assert text.count("1.00 x eager") == 2
+    assert text.count("| 1 | 0.00e+00 (step 1) |") == 2
+    kept = json.loads((lab / "results/results.json").read_text())
+    assert [(each["name"], each["call"]) for each in kept["replaced"]] == [("eager", "2026-01-01")]
+    keep(lab, results("2026-01-03", row("eager", **slow), row("compiled", error="no room", **compared)))
+    kept = json.loads((lab / "results/results.json").read_text())
+    assert [each["call"][-2:] for each in kept["runs"]] == ["03", "01", "02"], "no failed row replaces a good one"
+    assert [each["call"][-2:] for each in kept["replaced"]] == ["01", "02"]
+    keep(lab, results("2026-01-04", row("compiled", **fast, **compared), row("two", **fast, **compared)))
+    kept = json.loads((lab / "results/results.json").read_text())
+    assert kept["replaced"] == []
+    assert tables(lab).count("x eager") == 0

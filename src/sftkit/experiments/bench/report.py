@@ -62,23 +62,27 @@ def machine_lines(machine: dict[str, Any]) -> str:
     return "  \n".join([*lines, f"Versions: {', '.join(known)}; commit {machine['git'] or '-'}"])
 
 
-def speed_table(rows: Sequence[ResultRow]) -> str:
-    """Return a line for each run that succeeded: the median of its timed windows, with the slowest and the fastest."""
-    good = {row["name"]: row for row in rows if not row["error"]}
-    several = SEVERAL if any(gpus(row) > 1 for row in good.values()) else ()
+def speed_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -> str:
+    """Return a line for each run that succeeded: the median of its timed windows, with the slowest and the fastest.
+
+    `replaced` are rows of earlier calls that newer rows of their name took the place of: baselines of their own call.
+    """
+    good = [row for row in rows if not row["error"]]
+    several = SEVERAL if any(gpus(row) > 1 for row in good) else ()
     columns = (*_COLUMNS[:1], *several, *_COLUMNS[1:])
-    cells = [[cell(row, good.get(row["baseline"])) for _, cell in columns] for row in good.values()]
+    known = [*good, *replaced]
+    cells = [[cell(row, reference_row(row["baseline"], row, known)) for _, cell in columns] for row in good]
     return markdown_table([name for name, _ in columns], cells) if cells else ""
 
 
-def loss_table(rows: Sequence[ResultRow]) -> str:
-    """Return runs against the run that they should train like, over the steps that both logged."""
-    good = {row["name"]: row for row in rows if not row["error"]}
-    pairs = [(row, good[row["same_loss_as"]]) for row in good.values() if row["same_loss_as"] in good]
+def loss_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -> str:
+    """Return runs against the run that they should train like, over the steps that both logged; `replaced` as in
+    `speed_table`."""
+    good = [row for row in rows if not row["error"]]
     cells = []
-    for row, reference in pairs:
-        gaps = loss_differences(row, reference)
-        if gaps:
+    for row in good:
+        reference = reference_row(row["same_loss_as"], row, [*good, *replaced])
+        if reference and (gaps := loss_differences(row, reference)):
             worst = max(gaps, key=gaps.__getitem__)
             mean = sum(gaps.values()) / len(gaps)
             ends = ", ".join(format_number(last_loss(each), "{:.4f}") for each in (reference, row))
@@ -180,6 +184,12 @@ def last_loss(row: ResultRow) -> float | None:
 def same_call(row: ResultRow, other: ResultRow) -> bool:
     """Return whether two rows were measured in one call of the bench, and so on one host."""
     return row.get("call") == other.get("call")
+
+
+def reference_row(name: str | None, row: ResultRow, rows: Sequence[ResultRow]) -> ResultRow | None:
+    """Return the run `name` of the call of `row` if it succeeded there, else of another call; None without either."""
+    named = [each for each in rows if each["name"] == name and not each["error"]]
+    return next((each for each in named if same_call(each, row)), named[0] if named else None)
 
 
 def calls_line(rows: Sequence[ResultRow]) -> str:
