@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 from sftkit.errors import DataError
 from sftkit.evals.tasks import choices
@@ -34,27 +34,20 @@ def _item(row: CheckedRow, prompt: str, question: str) -> choices.Item:
     return choices.Item(prompt, question, tuple(texts), (labels.index(answer),))
 
 
-def _arc(name: str, subset: str) -> choices.Design:
+def _design(
+    name: str, item: Callable[[CheckedRow], choices.Item], hub: str, subset: str, *other_files: str
+) -> choices.Design:
+    """Return the design of one of the three. `other_files`: its examples' file may have these names too."""
     return choices.Design(
         name=name,
-        examples=DatasetSplit((f"{name}_test",), ARC, subset, "test"),
-        shots=DatasetSplit((f"{name}_train",), ARC, subset, "train"),
-        item=arc_item,
+        examples=DatasetSplit((f"{name}_test", *other_files), hub, subset, "test"),
+        shots=DatasetSplit((f"{name}_train",), hub, subset, "train"),
+        item=item,
         metric="acc_norm",
         judge=choices.judge_acc_norm,
     )
 
 
-arc_easy = partial(choices.build, _arc("arc_easy", "ARC-Easy"))
-arc_challenge = partial(choices.build, _arc("arc_challenge", "ARC-Challenge"))
-openbookqa = partial(
-    choices.build,
-    choices.Design(
-        name="openbookqa",
-        examples=DatasetSplit(("openbookqa_test", "openbookqa_validation"), OPENBOOKQA, "main", "test"),
-        shots=DatasetSplit(("openbookqa_train",), OPENBOOKQA, "main", "train"),
-        item=openbookqa_item,
-        metric="acc_norm",
-        judge=choices.judge_acc_norm,
-    ),
-)
+arc_easy = _design("arc_easy", arc_item, ARC, "ARC-Easy").build
+arc_challenge = _design("arc_challenge", arc_item, ARC, "ARC-Challenge").build
+openbookqa = _design("openbookqa", openbookqa_item, OPENBOOKQA, "main", "openbookqa_validation").build

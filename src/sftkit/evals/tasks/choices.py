@@ -60,7 +60,7 @@ class Opening(NamedTuple):
     group: str
     "its name; empty: each prompt begins in its own way"
     preamble: str = ""
-    "text before the shots"
+    "format completion: text before the shots"
 
 
 @dataclass(frozen=True)
@@ -84,48 +84,35 @@ class Design:
     group: str = ""
     "format completion without shots: what begins all prompts alike"
 
-
-def build(design: Design, read: Read, shots: int | None, format: str, max_examples: int | None) -> ChoiceTask:
-    """Return the task of a design. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
-    rows = read(design.examples)
-    shots = shots or 0
-    pool = shot_rows(design.name, design.shots, read, shots, spare=int(design.one_more))
-    chosen = rows[:max_examples]
-    if format == "chat":
-        shown = [design.item(row) for row in pool[:shots]]
-        group = design.name if shots else ""
-        examples = [lettered(design.name, row, design.item(row), shown, group) for row in chosen]
-    else:
-        drawn = drawn_shots(pool, chosen, shots, one_more=design.one_more)
-        group = "" if shots else design.group
+    def build(self, read: Read, shots: int | None, format: str, max_examples: int | None) -> ChoiceTask:
+        """Return the task. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
+        rows, shots, in_chat = read(self.examples), shots or 0, format == "chat"
+        pool = shot_rows(self.name, self.shots, read, shots, spare=int(self.one_more))
+        chosen = rows[:max_examples]
+        drawn = drawn_shots(pool, chosen, shots, format, one_more=self.one_more)
+        ask, group = (lettered, self.name if shots else "") if in_chat else (continued, "" if shots else self.group)
         examples = [
-            continued(design.name, row, design.item(row), [design.item(shot) for shot in of_row], Opening(group))
+            ask(self.name, row, self.item(row), [self.item(shot) for shot in of_row], Opening(group))
             for row, of_row in zip(chosen, drawn, strict=True)
         ]
-    in_chat = format == "chat"
-    settings = settings_of(rows, Shots(shots, pool, DRAWN[format]), format, first(max_examples))
-    return Task(
-        name=design.name,
-        examples=tuple(examples),
-        judge=(design.letter_judge or judge_acc) if in_chat else design.judge,
-        metric=design.letter_metric if in_chat else design.metric,
-        chance=chance(examples),
-        settings=settings,
-    )
+        return Task(
+            name=self.name,
+            examples=tuple(examples),
+            judge=(self.letter_judge or judge_acc) if in_chat else self.judge,
+            metric=self.letter_metric if in_chat else self.metric,
+            chance=chance(examples),
+            settings=settings_of(rows, format, max_examples, Shots(shots, pool, DRAWN[format])),
+        )
 
 
-def settings_of(rows: Sequence[CheckedRow], shots: Shots, format: str, selection: str) -> dict[str, Any]:
-    """Return what it takes to ask the same questions again. `selection`: which rows were taken, in words."""
-    settings: dict[str, Any] = {"format": format, "shots": shots.num_shots, "data": rows[0].origin, "rows": len(rows)}
-    settings["selection"] = selection
-    if shots.num_shots:
-        settings |= {"shots_from": shots.pool[0].origin, "shots_drawn": shots.drawn}
-    return settings
-
-
-def first(max_examples: int | None) -> str:
-    """Describe which rows were taken."""
-    return "all rows" if max_examples is None else f"the first {max_examples}"
+def settings_of(
+    rows: Sequence[CheckedRow], format: str, max_examples: int | None, shots: Shots = NO_SHOTS
+) -> dict[str, Any]:
+    """Return what it takes to ask the same questions again."""
+    selection = "all rows" if max_examples is None else f"the first {max_examples}"
+    settings = {"format": format, "shots": shots.num_shots, "data": rows[0].origin, "rows": len(rows)}
+    from_pool = {"shots_from": shots.pool[0].origin, "shots_drawn": shots.drawn} if shots.num_shots else {}
+    return {**settings, "selection": selection, **from_pool}
 
 
 # ---- shots -----------------------------------------------------------------------------------------------------------
@@ -146,13 +133,14 @@ def shot_rows(name: str, split: DatasetSplit | None, read: Read, shots: int, spa
 
 
 def drawn_shots(
-    pool: Sequence[CheckedRow], rows: Sequence[CheckedRow], shots: int, *, one_more: bool = False
+    pool: Sequence[CheckedRow], rows: Sequence[CheckedRow], shots: int, format: str, *, one_more: bool = False
 ) -> Iterator[Sequence[CheckedRow]]:
-    """Yield the shots of each row, drawn by one random generator, exactly as lm-evaluation-harness draws them."""
+    """Yield the shots of each row: in a chat the first ones, else drawn by one random generator, exactly as
+    lm-evaluation-harness draws them."""
     rng = random.Random(SHOTS_SEED)
     for row in rows:
-        if not shots:
-            yield []
+        if not shots or format == "chat":
+            yield pool[:shots]
         elif not one_more:
             yield rng.sample(pool, shots)
         else:
@@ -178,21 +166,21 @@ def continued(name: str, row: CheckedRow, item: Item, shots: Sequence[Item], ope
     )
 
 
-def lettered(name: str, row: CheckedRow, item: Item, shots: Sequence[Item], group: str) -> Choices:
+def lettered(name: str, row: CheckedRow, item: Item, shots: Sequence[Item], opening: Opening) -> Choices:
     """Return an example of format chat: which letter the assistant answers with. Shots are earlier turns."""
     if len(item.choices) > len(string.ascii_uppercase):
         raise DataError(f"{row.where}: {len(item.choices)} choices, and 26 letters for them")
     messages: list[Message] = []
     for shot in shots:
-        letter = string.ascii_uppercase[shot.gold[0]]
-        messages += [{"role": "user", "content": options(shot)}, {"role": "assistant", "content": letter}]
+        messages.append({"role": "user", "content": options(shot)})
+        messages.append({"role": "assistant", "content": string.ascii_uppercase[shot.gold[0]]})
     return Choices(
         id=f"{name}/{row.index}",
         prompt=(*messages, {"role": "user", "content": options(item)}),
         continuations=tuple(string.ascii_uppercase[: len(item.choices)]),
         gold=item.gold,
         lengths=(1,) * len(item.choices),
-        group=group,
+        group=opening.group,
         source=dict(row),
     )
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox import check
 from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
-from sftkit.evals.task import ExampleScores
+from sftkit.evals.task import ExampleScores, Question
+from sftkit.generation.answer import Answer
 
 BLOCK = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 
@@ -30,8 +31,11 @@ def code_of(answer: str) -> str:
     return next((block["code"] for block in [*python, *blocks]), answer)
 
 
-def pass_at_1(jobs: Sequence[ProgramTests]) -> list[ExampleScores]:
-    """Mark pass_at_1: 1 for each program whose tests end without an error."""
+def judge(
+    job: Callable[[Question, str], ProgramTests], questions: Sequence[Question], answers: Sequence[Answer]
+) -> list[ExampleScores]:
+    """Mark pass_at_1: 1 for each answer of which `job` makes a program whose tests end without an error."""
+    jobs = [job(question, answer.text) for question, answer in zip(questions, answers, strict=True)]
     return [{"pass_at_1": float(verdict.passed)} for verdict in run_many(jobs)]
 
 

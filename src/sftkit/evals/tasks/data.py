@@ -73,16 +73,15 @@ Read = Callable[[DatasetSplit], list[CheckedRow]]
 
 def read_split(split: DatasetSplit, folder: str | None) -> list[CheckedRow]:
     """Return all rows of a split, at least one, from files of `folder`, or from the hub if it is None."""
-    values, origin = _from_hub(split) if folder is None else _from_folder(split, Path(folder))
+    if folder is None:
+        values, origin = _from_hub(split), _hub_name(split)
+    else:
+        files = _files(split, Path(folder))
+        values = _load(files)
+        origin = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
     if not values:
         raise DataError(f"{origin}: it has no rows")
     return [CheckedRow(value, origin, index) for index, value in enumerate(values)]
-
-
-def _from_folder(split: DatasetSplit, folder: Path) -> tuple[list[dict[str, Any]], str]:
-    files = _files(split, folder)
-    origin = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
-    return _load(files), origin
 
 
 def _files(split: DatasetSplit, folder: Path) -> list[Path]:
@@ -133,7 +132,7 @@ def _load(files: list[Path]) -> list[dict[str, Any]]:
         raise DataError(f"{files[0]}: cannot be read as {kind}: {error}") from error
 
 
-def _from_hub(split: DatasetSplit) -> tuple[list[dict[str, Any]], str]:
+def _from_hub(split: DatasetSplit) -> list[Any]:
     from sftkit.data import sources
     from sftkit.data.readers import parsed
 
@@ -147,8 +146,7 @@ def _from_hub(split: DatasetSplit) -> tuple[list[dict[str, Any]], str]:
             f"{' or '.join(split.files)} with the ending .jsonl, .parquet or .csv; or copy the HF_HOME cache of a machine that "
             "has them"
         ) from error
-    rows: list[Any] = [parsed(raw) for raw in raw_rows]
-    return rows, _hub_name(split)
+    return [parsed(raw) for raw in raw_rows]
 
 
 def _hub_name(split: DatasetSplit) -> str:

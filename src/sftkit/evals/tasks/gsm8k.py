@@ -34,17 +34,14 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     rows = read(TEST)
     pool = choices.shot_rows("gsm8k", TRAIN, read, shots)
     chosen = rows[:max_examples]
-    drawn = [pool[:shots]] * len(chosen) if in_chat else choices.drawn_shots(pool, chosen, shots)
-    examples = tuple(_question(row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True))
+    drawn = choices.drawn_shots(pool, chosen, shots, format)
     return Task(
         name="gsm8k",
-        examples=examples,
+        examples=tuple(_question(row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True)),
         judge=judge_chat if in_chat else judge,
         metric="exact_match",
         chance=0.0,
-        settings=choices.settings_of(
-            rows, choices.Shots(shots, pool, choices.DRAWN[format]), format, choices.first(max_examples)
-        ),
+        settings=choices.settings_of(rows, format, max_examples, choices.Shots(shots, pool, choices.DRAWN[format])),
     )
 
 
@@ -53,8 +50,7 @@ def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Ques
     if parse_number(row.text("answer")) is None:
         raise DataError(f'{row.where}: column "answer": there is no number in {row["answer"]!r}')
     if format == "chat":
-        turns = [_turns(shot) for shot in shots]
-        prompt = (*(message for turn in turns for message in turn), _turns(row)[0])
+        prompt = (*(message for shot in shots for message in _turns(shot)), _turns(row)[0])
     else:
         prompt = "".join(f"{_question_text(shot)} {shot.text('answer')}\n\n" for shot in shots) + _question_text(row)
     return Question(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
@@ -26,15 +25,12 @@ def cleaned(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-build = partial(
-    choices.build,
-    choices.Design(
-        name="hellaswag",
-        examples=DatasetSplit(("hellaswag_validation",), HUB, None, "validation"),
-        shots=DatasetSplit(("hellaswag_train",), HUB, None, "train"),
-        item=item,
-        metric="acc_norm",
-        judge=choices.judge_acc_norm,
-        one_more=True,
-    ),
-)
+build = choices.Design(
+    name="hellaswag",
+    examples=DatasetSplit(("hellaswag_validation",), HUB, None, "validation"),
+    shots=DatasetSplit(("hellaswag_train",), HUB, None, "train"),
+    item=item,
+    metric="acc_norm",
+    judge=choices.judge_acc_norm,
+    one_more=True,
+).build

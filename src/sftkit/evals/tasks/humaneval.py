@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox.programs import ProgramTests
-from sftkit.evals.task import ExampleScores, Message, Question, Task
+from sftkit.evals.task import Message, Question, Task
 from sftkit.evals.tasks import choices, code
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.generation.answer import Answer
@@ -30,11 +30,10 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     return Task(
         name="humaneval",
         examples=tuple(_question(row, format) for row in rows[:max_examples]),
-        judge=judge_chat if format == "chat" else judge,
+        judge=partial(code.judge, job_chat if format == "chat" else job),
         metric="pass_at_1",
         chance=0.0,
-        settings=choices.settings_of(rows, choices.NO_SHOTS, format, choices.first(max_examples))
-        | code.program_settings(),
+        settings=choices.settings_of(rows, format, max_examples) | code.program_settings(),
     )
 
 
@@ -55,25 +54,15 @@ def _question(row: CheckedRow, format: str) -> Question:
     )
 
 
-def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
-    """Mark pass_at_1: the prompt with its completion passes the tests."""
-    pairs = zip(questions, answers, strict=True)
-    return code.pass_at_1([job(question, question.target["prompt"] + answer.text) for question, answer in pairs])
-
-
-def judge_chat(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
-    """Mark pass_at_1: the function in the answer passes the tests; imports and helpers of the prompt are there."""
-    pairs = zip(questions, answers, strict=True)
-    return code.pass_at_1([job(question, program(question, answer.text)) for question, answer in pairs])
-
-
-def job(question: Question, program: str) -> ProgramTests:
-    """Return a program with its tests, which take the asked function from the program; imports and helpers, which some
-    use, come from the prompt itself."""
+def job(question: Question, completion: str) -> ProgramTests:
+    """Return the prompt with its completion and the tests, which take the asked function from there; imports and
+    helpers, which some use, come from the prompt itself."""
     target = question.target
+    program = target["prompt"] + completion
     return ProgramTests(program, target["tests"], names=(target["name"],), preamble=target["prompt"])
 
 
-def program(question: Question, answer: str) -> str:
-    """Return the prompt, a function with only a docstring, then the code, which defines it anew or is its body."""
-    return f"{question.target['prompt']}\n\n{code.code_of(answer)}"
+def job_chat(question: Question, answer: str) -> ProgramTests:
+    """Return the prompt, a function with only a docstring, then the code of an answer, which defines it anew or is its
+    body, with the tests."""
+    return job(question, f"\n\n{code.code_of(answer)}")

@@ -37,7 +37,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
         judge=judge,
         metric="prompt_strict",
         chance=0.0,
-        settings=choices.settings_of(rows, choices.NO_SHOTS, format, choices.first(max_examples))
+        settings=choices.settings_of(rows, format, max_examples)
         | {
             "languages": "langdetect, seed 0" if languages else "not checked: langdetect is not installed",
             "left_out": len(rows) - len(kept),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.sandbox.programs import ProgramTests
-from sftkit.evals.task import ExampleScores, Message, Question, Task
+from sftkit.evals.task import Message, Question, Task
 from sftkit.evals.tasks import choices, code
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.generation.answer import Answer
@@ -38,12 +39,10 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     return Task(
         name="mbpp",
         examples=tuple(_question(row, pool, format) for row in rows[:max_examples]),
-        judge=judge_chat if format == "chat" else judge,
+        judge=partial(code.judge, job_chat if format == "chat" else job),
         metric="pass_at_1",
         chance=0.0,
-        settings=choices.settings_of(
-            rows, choices.Shots(shots, pool, "tasks 2, 3, 4"), format, choices.first(max_examples)
-        )
+        settings=choices.settings_of(rows, format, max_examples, choices.Shots(shots, pool, "tasks 2, 3, 4"))
         | code.program_settings(),
     )
 
@@ -59,8 +58,7 @@ def _of_ids(rows: Sequence[CheckedRow], ids: Sequence[int]) -> list[CheckedRow]:
 def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question:
     messages: list[Message] = []
     for shot in shots:
-        answer = f"```python\n{shot.text('code')}\n```"
-        messages += [_ask(shot), {"role": "assistant", "content": answer}]
+        messages += [_ask(shot), {"role": "assistant", "content": f"```python\n{shot.text('code')}\n```"}]
     text = "".join(f"{_begin(shot)}{shot.text('code')}\n[DONE]\n\n" for shot in shots) + _begin(row)
     return Question(
         id=f"mbpp/{row['task_id']}",
@@ -101,17 +99,11 @@ def _ask(row: CheckedRow) -> Message:
     return {"role": "user", "content": f"{ask}\n{tests}"}
 
 
-def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
-    """Mark pass_at_1: what was written before [DONE] passes the tests."""
-    return code.pass_at_1([job(question, answer.text) for question, answer in zip(questions, answers, strict=True)])
-
-
-def judge_chat(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
-    """Mark pass_at_1: the code in the answer passes the tests."""
-    pairs = zip(questions, answers, strict=True)
-    return code.pass_at_1([job(question, code.code_of(answer.text)) for question, answer in pairs])
-
-
 def job(question: Question, program: str) -> ProgramTests:
-    """Return the program with the tests of its question."""
+    """Return what was written before [DONE], with the tests of its question."""
     return ProgramTests(program, question.target["tests"], names=tuple(question.target["names"]))
+
+
+def job_chat(question: Question, answer: str) -> ProgramTests:
+    """Return the code in an answer, with the tests of its question."""
+    return job(question, code.code_of(answer))

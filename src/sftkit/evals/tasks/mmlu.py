@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Task
@@ -23,17 +24,18 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     rows = read(TEST)
     pool = read(DEV) if shots else []
     shots_of = _shots_by_subject(rows, pool, shots)
-    examples = [
-        _example(row, shots_of[row.text("subject")], format) for row in spread_over_subjects(rows, max_examples)
-    ]
-    selection = "all rows" if max_examples is None else f"{max_examples}, spread evenly over the subjects"
+    chosen = spread_over_subjects(rows, max_examples)
+    examples = [_example(row, shots_of[row.text("subject")], format) for row in chosen]
+    settings = choices.settings_of(rows, format, max_examples, choices.Shots(shots, pool, "the subject's first ones"))
+    if max_examples is not None:
+        settings["selection"] = f"{max_examples}, spread evenly over the subjects"
     return Task(
         name="mmlu",
         examples=tuple(examples),
         judge=choices.judge_acc,
         metric="acc",
         chance=choices.chance(examples),
-        settings=choices.settings_of(rows, choices.Shots(shots, pool, "the subject's first ones"), format, selection),
+        settings=settings,
     )
 
 
@@ -41,23 +43,20 @@ def spread_over_subjects(rows: Sequence[CheckedRow], max_examples: int | None) -
     """Return the first rows of every subject, as evenly many as possible, in the order of the file."""
     if max_examples is None or max_examples >= len(rows):
         return list(rows)
-    seen: dict[str, int] = defaultdict(int)
-    order = []
-    for position, row in enumerate(rows):
-        order.append((seen[row.text("subject")], position))
-        seen[row.text("subject")] += 1
-    return [rows[position] for position in sorted(position for _, position in sorted(order)[:max_examples])]
+    seen: dict[str, Iterator[int]] = defaultdict(count)
+    order = sorted((next(seen[row.text("subject")]), position) for position, row in enumerate(rows))
+    return [rows[position] for position in sorted(position for _, position in order[:max_examples])]
 
 
 def _shots_by_subject(
     rows: Sequence[CheckedRow], pool: Sequence[CheckedRow], shots: int
 ) -> dict[str, list[CheckedRow]]:
     """Return subject -> its first `shots` rows of the pool."""
-    subjects = {row.text("subject") for row in rows}
-    of_subject: dict[str, list[CheckedRow]] = {subject: [] for subject in subjects}
+    of_subject: dict[str, list[CheckedRow]] = {row.text("subject"): [] for row in rows}
     for row in pool:
-        if (subject := row.text("subject")) in subjects and len(of_subject[subject]) < shots:
-            of_subject[subject].append(row)
+        found = of_subject.get(row.text("subject"), [])
+        if len(found) < shots:
+            found.append(row)
     for subject, found in sorted(of_subject.items()):
         if len(found) < shots:
             raise ConfigError(f"eval.shots: {shots}: {pool[0].origin} has {len(found)} rows of {subject}")
@@ -66,13 +65,10 @@ def _shots_by_subject(
 
 def _example(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Choices:
     subject = row.text("subject")
-    if format == "chat":
-        return choices.lettered("mmlu", row, _chat_item(row), [_chat_item(shot) for shot in shots], subject)
     topic = subject.replace("_", " ")
     preamble = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
-    return choices.continued(
-        "mmlu", row, _item(row), [_item(shot) for shot in shots], choices.Opening(subject, preamble)
-    )
+    ask, item = (choices.lettered, _chat_item) if format == "chat" else (choices.continued, _item)
+    return ask("mmlu", row, item(row), [item(shot) for shot in shots], choices.Opening(subject, preamble))
 
 
 def _item(row: CheckedRow) -> choices.Item:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 
@@ -25,27 +23,21 @@ def boolq_item(row: CheckedRow) -> choices.Item:
     return choices.Item(f"{question}\nAnswer:", question, ("no", "yes"), (row.number(column, 2),))
 
 
-piqa = partial(
-    choices.build,
-    choices.Design(
-        name="piqa",
-        examples=DatasetSplit(("piqa_validation",), PIQA, None, "validation"),
-        shots=DatasetSplit(("piqa_train",), PIQA, None, "train"),
-        item=piqa_item,
-        metric="acc_norm",
-        judge=choices.judge_acc_norm,
-        one_more=True,
-    ),
-)
-boolq = partial(
-    choices.build,
-    choices.Design(
-        name="boolq",
-        examples=DatasetSplit(("boolq_validation",), SUPER_GLUE, "boolq", "validation"),
-        shots=DatasetSplit(("boolq_train",), SUPER_GLUE, "boolq", "train"),
-        item=boolq_item,
-        metric="acc",
-        judge=choices.judge_acc,
-        one_more=True,
-    ),
-)
+piqa = choices.Design(
+    name="piqa",
+    examples=DatasetSplit(("piqa_validation",), PIQA, None, "validation"),
+    shots=DatasetSplit(("piqa_train",), PIQA, None, "train"),
+    item=piqa_item,
+    metric="acc_norm",
+    judge=choices.judge_acc_norm,
+    one_more=True,
+).build
+boolq = choices.Design(
+    name="boolq",
+    examples=DatasetSplit(("boolq_validation",), SUPER_GLUE, "boolq", "validation"),
+    shots=DatasetSplit(("boolq_train",), SUPER_GLUE, "boolq", "train"),
+    item=boolq_item,
+    metric="acc",
+    judge=choices.judge_acc,
+    one_more=True,
+).build

@@ -38,20 +38,12 @@ A: The 1992 Olympics were held in Barcelona, Spain.
 "The six questions that the authors put before each one."
 
 
-def mc1_choices(row: CheckedRow) -> tuple[list[str], list[int]]:
-    """Return (choices, indices of the right one): of column mc1_targets, or the best answer
-    before all incorrect ones."""
-    if "mc1_targets" in row:
-        return _targets(row, "mc1_targets")
-    return [row.text("Best Answer").strip(), *_answers(row, "Incorrect Answers")], [0]
-
-
-def mc2_choices(row: CheckedRow) -> tuple[list[str], list[int]]:
-    """Return (choices, indices of the right ones): of column mc2_targets, or all correct answers
-    before all incorrect ones."""
-    if "mc2_targets" in row:
-        return _targets(row, "mc2_targets")
-    right = _answers(row, "Correct Answers")
+def _choices(row: CheckedRow, *, multiple: bool) -> tuple[list[str], list[int]]:
+    """Return (choices, indices of the right ones): of column mc1_targets or mc2_targets, or the best answer or
+    all correct answers before all incorrect ones."""
+    if (column := "mc2_targets" if multiple else "mc1_targets") in row:
+        return _targets(row, column)
+    right = _answers(row, "Correct Answers") if multiple else [row.text("Best Answer").strip()]
     return [*right, *_answers(row, "Incorrect Answers")], list(range(len(right)))
 
 
@@ -88,7 +80,7 @@ def _item(row: CheckedRow, *, multiple: bool, shuffled: bool) -> choices.Item:
     """Return a row as an item. `shuffled`: files list true choices first, which a letter must not give away; the order
     of a row is always the same."""
     question = row.text("question" if "question" in row else "Question")
-    options, right = mc2_choices(row) if multiple else mc1_choices(row)
+    options, right = _choices(row, multiple=multiple)
     order = list(range(len(options)))
     if shuffled:
         random.Random(row.index).shuffle(order)
@@ -99,18 +91,19 @@ def _item(row: CheckedRow, *, multiple: bool, shuffled: bool) -> choices.Item:
 def build(name: str, read: Read, shots: int | None, format: str, max_examples: int | None) -> choices.ChoiceTask:
     """Return truthfulqa_mc1 or truthfulqa_mc2. The authors' six questions are its shots; it takes no others."""
     multiple = name == "truthfulqa_mc2"
+    metric, judge = ("mc2", judge_mc2) if multiple else ("acc", choices.judge_acc)
     design = choices.Design(
         name=name,
         examples=SPLIT,
         shots=None,
         item=partial(_item, multiple=multiple, shuffled=format == "chat"),
-        metric="mc2" if multiple else "acc",
-        judge=judge_mc2 if multiple else choices.judge_acc,
-        letter_metric="mc2" if multiple else "acc",
-        letter_judge=judge_mc2 if multiple else choices.judge_acc,
+        metric=metric,
+        judge=judge,
+        letter_metric=metric,
+        letter_judge=judge,
         group=name,
     )
-    return choices.build(design, read, shots, format, max_examples)
+    return design.build(read, shots, format, max_examples)
 
 
 truthfulqa_mc1 = partial(build, "truthfulqa_mc1")
