@@ -16,6 +16,7 @@ import pytest
 from helpers import SHARED_DATA
 
 from sftkit.config.eval_tasks import CODE, METRICS_IN_CHAT, TASK_METRICS, TASKS
+from sftkit.config.schema import EvalConfig
 from sftkit.data import hub
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
@@ -226,7 +227,7 @@ def test_shots_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
 
 def test_wrong_names_and_settings_are_refused_with_what_is_allowed() -> None:
     with pytest.raises(ConfigError, match=r'Did you mean "hellaswag"\?'):
-        tasks.load_task("helaswag")
+        tasks.check_names(EvalConfig(tasks=("helaswag",)))
     with pytest.raises(ConfigError, match=r"eval\.format.*completion, chat"):
         tasks.load_task("mmlu", format="letters")
     with pytest.raises(ConfigError, match=r"eval\.shots: -1"):

@@ -16,6 +16,7 @@ from sftkit.evals.results import Evaluated, Result, example_record, interval
 from sftkit.evals.task import Question
 from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate
+from sftkit.generation.rows import text_of
 from sftkit.runtime.start import Runtime
 
 NAME = "captions"
@@ -57,7 +58,7 @@ def evaluate_captions(
     """
     max_new_tokens = config.max_new_tokens
     assert max_new_tokens is not None
-    scores: dict[str, list[float]] = {"exact_match": [], "token_f1": []}
+    scores: list[dict[str, float]] = []
     records, shown = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, examples in sources.items():
         num_examples = min(config.max_examples or len(examples), len(examples))
@@ -67,36 +68,19 @@ def evaluate_captions(
             reference = examples[document].ids[1:].tolist()
             reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
             score = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}
-            for metric, value in score.items():
-                scores[metric].append(value)
-            source, said = (
-                examples.encoder_sources[document],
-                str(tokenizer.decode(reference, skip_special_tokens=True)),
-            )
+            scores.append(score)
+            source, said = examples.encoder_sources[document], text_of(reference, tokenizer)
             question = Question(f"{name}-{document}", source, max_new_tokens, target=said, source={"source": name})
             records.append(example_record(question, answer, {**score}))
             if len(shown) < config.samples:
                 shown.append({"prompt": source, "reference": said, "answer": answer.text, "stop": answer.stop})
     settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": max_new_tokens}
-    exact, shared = (_result(metric, values, settings) for metric, values in scores.items())
-    return [Evaluated(exact, records), Evaluated(shared, [])], shown
-
-
-def _result(metric: str, scores: Sequence[float], settings: dict[str, Any]) -> Result:
-    """Return the result of one metric."""
-    value, stderr, low, high = interval(scores)
-    return Result(
-        task=NAME,
-        metric=metric,
-        value=value,
-        stderr=stderr,
-        low=low,
-        high=high,
-        chance=None,
-        examples=len(scores),
-        settings=settings,
-        metrics={metric: value},
-    )
+    evaluated: list[Evaluated] = []
+    for metric in ("exact_match", "token_f1"):
+        found = interval([score[metric] for score in scores])
+        result = Result(NAME, metric, *found, None, len(scores), settings, metrics={metric: found[0]})
+        evaluated.append(Evaluated(result, [] if evaluated else records))
+    return evaluated, shown
 
 
 def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:

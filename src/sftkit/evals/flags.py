@@ -13,11 +13,11 @@ from sftkit.config.command_line import Parser, path_or_id
 from sftkit.config.commands import invocation
 from sftkit.config.eval_tasks import EVAL_TASKS
 from sftkit.config.paths import similar_paths
-from sftkit.config.rules import eval_problems
 from sftkit.config.schema import EvalConfig, SourceConfig
 from sftkit.data import hub
 from sftkit.data.origin import find_here
 from sftkit.errors import ConfigError, DataError
+from sftkit.evals import tasks
 from sftkit.rundir.names import newest_run
 from sftkit.runtime.hub import find_model
 
@@ -89,7 +89,11 @@ def check_arguments(args: Namespace) -> None:
         raise ConfigError(
             f"{args.path} is a task: name the model before it, {invocation('scripts/evaluate.py', 'PATH', args.path)}"
         )
-    _check_tasks(eval_config(args))
+    with flags_named():
+        tasks.check_names(eval_config(args))
+    if args.data is not None and not Path(args.data).is_dir():
+        where = f"(looked in {Path.cwd()}){similar_paths(args.data)}"
+        raise ConfigError(f"--data {args.data}: no such folder {where}")
     args.path = find_model(args.path or newest_run())
     for path in args.val:
         source = as_source(path)
@@ -100,19 +104,6 @@ def check_arguments(args: Namespace) -> None:
             Path(args.out).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {args.out}: no folder can be made there: {error.strerror}") from None
-
-
-def _check_tasks(config: EvalConfig) -> None:
-    """Refuse unknown tasks and a data folder that does not exist."""
-    problems = [
-        f"{key}: {what}"
-        for key, what in eval_problems(config.tasks, config.backend, allow_code_execution=config.allow_code_execution)
-    ]
-    if problems:
-        raise ConfigError(in_flags("\n".join(problems)))
-    if config.data is not None and not Path(config.data).is_dir():
-        where = f"(looked in {Path.cwd()}){similar_paths(config.data)}"
-        raise ConfigError(f"--data {config.data}: no such folder {where}")
 
 
 def as_source(path: str) -> SourceConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib.metadata import version
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -91,16 +92,14 @@ def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
     errors: dict[str, float] = {}
     for key, value in output["results"][name].items():
         metric, comma, way = key.partition(",")
-        if not comma or not isinstance(value, int | float):
-            continue
-        is_error = metric.endswith("_stderr")
-        label = metric.removesuffix("_stderr") + ("" if way == "none" else f"_{way}")
-        (errors if is_error else metrics)[label] = float(value)
-    metric = next(iter(metrics))
-    value, stderr = metrics[metric], errors.get(metric)
+        if comma and isinstance(value, int | float):
+            label = metric.removesuffix("_stderr") + ("" if way == "none" else f"_{way}")
+            (errors if metric.endswith("_stderr") else metrics)[label] = float(value)
+    metric, value = next(iter(metrics.items()))
+    stderr = errors.get(metric)
     settings = {
         "backend": "lm_eval",
-        "lm_eval": output.get("config", {}).get("lm_eval_version") or _version(),
+        "lm_eval": version("lm_eval"),
         "task_version": output["versions"].get(name),
         "shots": output["n-shot"].get(name),
         "format": config.format,
@@ -117,20 +116,11 @@ def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
         low=None if stderr is None else value - Z * stderr,
         high=None if stderr is None else value + Z * stderr,
         chance=None,
-        examples=int(output["results"][name]["sample_len"])
-        if samples is None
-        else output["n-samples"][name]["effective"],
+        examples=output["results"][name]["sample_len"] if samples is None else output["n-samples"][name]["effective"],
         settings=settings,
         metrics=metrics,
     )
     return Evaluated(result, [_record(sample) for sample in samples or ()])
-
-
-def _version() -> str:
-    """Return the version of lm_eval."""
-    from importlib.metadata import version
-
-    return version("lm_eval")
 
 
 def _record(sample: dict[str, Any]) -> dict[str, Any]:

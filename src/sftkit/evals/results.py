@@ -61,19 +61,14 @@ def evaluated(
             flat[name] += values
             if family := example.source.get("family"):
                 flat[f"{name}/{family}"] += values
-    metrics = {name: sum(values) / len(values) for name, values in flat.items() if values}
-    value, stderr, low, high = interval(flat[task.metric])
     result = Result(
-        task=task.name,
-        metric=task.metric,
-        value=value,
-        stderr=stderr,
-        low=low,
-        high=high,
+        task.name,
+        task.metric,
+        *interval(flat[task.metric]),
         chance=task.chance,
         examples=len(task.examples),
         settings={**task.settings, **settings},
-        metrics=metrics,
+        metrics={name: sum(values) / len(values) for name, values in flat.items() if values},
     )
     return Evaluated(result, [example_record(*row) for row in zip(task.examples, outputs, scores, strict=True)])
 
@@ -138,12 +133,9 @@ def write_results(folder: Path, evaluated: Sequence[Evaluated]) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     for one in evaluated:
-        if not one.records:  # a group of lm_eval's tasks has no examples of its own
-            continue
-        lines = "".join(f"{_json(row)}\n" for row in one.records)
-        replace_text(folder / f"{one.result.task}.jsonl", lines)
-    rows = [asdict(one.result) for one in evaluated]
-    replace_text(folder / RESULTS, json.dumps(_finite(rows), indent=1, ensure_ascii=False, default=str))
+        if one.records:  # a group of lm_eval's tasks has no examples of its own
+            replace_text(folder / f"{one.result.task}.jsonl", "".join(f"{_json(row)}\n" for row in one.records))
+    replace_text(folder / RESULTS, _json([asdict(one.result) for one in evaluated], indent=1))
 
 
 def write_validation(folder: Path, values: Mapping[str, float | None], settings: Mapping[str, Any]) -> None:
@@ -152,8 +144,7 @@ def write_validation(folder: Path, values: Mapping[str, float | None], settings:
     if not values:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"values": _finite(values), "settings": settings}
-    replace_text(folder / VALIDATION, json.dumps(content, indent=1, ensure_ascii=False, default=str))
+    replace_text(folder / VALIDATION, _json({"values": values, "settings": settings}, indent=1))
 
 
 def with_settings(one: Evaluated, settings: Mapping[str, Any]) -> Evaluated:
@@ -161,8 +152,8 @@ def with_settings(one: Evaluated, settings: Mapping[str, Any]) -> Evaluated:
     return replace(one, result=replace(one.result, settings={**settings, **one.result.settings}))
 
 
-def _json(row: dict[str, Any]) -> str:
-    return json.dumps(_finite(row), ensure_ascii=False, default=str)
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, default=str)
 
 
 def _finite(value: Any) -> Any:
@@ -174,26 +165,24 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def results_table(results: Sequence[Result], validation: Mapping[str, float | None] | None = None) -> str:
+def results_table(results: Sequence[Result], validation: Mapping[str, float | None]) -> str:
     """Format a line for each value of the validation, for each task and metric, and for the centred mean."""
     lines = [("task", "metric", "value", "95 % interval", "chance", "examples")]
-    for name, number in (validation or {}).items():
+    for name, number in validation.items():
         task, _, metric = name.rpartition("/")
         lines.append((task, metric, "-" if number is None else f"{number:.4f}", "", "", ""))
     for r in results:
         for name, value in sorted(r.metrics.items(), key=lambda item: item[0] != r.metric):
-            first = name == r.metric
-            span = f"{r.low:.3f} to {r.high:.3f}" if first and r.low is not None and r.high is not None else ""
-            chance = f"{r.chance:.3f}" if first and r.chance is not None else ""
-            lines.append(
-                (r.task if first else "", name, f"{value:.3f}", span, chance, f"{r.examples}" if first else "")
-            )
-    mean = centred_mean(results)
-    if mean is not None:
+            if name != r.metric:
+                lines.append(("", name, f"{value:.3f}", "", "", ""))
+                continue
+            span = f"{r.low:.3f} to {r.high:.3f}" if r.low is not None and r.high is not None else ""
+            chance = f"{r.chance:.3f}" if r.chance is not None else ""
+            lines.append((r.task, name, f"{value:.3f}", span, chance, f"{r.examples}"))
+    if (mean := centred_mean(results)) is not None:
         lines.append(("centred mean", "", f"{mean:.3f}", "", "", ""))
-    widths = [max(len(line[i]) for line in lines) for i in range(6)]
-    padded = [
-        [text.ljust(w) if i < 2 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))]
-        for line in lines
-    ]
-    return "\n".join("  " + "  ".join(line).rstrip() for line in padded)
+    columns = []
+    for i, column in enumerate(zip(*lines, strict=True)):
+        width = max(map(len, column))
+        columns.append([text.ljust(width) if i < 2 else text.rjust(width) for text in column])
+    return "\n".join("  " + "  ".join(line).rstrip() for line in zip(*columns, strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from sftkit.generation.batching import (
     MAX_POSITIONS,
     Batching,
     BatchLimits,
-    PromptBatch,
     RowSize,
     gathered,
     plan,
@@ -46,17 +46,18 @@ Pair = tuple[np.ndarray, np.ndarray]
 "int32 token ids of a context and of a continuation."
 
 
-def prompt_text(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text before the answer: the prompt itself, or its messages in the chat template.
+def prompt_text(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+    """Return (text before the answer, is_rendered): the prompt itself, or its messages in the chat template.
 
     Raises:
         ConfigError: messages, and the tokenizer has no chat template. DataError: what is no conversation.
     """
     if isinstance(prompt, str):
-        return prompt
+        return prompt, False
     row = DataRow("prompt", messages=[dict(message) for message in prompt])
     messages = conversation.validated(row, special_tokens_of(tokenizer))
-    return render_conversation(tokenizer, template_of(tokenizer), Conversation(messages), add_generation_prompt=True)[0]
+    conversed = Conversation(messages)
+    return render_conversation(tokenizer, template_of(tokenizer), conversed, add_generation_prompt=True)[0], True
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -70,21 +71,15 @@ def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
 def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """Return int32 ids of each (text, is_rendered). The tokenizer adds its special tokens to texts that no chat
     template has rendered and that do not begin with the bos token."""
-    bos = tokenizer.decode([prefix_token(tokenizer)]) if _has_prefix_token(tokenizer) else None
+    has_prefix = tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None
+    bos = (str(tokenizer.decode([prefix_token(tokenizer)])),) if has_prefix else ()
     ids_by_text: dict[tuple[str, bool], np.ndarray] = {}
     for adds in (True, False):
-        wanted = [
-            key for key in dict.fromkeys(texts) if adds != (key[1] or (bos is not None and key[0].startswith(str(bos))))
-        ]
+        wanted = [key for key in dict.fromkeys(texts) if adds != (key[1] or key[0].startswith(bos))]
         if wanted:
             encoded = tokenizer([text for text, _ in wanted], add_special_tokens=adds, verbose=False)["input_ids"]
             ids_by_text |= {key: np.asarray(ids, dtype=np.int32) for key, ids in zip(wanted, encoded, strict=True)}
     return [ids_by_text[key] for key in texts]
-
-
-def _has_prefix_token(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer has a bos or an eos token."""
-    return tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None
 
 
 def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokenizerBase) -> list[list[Pair]]:
@@ -96,26 +91,23 @@ def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokeni
     Raises:
         DataError: a continuation without tokens.
     """
-    splits: list[list[tuple[str, str, bool]]] = []
+    contexts, full_texts = list[tuple[str, bool]](), list[tuple[str, bool]]()
     for example in examples:
-        rendered = not isinstance(example.prompt, str)
-        text = prompt_text(example.prompt, tokenizer)
+        text, rendered = prompt_text(example.prompt, tokenizer)
         context = text if rendered else text.rstrip()
-        space = text[len(context) :]
-        splits.append([(context, space + continuation, rendered) for continuation in example.continuations])
-    texts = [(context, rendered or not context) for split in splits for context, _, rendered in split]
-    full_texts = [(context + rest, rendered or not context) for split in splits for context, rest, rendered in split]
-    encoded = encode_texts([*texts, *full_texts], tokenizer)
-    ids, at = [], 0
-    for example, split in zip(examples, splits, strict=True):
-        pairs = []
-        for context, _, _ in split:
-            pairs.append(_split(encoded[at], encoded[at + len(texts)], context, tokenizer))
-            if not len(pairs[-1][1]):
-                raise DataError(f"{example.id}: the continuation {split[len(pairs) - 1][1]!r} has no tokens")
-            at += 1
-        ids.append(pairs)
-    return ids
+        for continuation in example.continuations:
+            contexts.append((context, rendered or not context))
+            full_texts.append((text + continuation, rendered or not context))
+    encoded = encode_texts([*contexts, *full_texts], tokenizer)
+    splits = zip(contexts, full_texts, encoded, encoded[len(contexts) :], strict=False)
+    found: list[list[Pair]] = []
+    for example in examples:
+        found.append([])
+        for (context, _), (full_text, _), context_ids, full_ids in islice(splits, len(example.continuations)):
+            found[-1].append(_split(context_ids, full_ids, context, tokenizer))
+            if not len(found[-1][-1][1]):
+                raise DataError(f"{example.id}: the continuation {full_text[len(context) :]!r} has no tokens")
+    return found
 
 
 def _split(context_ids: np.ndarray, full_ids: np.ndarray, context: str, tokenizer: PreTrainedTokenizerBase) -> Pair:
@@ -129,11 +121,6 @@ def _split(context_ids: np.ndarray, full_ids: np.ndarray, context: str, tokenize
 def num_truncated(encoded: Sequence[Sequence[Pair]], longest: int) -> int:
     """Return how many examples have an input that is cut to `longest` tokens."""
     return sum(any(len(context) + len(rest) > longest + 1 for context, rest in pairs) for pairs in encoded)
-
-
-def max_length(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the most tokens that the model reads at once."""
-    return longest_input(positions(orig_model), tokenizer)
 
 
 def longest_input(longest: int | None, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -158,23 +145,16 @@ class ScoredInput:
         return max(map(len, self.continuations.values()))
 
 
-def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> tuple[list[ScoredInput], list[int]]:
-    """Return (inputs, the example that each is of), cut on the left to `longest` tokens."""
-    rows: list[ScoredInput] = []
-    owners: list[int] = []
+def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> dict[tuple[int, bytes], ScoredInput]:
+    """Return (example, its bytes) -> input, cut on the left to `longest` tokens."""
+    rows: dict[tuple[int, bytes], ScoredInput] = {}
     for i, pairs in enumerate(encoded):
-        same: dict[bytes, ScoredInput] = {}
         for k, (context, continuation) in enumerate(pairs):
             if len(continuation) > longest:
                 raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
             ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
-            row = same.get(ids.tobytes())
-            if row is None:
-                row = same[ids.tobytes()] = ScoredInput(ids, {})
-                rows.append(row)
-                owners.append(i)
-            row.continuations[i, k] = continuation
-    return rows, owners
+            rows.setdefault((i, ids.tobytes()), ScoredInput(ids, {})).continuations[i, k] = continuation
+    return rows
 
 
 def score(
@@ -194,47 +174,35 @@ def score(
     """
     rt = batching.rt
     encoded = encode_continuation(examples, tokenizer) if encoded is None else encoded
-    rows, owners = _rows_of(encoded, max_length(orig_model, tokenizer))
-    groups = ["" if mixes_tokens(orig_model) else examples[i].group for i in owners]
+    inputs = _rows_of(encoded, longest_input(positions(orig_model), tokenizer))
+    rows = list(inputs.values())
+    groups = ["" if mixes_tokens(orig_model) else examples[i].group for i, _ in inputs]
     prefixes = shared_prefixes([row.ids for row in rows], [len(row.ids) - row.targets for row in rows], groups)
     sizes = [
         RowSize(len(row.ids) - len(prefix), prefix, row.targets) for row, prefix in zip(rows, prefixes, strict=True)
     ]
-    batches = plan(
-        sizes, BatchLimits(batching.batch_size, MAX_POSITIONS, MAX_TARGETS, max_cached_positions(orig_model))
-    )
+    limits = BatchLimits(batching.batch_size, MAX_POSITIONS, MAX_TARGETS, max_cached_positions(orig_model))
     # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
     in_step = rt is not None and rt.topology.sharded
-    found: dict[int, list[tuple[tuple[int, int], tuple[float, bool, int]]]] = {}
+    found: dict[tuple[int, int], tuple[float, bool, int]] = {}
     prefix = SharedPrefix(orig_model)
     with plain_forward(orig_model):
-        for batch, new_prefix in turns(batches, rt):
+        for batch, new_prefix in turns(plan(sizes, limits), rt):
             prefix.move_to(batch.prefix if batch else (), in_step=in_step and new_prefix)
             if batch is not None:
-                for i, values in zip(batch.rows, _score_batch(orig_model, batch, rows, prefix), strict=True):
-                    found[i] = values
+                found |= _score_batch(orig_model, [rows[i] for i in batch.rows], prefix)
             elif in_step:
                 empty_pass(orig_model)
-    by_example: list[dict[int, tuple[float, bool, int]]] = [{} for _ in examples]
-    for values in gathered(found, rt):
-        for (i, k), value in values:
-            by_example[i][k] = value
-    return [_likelihoods(values) for values in by_example]
-
-
-def _likelihoods(values: dict[int, tuple[float, bool, int]]) -> Likelihoods:
-    """Return an example's values in the order of its continuations."""
-    sums, greedy, tokens = zip(*(value for _, value in sorted(values.items())), strict=True)
-    return Likelihoods(sums, greedy, tokens)
+    values = iter(gathered(found, rt))
+    return [Likelihoods(*zip(*islice(values, len(pairs)), strict=True)) for pairs in encoded]
 
 
 def _score_batch(
-    orig_model: PreTrainedModel, batch: PromptBatch, rows: Sequence[ScoredInput], prefix: SharedPrefix
-) -> list[list[tuple[tuple[int, int], tuple[float, bool, int]]]]:
-    """Return, for all that is asked of each row, ((example, continuation), (log-likelihood in
-    nats, is it greedy, tokens))."""
-    chosen = [rows[i] for i in batch.rows]
-    skip = len(batch.prefix)
+    orig_model: PreTrainedModel, chosen: Sequence[ScoredInput], prefix: SharedPrefix
+) -> dict[tuple[int, int], tuple[float, bool, int]]:
+    """Return, for all that is asked of inputs that begin with the prefix, (example, continuation) -> (log-likelihood in
+    nats, is it greedy, tokens)."""
+    skip = len(prefix.ids)
     width = max(len(row.ids) for row in chosen) - skip
     inputs = np.zeros((len(chosen), width), dtype=np.int64)
     at: list[int] = []  # flat positions whose next token is asked for
@@ -253,15 +221,13 @@ def _score_batch(
         logits = orig_model(input_ids=torch.from_numpy(inputs).to(device), **cache).logits
     likelihoods, best = _next_token(logits, pairs)
     # back to rows and continuations
-    results, start = [], 0
+    results, start = {}, 0
     for row in chosen:
-        values = []
         for key, tokens in row.continuations.items():
             part = slice(start, start + len(tokens))
             is_greedy = [best[i] for i, _ in pairs[part]] == tokens.tolist()
-            values.append((key, (sum(likelihoods[part]), is_greedy, len(tokens))))
+            results[key] = sum(likelihoods[part]), is_greedy, len(tokens)
             start += len(tokens)
-        results.append(values)
     return results
 
 

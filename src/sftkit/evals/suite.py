@@ -12,7 +12,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.eval_tasks import CODE, WITHOUT_SHOTS
-from sftkit.config.rules import eval_problems
 from sftkit.config.schema import EvalConfig
 from sftkit.data import chat
 from sftkit.data.pack import Layout
@@ -21,12 +20,13 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals import captions, families, harness, results, scoring, tasks
 from sftkit.evals.results import Evaluated
 from sftkit.evals.samples import sample_prompt
-from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
 from sftkit.evals.validation import validate
 from sftkit.generation.answer import Answer
 from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate
 from sftkit.models.kinds import check_causal
+from sftkit.models.structure import positions
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.fsdp import reshard
 from sftkit.rundir.manifest import digest
@@ -48,12 +48,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
         ConfigError: a task or setting that cannot work here. DataError: rows that are missing or cannot be used.
     """
     # What the recipe alone decides is refused before anything is read.
-    problems = [
-        f"{key}: {what}"
-        for key, what in eval_problems(config.tasks, config.backend, allow_code_execution=config.allow_code_execution)
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    tasks.check_names(config)
     if config.shots and config.tasks and set(config.tasks) <= {families.NAME, *WITHOUT_SHOTS}:
         raise ConfigError(
             f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
@@ -73,8 +68,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
     for task in loaded:
         if not task.examples:
             raise DataError(f"eval.tasks: {task.name} has no examples")
-        asks_in_chat = not isinstance(task.examples[0].prompt, str)
-        if asks_in_chat and not tokenizer.chat_template:
+        if not isinstance(task.examples[0].prompt, str) and not tokenizer.chat_template:
             raise ConfigError(
                 f"eval.tasks: {task.name} asks through a chat template, and the tokenizer has none: set "
                 "model.chat_template=chatml, or eval.format to completion where the task has it"
@@ -149,9 +143,7 @@ class Suite:
         """Tokenize the examples of a task."""
         if isinstance(task.examples[0], Choices):
             return scoring.encode_continuation(task.examples, self.tokenizer)
-        prompts = [
-            (scoring.prompt_text(q.prompt, self.tokenizer), not isinstance(q.prompt, str)) for q in task.examples
-        ]
+        prompts = [scoring.prompt_text(question.prompt, self.tokenizer) for question in task.examples]
         return scoring.encode_texts(prompts, self.tokenizer)
 
     def evaluate(self, step: int | None = None) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
@@ -217,12 +209,7 @@ class Suite:
     @cached_property
     def _longest(self) -> int:
         """Return the most tokens that the model reads at once."""
-        return scoring.max_length(self.orig_model, self.tokenizer)
-
-    @property
-    def _batching(self) -> Batching:
-        """Return how prompts are read together: by all ranks."""
-        return Batching(self.config.batch_size, self.rt)
+        return scoring.longest_input(positions(self.orig_model), self.tokenizer)
 
     def _write(self, folder: Path, evaluated: list[Evaluated]) -> None:
         """Write the examples; a full disk costs the details, not the run."""
@@ -248,16 +235,14 @@ class Suite:
         settings: dict[str, Any] = {"backend": "sftkit", "max_examples": self.config.max_examples}
         if isinstance(task.examples[0], Choices):
             num_truncated = scoring.num_truncated(encoded, self._longest)
-            outputs = scoring.score(self.orig_model, self.tokenizer, task.examples, self._batching, encoded)
+            batching = Batching(self.config.batch_size, self.rt)
+            outputs = scoring.score(self.orig_model, self.tokenizer, task.examples, batching, encoded)
         else:
-            max_new_tokens = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
-            settings["max_new_tokens"] = max(max_new_tokens)
-            num_truncated = sum(
-                len(prompt) + n > self._longest for prompt, n in zip(encoded, max_new_tokens, strict=True)
-            )
-            outputs = self.answers(
-                encoded, max_new_tokens, [question.stop for question in task.examples], [q.group for q in task.examples]
-            )
+            questions: Sequence[Question] = task.examples
+            limits = [self.config.max_new_tokens or question.max_new_tokens for question in questions]
+            settings["max_new_tokens"] = max(limits)
+            num_truncated = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, limits, strict=True))
+            outputs = self.answers(encoded, limits, [one.stop for one in questions], [one.group for one in questions])
         if num_truncated:
             log.warning(
                 "%s: %d prompts are longer than the model reads and lost their beginning", task.name, num_truncated
@@ -293,7 +278,7 @@ class Suite:
         assert all(n > 0 for n in room), "check_room has seen to it"
         truncated = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
         asked = Prompts(truncated, chat.end_of_turn_ids(self.tokenizer), max_new_tokens, stop_texts, groups)
-        return generate(self.orig_model, self.tokenizer, asked, self._batching)
+        return generate(self.orig_model, self.tokenizer, asked, Batching(self.config.batch_size, self.rt))
 
     def samples(self) -> list[dict[str, Any]]:
         """Return prompt, reference and answer of each sample row, and why the answer ended."""

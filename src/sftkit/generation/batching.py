@@ -17,6 +17,7 @@ MAX_POSITIONS = 32_768
 MIN_SHARED = 16
 "Tokens that rows must have in common before their keys and values are computed once."
 
+K = TypeVar("K", int, tuple[int, int])
 T = TypeVar("T")
 Prefix = tuple[int, ...]
 
@@ -68,15 +69,6 @@ class PromptBatch:
     "tokens that all of them begin with, computed once for all batches that have the same"
 
 
-class Turn(NamedTuple):
-    """One round of batches over the ranks: what this rank computes in it."""
-
-    batch: PromptBatch | None
-    "None: fewer batches are left than ranks"
-    new_prefix: bool
-    "some rank computes a new prefix in this round"
-
-
 def shared_prefixes(rows: Sequence[np.ndarray], max_shared: Sequence[int], groups: Sequence[str]) -> list[Prefix]:
     """Return, for each row, the tokens that all rows of its group begin with; empty if they are fewer than MIN_SHARED
     or the row is alone in its group.
@@ -113,21 +105,20 @@ def plan(sizes: Sequence[RowSize], limits: BatchLimits) -> list[PromptBatch]:
     for size in sizes:
         order.setdefault(size.prefix, len(order))
     queue = sorted(range(len(sizes)), key=lambda i: (order[sizes[i].prefix], -sizes[i].length, i))
-    batches: list[PromptBatch] = []
-    rows: list[int] = []
+    batches: list[list[int]] = []
     for i in queue:
-        too_many = not _fit([sizes[j] for j in (*rows, i)], limits)
-        if rows and (too_many or sizes[rows[0]].prefix != sizes[i].prefix):
-            batches.append(PromptBatch(tuple(rows), sizes[rows[0]].prefix))
-            rows = []
-        rows.append(i)
-    return [*batches, PromptBatch(tuple(rows), sizes[rows[0]].prefix)] if rows else batches
+        if batches and _fit([sizes[j] for j in (*batches[-1], i)], limits):
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return [PromptBatch(tuple(rows), sizes[rows[0]].prefix) for rows in batches]
 
 
 def _fit(rows: Sequence[RowSize], limits: BatchLimits) -> bool:
     """Return whether these rows, the longest first, may be one batch."""
     return (
-        len(rows) <= limits.rows
+        rows[0].prefix == rows[-1].prefix
+        and len(rows) <= limits.rows
         and (limits.positions is None or len(rows) * rows[0].length <= limits.positions)
         and (limits.targets is None or sum(row.targets for row in rows) <= limits.targets)
         and (limits.cached is None or _cached(rows) <= limits.cached)
@@ -141,8 +132,9 @@ def _cached(rows: Sequence[RowSize]) -> int:
     return len(rows) * (prefix + rows[0].length + new) if prefix or new else 0
 
 
-def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[Turn]:
-    """Yield this rank's batches: they are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of
+def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[tuple[PromptBatch | None, bool]]:
+    """Yield this rank's batches, each with whether some rank computes a new prefix in this round; None: fewer batches
+    are left than ranks. They are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of
     a group and to those of a pipeline. All ranks have equally many turns and check for a requested stop before each,
     which may raise Stopped. Without a runtime: all batches."""
     index, count = 0, 1
@@ -156,11 +148,11 @@ def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[Turn]:
         round_batches = batches[start : start + count]
         new = any(batch.prefix and batch.prefix != had for batch, had in zip(round_batches, before, strict=False))
         before = [batch.prefix for batch in round_batches]
-        yield Turn(round_batches[index] if index < len(round_batches) else None, new)
+        yield round_batches[index] if index < len(round_batches) else None, new
 
 
-def gathered(results: dict[int, T], rt: Runtime | None) -> list[T]:
-    """Return the results of all ranks, in the order of the rows, on every rank."""
+def gathered(results: dict[K, T], rt: Runtime | None) -> list[T]:
+    """Return the results of all ranks, in the order of their keys, on every rank."""
     if rt is not None and rt.world_size > 1:
         results = dict(gather_object(list(results.items())))
     return [value for _, value in sorted(results.items())]

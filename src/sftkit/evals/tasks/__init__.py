@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from sftkit.config.eval_tasks import TASKS
+from sftkit.config.rules import eval_problems
+from sftkit.config.schema import EvalConfig
 from sftkit.errors import ConfigError
 from sftkit.evals.task import Task
 from sftkit.evals.tasks import data as rows
@@ -33,6 +34,17 @@ assert tuple(_BUILDERS) == TASKS, "config.eval_tasks names the same tasks"
 FORMATS = ("completion", "chat")
 
 
+def check_names(config: EvalConfig) -> None:
+    """Refuse names of tasks that the settings alone show to be wrong.
+
+    Raises:
+        ConfigError: which of them, a line each.
+    """
+    problems = eval_problems(config.tasks, config.backend, allow_code_execution=config.allow_code_execution)
+    if lines := "\n".join(f"{key}: {what}" for key, what in problems):
+        raise ConfigError(lines)
+
+
 def load_task(
     name: str,
     data: str | None = None,
@@ -40,7 +52,7 @@ def load_task(
     format: str = "completion",
     max_examples: int | None = None,
 ) -> Task[Any, Any]:
-    """Return the task of that name, with all its examples read.
+    """Return the task of that name, one of TASKS, with all its examples read.
 
     Args:
         data: a folder with the rows; None: the hub.
@@ -49,13 +61,9 @@ def load_task(
         max_examples: the most examples; None: all.
 
     Raises:
-        ConfigError: a name or setting that cannot work.
+        ConfigError: a setting that cannot work.
         DataError: rows that are missing or cannot be used.
     """
-    if name not in _BUILDERS:
-        close = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f'. Did you mean "{close[0]}"?' if close else ""
-        raise ConfigError(f'eval.tasks: "{name}" is not one of {", ".join(TASKS)}{hint}')
     if format not in FORMATS:
         raise ConfigError(f'eval.format: "{format}" is not one of {", ".join(FORMATS)}')
     if shots is not None and shots < 0:

@@ -86,7 +86,9 @@ class Design:
 
     def build(self, read: Read, shots: int | None, format: str, max_examples: int | None) -> ChoiceTask:
         """Return the task. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
-        rows, shots, in_chat = read(self.examples), shots or 0, format == "chat"
+        rows = read(self.examples)
+        shots = shots or 0
+        in_chat = format == "chat"
         pool = shot_rows(self.name, self.shots, read, shots, spare=int(self.one_more))
         chosen = rows[:max_examples]
         drawn = drawn_shots(pool, chosen, shots, format, one_more=self.one_more)
