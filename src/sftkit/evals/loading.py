@@ -41,11 +41,10 @@ def load_for_evaluation(source: ModelConfig, tokenizer: PreTrainedTokenizerBase,
     """Load the model on its device, sharded over the ranks if the launcher's configuration says so."""
     orig_model = load_model(source, tokenizer, 0, rt.precision, empty=rt.topology.sharded)
     check_causal(orig_model.config, "scripts/evaluate.py")
-    config = orig_model.config.get_text_config()
     # sdpa is plain causal attention: no windows, no soft-capping, whole rows on each rank
-    plain = not windows(orig_model.config) and not getattr(config, "attn_logit_softcapping", None)
-    full_rows = rt.topology.context == 1
-    model = ModelWithLoss(orig_model, "sdpa" if plain and full_rows else "reference", NextToken(LossConfig()))
+    softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
+    special = windows(orig_model.config) or softcap or rt.topology.context > 1
+    model = ModelWithLoss(orig_model, "reference" if special else "sdpa", NextToken(LossConfig()))
     if not rt.topology.sharded:
         return model.to(rt.device)
     distribute(model, source, Sharding(), rt)
@@ -81,10 +80,8 @@ def load_validation(
         text.tokenize_any, tokenizer=tokenizer, max_length=max_length, too_long=too_long, learning=learning
     )
     chosen = tuple(as_source(path) for path in paths)
-    multiple = math.gcd(max_length, PAD_MULTIPLE)
-    data = DataConfig(
-        train=chosen, val=chosen, layout="dynamic", pad_multiple=multiple
-    )  # all together say how rows are laid out
+    # all together say how rows are laid out
+    data = DataConfig(train=chosen, val=chosen, layout="dynamic", pad_multiple=math.gcd(max_length, PAD_MULTIPLE))
     together, validation = loader.load_examples(data, tokenize, rt.main_first())
     batch = TrainConfig(global_batch_size=VALIDATION_ROWS * rt.data_world_size, micro_batch_size=VALIDATION_ROWS)
     return validation, make_layout(data, batch, DocumentLengths(together.lengths, max_length), rt.data_world_size)

@@ -23,23 +23,19 @@ def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized]
 
 
 def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[Row]:
-    """Yield rows that fit in a training row and do not begin with an answer."""
+    """Yield rows that fit in a training row and do not begin with an answer, as their first answer is trained."""
+    learning: chat.Learning = tokenize.keywords.get("learning", chat.ANSWERS)
     for row in sources.read_source(source, "skip"):
         try:
             tokenized = tokenize(row)
         except DataError:
             continue
-        asks = row.messages is None or (row.messages and row.messages[0]["role"] != "assistant")
-        if tokenized.examples and tokenized.note is None and asks:
-            yield _as_trained(row, tokenize)
-
-
-def _as_trained(row: Row, tokenize: partial[Tokenized]) -> Row:
-    """Return a row as its first answer is trained."""
-    if row.messages is None:
-        return row
-    learning: chat.Learning = tokenize.keywords.get("learning", chat.ANSWERS)
-    return chat.as_trained(row, _first_answer(row), tokenize.keywords["tokenizer"], learning.thinking)
+        if not tokenized.examples or tokenized.note is not None:
+            continue
+        if row.messages is None:
+            yield row
+        elif row.messages and row.messages[0]["role"] != "assistant":
+            yield chat.as_trained(row, _first_answer(row), tokenize.keywords["tokenizer"], learning.thinking)
 
 
 def _first_answer(row: Row) -> int:

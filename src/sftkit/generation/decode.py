@@ -19,7 +19,6 @@ from sftkit.generation.batching import (
     MAX_POSITIONS,
     Batching,
     BatchLimits,
-    PromptBatch,
     RowSize,
     gathered,
     plan,
@@ -32,7 +31,6 @@ from sftkit.generation.static_step import replay_pays, replay_unsupported_reason
 from sftkit.models.kind import Continuation
 from sftkit.models.kinds import kind_of
 from sftkit.ops.attention import mixes_tokens, windows
-from sftkit.runtime.start import Runtime
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,8 @@ def generate(
         ConfigError: the steps of this model, or of a sharded one, cannot be replayed.
     """
     rt = batching.rt
-    reason = _no_replay(orig_model, rt)
+    partial = rt is not None and rt.topology.partial
+    reason = "the model is spread over ranks" if partial else replay_unsupported_reason(orig_model)
     if replay and reason:
         raise ConfigError(f"steps of decoding cannot be replayed: {reason}")
     # one limit and one tuple of stop texts for each prompt
@@ -85,17 +84,18 @@ def generate(
     max_new_tokens = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
     stops = [tuple(texts) for texts in prompts.stop_texts] if prompts.stop_texts is not None else [()] * count
     ids = [np.asarray(prompt, dtype=np.int64) for prompt in prompts.ids]
-    batches = _batches(orig_model, ids, prompts.groups, max_new_tokens, batching.batch_size)
+    sizes = _sizes(orig_model, ids, prompts.groups, max_new_tokens)
+    limits = BatchLimits(batching.batch_size, positions=MAX_POSITIONS, cached=max_cached_positions(orig_model))
     # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
     kind, together = kind_of(orig_model.config), rt if rt is not None and rt.topology.sharded else None
     prefix = SharedPrefix(orig_model)
     found: dict[int, Answer] = {}
     with plain_forward(orig_model):
-        for batch, new_prefix in turns(batches, rt):
+        for batch, new_prefix in turns(plan(sizes, limits), rt):
             prefix.move_to(batch.prefix if batch else (), in_step=together is not None and new_prefix)
             rows = [DecodedSequence(i, ids[i], max_new_tokens[i], stops[i]) for i in batch.rows] if batch else []
-            inputs = _inputs(prompts.encoder_inputs, rows, orig_model.device)
-            continuation = kind.continuation(orig_model, inputs) if rows else Continuation(orig_model, {})
+            inputs = _inputs(prompts.encoder_inputs, batch.rows, orig_model.device) if batch else {}
+            continuation = kind.continuation(orig_model, inputs) if batch else Continuation(orig_model, {})
             steps = max((row.max_new_tokens for row in rows), default=0) - 1
             replayed = replay if replay is not None else not reason and replay_pays(orig_model.device, steps)
             decoding = Decoding(orig_model, continuation, rows, prefix, replay=replayed)
@@ -106,47 +106,30 @@ def generate(
     return gathered(found, rt)
 
 
-def _batches(
-    orig_model: PreTrainedModel,
-    ids: list[np.ndarray],
-    groups: Sequence[str] | None,
-    max_new_tokens: list[int],
-    batch_size: int,
-) -> list[PromptBatch]:
-    """Return which prompts are decoded together, after which prefix; `max_new_tokens`: of each prompt."""
+def _sizes(
+    orig_model: PreTrainedModel, ids: list[np.ndarray], groups: Sequence[str] | None, max_new_tokens: list[int]
+) -> list[RowSize]:
+    """Return what each prompt takes of a batch, after which prefix; `max_new_tokens`: of each prompt."""
     # Padding lies between a prefix and its rows, and windows count it.
-    may_share = groups is not None and not mixes_tokens(orig_model) and not windows(orig_model.config)
-    names = list(groups) if groups is not None and may_share else [""] * len(ids)
-    prefixes = shared_prefixes(ids, [len(prompt) - 1 for prompt in ids], names)
-    sizes = [
+    if groups is None or mixes_tokens(orig_model) or windows(orig_model.config):
+        groups = [""] * len(ids)
+    prefixes = shared_prefixes(ids, [len(prompt) - 1 for prompt in ids], groups)
+    return [
         RowSize(len(prompt) - len(prefix), prefix, new_tokens=new)
         for prompt, prefix, new in zip(ids, prefixes, max_new_tokens, strict=True)
     ]
-    return plan(sizes, BatchLimits(batch_size, positions=MAX_POSITIONS, cached=max_cached_positions(orig_model)))
 
 
-def _inputs(
-    encoder_inputs: EncoderInputs | None, rows: Sequence[DecodedSequence], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Return the encoder's input for these rows, [B, ...] each."""
-    if encoder_inputs is None or not rows:
+def _inputs(encoder_inputs: EncoderInputs | None, rows: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the encoder's input for the prompts of these indices, [B, ...] each."""
+    if encoder_inputs is None:
         return {}
-    entries = encoder_inputs.index[[row.index for row in rows]]
+    entries = encoder_inputs.index[list(rows)]
     return {name: torch.from_numpy(np.asarray(x[entries])).to(device) for name, x in encoder_inputs.arrays.items()}
 
 
-def _no_replay(orig_model: PreTrainedModel, rt: Runtime | None) -> str | None:
-    """Return why steps cannot be replayed; None if they can."""
-    if rt is not None and rt.topology.partial:
-        return "the model is spread over ranks"
-    return replay_unsupported_reason(orig_model)
-
-
 def stream(
-    orig_model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
-    sampling: Sampling,
+    orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], sampling: Sampling
 ) -> Iterator[str]:
     """Yield one answer in parts as it is decoded. Closing the generator early waits for the
     token that is being computed."""
@@ -156,17 +139,16 @@ def stream(
     # it raises is raised again here.
     closed, failure = Event(), list[Exception]()
     # top_k is transformers' own default of 50 otherwise: what is asked for is all that decides
-    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     arguments = {
         "input_ids": prompt,
         "attention_mask": torch.ones_like(prompt),
         "max_new_tokens": sampling.max_new_tokens,
         "eos_token_id": chat.end_of_turn_ids(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
-        "do_sample": sampling.temperature > 0,
         "streamer": streamer,
         "stopping_criteria": [lambda ids, *_, **__: torch.full((len(ids),), closed.is_set(), device=ids.device)],
-        **(drawn if sampling.temperature > 0 else {}),
+        **(drawn if sampling.temperature > 0 else {"do_sample": False}),
     }
     orig_model.eval()
     decode: Any = orig_model.generate

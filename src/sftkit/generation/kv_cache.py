@@ -52,10 +52,6 @@ class FixedLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of new positions, [B, KV, T, D]. Returns all up to them, [B, KV, T', D]; after
         `written_at` the whole memory."""
-        if self.at is not None:
-            assert self.keys is not None
-            assert self.values is not None
-            return self.keys.index_copy_(2, self.at, key_states), self.values.index_copy_(2, self.at, value_states)
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values = (
@@ -64,6 +60,8 @@ class FixedLayer(DynamicLayer):
             self.is_initialized = True
         assert self.keys is not None
         assert self.values is not None
+        if self.at is not None:
+            return self.keys.index_copy_(2, self.at, key_states), self.values.index_copy_(2, self.at, value_states)
         start, self.length = self.length, self.length + key_states.shape[2]
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states

@@ -59,11 +59,12 @@ def converse(stream: Stream, system: str | None) -> None:
     conversation = ChatHistory(system)
     with _editing(), _signals():
         for line in iter(_ask, None):
-            if line.strip() in EXITS or line.strip().removeprefix("/") in EXITS:
+            text = line.strip()
+            if text.removeprefix("/") in EXITS:
                 return
             if line.startswith("/"):
-                print_text(_command(conversation, line.strip()), error=True)
-            elif text := line.strip():
+                print_text(_command(conversation, text), error=True)
+            elif text:
                 _answer(stream, conversation, text)
 
 
@@ -89,11 +90,11 @@ def _answer(stream: Stream, conversation: ChatHistory, text: str) -> None:
     except (ConfigError, DataError) as error:
         print_text(str(error), error=True)
     else:
-        if not reply.strip():
-            what = "answered with white space alone" if reply else "ended its answer at once"
-            print_text(f"(the model has {what}: question and answer are left out of the conversation)", error=True)
+        if reply.strip():
+            conversation.messages += [messages[-1], {"role": "assistant", "content": reply}]
             return
-        conversation.messages += [messages[-1], {"role": "assistant", "content": reply}]
+        what = "answered with white space alone" if reply else "ended its answer at once"
+        print_text(f"(the model has {what}: question and answer are left out of the conversation)", error=True)
 
 
 def _command(conversation: ChatHistory, line: str) -> str:

@@ -81,9 +81,8 @@ class Program:
             self.channel.send(request)
             answer = self.channel.receive()
         except (EOFError, OSError):
-            while (
-                True
-            ):  # until it has ended, or the time is over; pause() would sleep on if the signal came just before it
+            # until it has ended, or the time is over; pause() would sleep on if the signal came just before it
+            while True:
                 time.sleep(0.01)
         except (ValueError, MemoryError) as error:
             self.end(f"its answer is too long: {error}")

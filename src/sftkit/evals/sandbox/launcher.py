@@ -65,9 +65,8 @@ def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
     walls.enter(spec["root"])
     walls.drop_privileges(user)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user has cleared it
-    libc.prctl(
-        PR_SET_DUMPABLE, 0, 0, 0, 0
-    )  # the program, of the same user, may not look into this process and the judge
+    # the program, of the same user, may not look into this process and the judge
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     walls.limit(spec["limits"])
     first = os.fork()
     if first == 0:

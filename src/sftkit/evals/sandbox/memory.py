@@ -14,12 +14,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 LIMITS = {
-    "cgroup2": {
-        "memory.max": "{bytes}",
-        "memory.swap.max": "0",
-        "memory.oom.group": "1",
-        "pids.max": "{processes}",
-    },
+    "cgroup2": {"memory.max": "{bytes}", "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "{processes}"},
     "cgroup": {"memory.limit_in_bytes": "{bytes}", "memory.memsw.limit_in_bytes": "{bytes}"},
 }
 "File system -> file -> its content. The first file must exist; the others only do where swap or processes are counted."

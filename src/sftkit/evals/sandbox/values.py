@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any
 
 IMMUTABLE: dict[str, tuple[type, Callable[[Any], Iterable[Any]], Callable[..., Any]]] = {
@@ -52,7 +53,8 @@ class RequestAndReply:
         """Encode the values, with every container that is new or has changed."""
         encoded = [self.encode(value) for value in values]
         filled = [self._contents(container) for container in self.containers]  # grows while it is read
-        changed = [None if self._is_known(number, now) else now for number, now in enumerate(filled)]
+        # None: the other side has a container with the same contents
+        changed = [None if repr(now) == repr(had) else now for now, had in zip_longest(filled, self.received)]
         return json.dumps({"values": encoded, "containers": changed}).encode()
 
     def unpack(self, data: bytes) -> list[Any]:
@@ -114,7 +116,3 @@ class RequestAndReply:
         """Return a container as its name and its encoded parts."""
         name, parts = next((name, parts) for name, (kind, parts, _) in MUTABLE.items() if isinstance(container, kind))
         return [name, [self.encode(part) for part in parts(container)]]
-
-    def _is_known(self, number: int, contents: list[Any]) -> bool:
-        """Return whether the other side has a container with the same contents."""
-        return number < len(self.received) and repr(self.received[number]) == repr(contents)
