@@ -97,6 +97,7 @@ def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
             (errors if metric.endswith("_stderr") else metrics)[label] = float(value)
     metric, value = next(iter(metrics.items()))
     stderr = errors.get(metric)
+    low, high = (None, None) if stderr is None else (value - Z * stderr, value + Z * stderr)
     settings = {
         "backend": "lm_eval",
         "lm_eval": version("lm_eval"),
@@ -108,18 +109,8 @@ def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
     samples = output["samples"].get(name)
     if samples is None:
         settings["subtasks"] = list(output["group_subtasks"].get(name, ()))
-    result = Result(
-        task=name,
-        metric=metric,
-        value=value,
-        stderr=stderr,
-        low=None if stderr is None else value - Z * stderr,
-        high=None if stderr is None else value + Z * stderr,
-        chance=None,
-        examples=output["results"][name]["sample_len"] if samples is None else output["n-samples"][name]["effective"],
-        settings=settings,
-        metrics=metrics,
-    )
+    examples = output["results"][name]["sample_len"] if samples is None else output["n-samples"][name]["effective"]
+    result = Result(name, metric, value, stderr, low, high, None, examples, settings, metrics)
     return Evaluated(result, [_record(sample) for sample in samples or ()])
 
 

@@ -200,11 +200,8 @@ class Suite:
     @property
     def about_validation(self) -> dict[str, Any]:
         """Return what was evaluated, the documents of each source, and how long they may be."""
-        longest = self.layout.max_length if self.layout is not None else None
-        return self.about | {
-            "documents": {name: len(of) for name, of in self.validation.items()},
-            "max_length": longest,
-        }
+        documents = {name: len(of) for name, of in self.validation.items()}
+        return self.about | {"documents": documents, "max_length": self.layout and self.layout.max_length}
 
     @cached_property
     def _longest(self) -> int:

@@ -35,14 +35,15 @@ class Batching:
 ALONE = Batching()
 
 
-class RowSize(NamedTuple):
-    """What a row takes of a batch."""
+class PromptRow(NamedTuple):
+    """What the model reads of a row, and what is asked of it."""
 
-    length: int
-    "tokens after its prefix"
-    prefix: Prefix = ()
-    targets: int = 0
-    "positions that have logits"
+    ids: np.ndarray
+    "int [T]"
+    group: str
+    'rows of a group begin alike; "": of none'
+    targets: int = 1
+    "positions at its end that have logits"
     new_tokens: int = 0
     "what is written after it, at most"
 
@@ -51,12 +52,12 @@ class BatchLimits(NamedTuple):
     """The most that a batch holds; None: no limit."""
 
     rows: int
-    positions: int | None = None
+    positions: int
     "read at once, padding included; a row that exceeds them is alone"
+    cached: int | None
+    "whose keys and values are kept: prefix, padded rows and what is written"
     targets: int | None = None
     "those of all rows; a row that exceeds them is alone"
-    cached: int | None = None
-    "whose keys and values are kept: prefix, padded rows and what is written"
 
 
 @dataclass(frozen=True)
@@ -65,30 +66,23 @@ class PromptBatch:
 
     rows: tuple[int, ...]
     "their indices, the longest first"
-    prefix: Prefix = ()
+    prefix: Prefix
     "tokens that all of them begin with, computed once for all batches that have the same"
 
 
-def shared_prefixes(rows: Sequence[np.ndarray], max_shared: Sequence[int], groups: Sequence[str]) -> list[Prefix]:
-    """Return, for each row, the tokens that all rows of its group begin with; empty if they are fewer than MIN_SHARED
-    or the row is alone in its group.
-
-    Args:
-        rows: int [T_i] each.
-        most: how many tokens of each row may be shared, so that what is asked of the model lies after them.
-        groups: their names; "" is no group.
-    """
-    members: dict[str, list[int]] = {}
-    for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
+def _shared_prefixes(rows: Sequence[PromptRow]) -> list[Prefix]:
+    """Return, for each row, the tokens that all rows of its group begin with, before what is asked of the model; empty
+    if they are fewer than MIN_SHARED or the row is alone in its group."""
+    members: dict[str, list[PromptRow]] = {}
+    for row in rows:
+        members.setdefault(row.group, []).append(row)
     shared: dict[str, Prefix] = {}
-    for group, indices in members.items():
-        first = rows[indices[0]]
-        length = min(max_shared[i] for i in indices) if group and len(indices) > 1 else 0
-        for i in indices[1:] if length else ():
-            length = _common(first[:length], rows[i][:length])
-        shared[group] = tuple(first[:length].tolist()) if length >= MIN_SHARED else ()
-    return [shared[group] for group in groups]
+    for group, (first, *others) in members.items():
+        length = min(len(row.ids) - row.targets for row in members[group]) if group and others else 0
+        for row in others if length else ():
+            length = _common(first.ids[:length], row.ids[:length])
+        shared[group] = tuple(first.ids[:length].tolist()) if length >= MIN_SHARED else ()
+    return [shared[row.group] for row in rows]
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
@@ -98,38 +92,31 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else n
 
 
-def plan(sizes: Sequence[RowSize], limits: BatchLimits) -> list[PromptBatch]:
+def plan(rows: Sequence[PromptRow], limits: BatchLimits) -> list[PromptBatch]:
     """Return rows in batches: rows with the same prefix together, the longest first, so that padding is small and a
     batch that does not fit in memory fails early."""
-    order: dict[Prefix, int] = {}
-    for size in sizes:
-        order.setdefault(size.prefix, len(order))
-    queue = sorted(range(len(sizes)), key=lambda i: (order[sizes[i].prefix], -sizes[i].length, i))
+    prefixes = _shared_prefixes(rows)
+    order = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
     batches: list[list[int]] = []
-    for i in queue:
-        if batches and _fit([sizes[j] for j in (*batches[-1], i)], limits):
+    for i in sorted(range(len(rows)), key=lambda i: (order[prefixes[i]], -len(rows[i].ids), i)):
+        same_prefix = batches and prefixes[batches[-1][0]] == prefixes[i]
+        if same_prefix and _fit([rows[j] for j in (*batches[-1], i)], len(prefixes[i]), limits):
             batches[-1].append(i)
         else:
             batches.append([i])
-    return [PromptBatch(tuple(rows), sizes[rows[0]].prefix) for rows in batches]
+    return [PromptBatch(tuple(indices), prefixes[indices[0]]) for indices in batches]
 
 
-def _fit(rows: Sequence[RowSize], limits: BatchLimits) -> bool:
-    """Return whether these rows, the longest first, may be one batch."""
+def _fit(rows: Sequence[PromptRow], prefix: int, limits: BatchLimits) -> bool:
+    """Return whether these rows, the longest first, whose first `prefix` tokens are shared, may be one batch."""
+    length, new_tokens = len(rows[0].ids), max(row.new_tokens for row in rows)
+    cached = len(rows) * (length + new_tokens) if prefix or new_tokens else 0
     return (
-        rows[0].prefix == rows[-1].prefix
-        and len(rows) <= limits.rows
-        and (limits.positions is None or len(rows) * rows[0].length <= limits.positions)
+        len(rows) <= limits.rows
+        and len(rows) * (length - prefix) <= limits.positions
         and (limits.targets is None or sum(row.targets for row in rows) <= limits.targets)
-        and (limits.cached is None or _cached(rows) <= limits.cached)
+        and (limits.cached is None or cached <= limits.cached)
     )
-
-
-def _cached(rows: Sequence[RowSize]) -> int:
-    """Return the positions in the cache of these rows (the longest first), prefix and padding
-    included; 0 if nothing is cached."""
-    prefix, new = len(rows[0].prefix), max(row.new_tokens for row in rows)
-    return len(rows) * (prefix + rows[0].length + new) if prefix or new else 0
 
 
 def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[tuple[PromptBatch | None, bool]]:

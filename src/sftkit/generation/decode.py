@@ -15,16 +15,7 @@ from sftkit.data import chat
 from sftkit.data.types import EncoderInputs
 from sftkit.errors import ConfigError
 from sftkit.generation.answer import Answer, Sampling
-from sftkit.generation.batching import (
-    MAX_POSITIONS,
-    Batching,
-    BatchLimits,
-    RowSize,
-    gathered,
-    plan,
-    shared_prefixes,
-    turns,
-)
+from sftkit.generation.batching import MAX_POSITIONS, Batching, BatchLimits, PromptRow, gathered, plan, turns
 from sftkit.generation.kv_cache import SharedPrefix, max_cached_positions, plain_forward
 from sftkit.generation.rows import DecodedSequence, Decoding
 from sftkit.generation.static_step import replay_pays, replay_unsupported_reason
@@ -84,14 +75,19 @@ def generate(
     max_new_tokens = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
     stops = [tuple(texts) for texts in prompts.stop_texts] if prompts.stop_texts is not None else [()] * count
     ids = [np.asarray(prompt, dtype=np.int64) for prompt in prompts.ids]
-    sizes = _sizes(orig_model, ids, prompts.groups, max_new_tokens)
-    limits = BatchLimits(batching.batch_size, positions=MAX_POSITIONS, cached=max_cached_positions(orig_model))
+    # Padding lies between a prefix and its rows, and windows count it.
+    may_share = prompts.groups is not None and not mixes_tokens(orig_model) and not windows(orig_model.config)
+    groups = prompts.groups if prompts.groups is not None and may_share else [""] * count
+    asked = [
+        PromptRow(prompt, group, new_tokens=new) for prompt, group, new in zip(ids, groups, max_new_tokens, strict=True)
+    ]
+    limits = BatchLimits(batching.batch_size, MAX_POSITIONS, max_cached_positions(orig_model))
     # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
     kind, together = kind_of(orig_model.config), rt if rt is not None and rt.topology.sharded else None
     prefix = SharedPrefix(orig_model)
     found: dict[int, Answer] = {}
     with plain_forward(orig_model):
-        for batch, new_prefix in turns(plan(sizes, limits), rt):
+        for batch, new_prefix in turns(plan(asked, limits), rt):
             prefix.move_to(batch.prefix if batch else (), in_step=together is not None and new_prefix)
             rows = [DecodedSequence(i, ids[i], max_new_tokens[i], stops[i]) for i in batch.rows] if batch else []
             inputs = _inputs(prompts.encoder_inputs, batch.rows, orig_model.device) if batch else {}
@@ -104,20 +100,6 @@ def generate(
                     row.take(token, prompts.stop_ids, tokenizer)
             found |= {row.index: row.answer(tokenizer) for row in rows}
     return gathered(found, rt)
-
-
-def _sizes(
-    orig_model: PreTrainedModel, ids: list[np.ndarray], groups: Sequence[str] | None, max_new_tokens: list[int]
-) -> list[RowSize]:
-    """Return what each prompt takes of a batch, after which prefix; `max_new_tokens`: of each prompt."""
-    # Padding lies between a prefix and its rows, and windows count it.
-    if groups is None or mixes_tokens(orig_model) or windows(orig_model.config):
-        groups = [""] * len(ids)
-    prefixes = shared_prefixes(ids, [len(prompt) - 1 for prompt in ids], groups)
-    return [
-        RowSize(len(prompt) - len(prefix), prefix, new_tokens=new)
-        for prompt, prefix, new in zip(ids, prefixes, max_new_tokens, strict=True)
-    ]
 
 
 def _inputs(encoder_inputs: EncoderInputs | None, rows: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:

@@ -154,9 +154,8 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
             lines = errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
             raise SandboxError(lines[-1] if in_time else f"no start in {limits.wall_seconds} s")
     passed = said == STARTED + nonce
-    return ProgramVerdict(
-        passed, "" if passed else failure_reason(said[1:], process.returncode, limits, in_time=in_time), seconds
-    )
+    reason = "" if passed else failure_reason(said[1:], process.returncode, limits, in_time=in_time)
+    return ProgramVerdict(passed, reason, seconds)
 
 
 def specification(root: str, group: Path | None, limits: ProgramLimits) -> str:

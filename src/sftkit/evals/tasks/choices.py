@@ -209,9 +209,8 @@ def judge_acc_norm(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) 
     scores = judge_acc(examples, outputs)
     for score, example, likelihoods in zip(scores, examples, outputs, strict=True):
         each = zip(likelihoods.sums, example.lengths, strict=True)
-        score["acc_norm"] = float(
-            _best([nats / length if length else -math.inf for nats, length in each]) in example.gold
-        )
+        best = _best([nats / length if length else -math.inf for nats, length in each])
+        score["acc_norm"] = float(best in example.gold)
     return scores
 
 

@@ -88,11 +88,11 @@ def _files(split: DatasetSplit, folder: Path) -> list[Path]:
     """Return the file of the best name that is there, or all parts of it: NAME-00000-of-00002.parquet, ..."""
     if not folder.is_dir():
         raise DataError(f"eval.data {folder}: no such folder (looked in {Path.cwd()})")
-    present = sorted(path for path in folder.iterdir() if path.is_file() and _suffix(path) is not None)
+    present = sorted(path for path in folder.iterdir() if path.is_file() and _unpacked(path).suffix in READERS)
     for name in split.files:
-        exact = [path for path in present if _stem(path) == name]
-        parts = [path for path in present if re.fullmatch(rf"{name}-\d+-of-\d+", _stem(path))]
-        samples = [path for path in present if re.fullmatch(rf"{name}_\d+", _stem(path))]
+        exact = [path for path in present if _unpacked(path).stem == name]
+        parts = [path for path in present if re.fullmatch(rf"{name}-\d+-of-\d+", _unpacked(path).stem)]
+        samples = [path for path in present if re.fullmatch(rf"{name}_\d+", _unpacked(path).stem)]
         files = exact or samples
         if len(files) > 1 or (parts and files):
             raise DataError(f"{folder}: which one is it? {_listed([*files, *parts])}: leave one there")
@@ -105,13 +105,8 @@ def _files(split: DatasetSplit, folder: Path) -> list[Path]:
     )
 
 
-def _suffix(path: Path) -> str | None:
-    suffix = Path(path.name.removesuffix(".gz")).suffix
-    return suffix if suffix in READERS else None
-
-
-def _stem(path: Path) -> str:
-    return Path(path.name.removesuffix(".gz")).stem
+def _unpacked(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".gz"))
 
 
 def _listed(paths: list[Path]) -> str:
@@ -124,7 +119,7 @@ def _load(files: list[Path]) -> list[dict[str, Any]]:
     """Read the rows of files of one kind. Streamed: nothing is copied into a cache."""
     import datasets
 
-    kind = READERS[_suffix(files[0]) or ""]
+    kind = READERS[_unpacked(files[0]).suffix]
     try:
         names = [str(file.resolve()) for file in files]
         return list(datasets.load_dataset(kind, data_files=names, split="train", streaming=True))
