@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import EvalConfig
 from sftkit.data import chat
-from sftkit.data.types import EncoderInputs, Examples
+from sftkit.data.types import Examples
 from sftkit.evals.results import Evaluated, Result, example_record, interval
 from sftkit.evals.task import Question
 from sftkit.generation.batching import Batching
@@ -31,12 +31,11 @@ def prompts_of(
 ) -> Prompts:
     """Return what asks for a text to the encoder's input of each of the first `num_prompts` documents: its first
     token, which no answer has."""
-    assert examples.encoder_inputs is not None
     return Prompts(
         [[orig_model.generation_config.decoder_start_token_id]] * num_prompts,
         chat.end_of_turn_ids(tokenizer),
         max_new_tokens,
-        encoder_inputs=EncoderInputs(examples.encoder_inputs.arrays, examples.encoder_inputs.index[:num_prompts]),
+        encoder_inputs=examples.encoder_inputs,
     )
 
 

@@ -82,8 +82,7 @@ def check_arguments(args: Namespace) -> None:
         ConfigError: which of them.
     """
     for name in ("max_examples", "batch_size", "max_new_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
+        if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
     if args.path in EVAL_TASKS and not Path(args.path).exists():
         raise ConfigError(

@@ -122,22 +122,21 @@ def stream(
     closed, failure = Event(), list[Exception]()
     # top_k is transformers' own default of 50 otherwise: what is asked for is all that decides
     drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-    arguments = {
-        "input_ids": prompt,
-        "attention_mask": torch.ones_like(prompt),
-        "max_new_tokens": sampling.max_new_tokens,
-        "eos_token_id": chat.end_of_turn_ids(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "streamer": streamer,
-        "stopping_criteria": [lambda ids, *_, **__: torch.full((len(ids),), closed.is_set(), device=ids.device)],
-        **(drawn if sampling.temperature > 0 else {"do_sample": False}),
-    }
     orig_model.eval()
     decode: Any = orig_model.generate
 
     def work() -> None:
         try:
-            decode(**arguments)
+            decode(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=sampling.max_new_tokens,
+                eos_token_id=chat.end_of_turn_ids(tokenizer),
+                pad_token_id=tokenizer.pad_token_id,
+                streamer=streamer,
+                stopping_criteria=[lambda ids, *_, **__: torch.full((len(ids),), closed.is_set(), device=ids.device)],
+                **(drawn if sampling.temperature > 0 else {"do_sample": False}),
+            )
         except Exception as error:
             failure.append(error)
         finally:

@@ -71,10 +71,9 @@ class FixedLayer(DynamicLayer):
         """Switch to steps of a fixed shape: each pass writes one position, at index `at` (int64 [1]), and reads
         the whole memory. What lies behind the `seen` positions is set to zero: uninitialized memory may hold NaN,
         which a mask does not remove."""
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys[:, :, seen:] = 0
-        self.values[:, :, seen:] = 0
+        for memory in (self.keys, self.values):
+            assert memory is not None
+            memory[:, :, seen:] = 0
         self.at = at
 
     def get_seq_length(self) -> int:

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from sftkit.generation.answer import Answer
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass
-from sftkit.generation.static_step import DecodingState, StaticStep
+from sftkit.generation.static_step import DecodingState, StaticStep, next_tokens
 from sftkit.models.kind import Continuation
 from sftkit.runtime.start import Runtime
 
@@ -123,18 +123,14 @@ class Decoding:
         """Run the model over the tokens that it has not read yet, and return the next token
         of each row, int64 [B, 1]."""
         start, end = self._seen, self._seen + self._next.shape[1]
-        read, model_kwargs = self._continuation
-        logits = read(
-            **model_kwargs,
+        self._seen = end
+        return next_tokens(
+            self._continuation,
             input_ids=self._next,
             attention_mask=self._mask[:, :end],
             position_ids=self._positions[:, start:end],
             past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        self._seen = end
-        return logits[:, -1].float().argmax(-1, keepdim=True)
+        )
 
     def _replayed(self) -> torch.Tensor:
         """Return the next token of each row, int64 [B, 1], by a step of a fixed shape that reads one token per row."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -54,6 +54,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream that steps are recorded on. There is one per device: what cuBLAS sets up for a stream, tens of
     MiB, stays as long as the process."""
     return torch.cuda.Stream(device)
+
+
+def next_tokens(continuation: Continuation, **inputs: Any) -> torch.Tensor:
+    """Run the model over tokens that it has not read yet, and return the next token of each row, int64 [B, 1]."""
+    read, model_kwargs = continuation
+    logits = read(**model_kwargs, **inputs, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1].float().argmax(-1, keepdim=True)
 
 
 class DecodingState(NamedTuple):
@@ -121,16 +128,13 @@ class StaticStep:
 
     def _compute(self) -> None:
         """Compute the next tokens [B, 1] in place, and move to the next position."""
-        read, model_kwargs = self._continuation
-        logits = read(
-            **model_kwargs,
+        tokens = next_tokens(
+            self._continuation,
             input_ids=self._tokens,
             attention_mask=(self._mask & (self._order <= self._at))[:, None, None],
             position_ids=self._positions.index_select(1, self._at),
             past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
             at=self._at,
-        ).logits
-        self._tokens.copy_(logits[:, -1].float().argmax(-1, keepdim=True))
+        )
+        self._tokens.copy_(tokens)
         self._at.add_(1)
