@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from sftkit.errors import DataError
 from sftkit.models import auto_classes
 from sftkit.models.kind import Continuation, ids_of
 from sftkit.models.structure import decoder, logit_softcap, output_projection
-from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
+from sftkit.ops.attention import documents_of, kernels_of, plain_attention
 from sftkit.ops.linear_cross_entropy import Head
 
 
@@ -43,7 +42,7 @@ def decoded(
     Args:
         module: the decoder, or one with some of its layers. inputs: its arguments by name, besides the documents.
     """
-    with dense_kernels() if backend == "sdpa" else nullcontext():
+    with kernels_of(backend):
         outputs = module(**_model_inputs(inputs, batch, backend, context_group), **without_router_logits(module))
     hidden = outputs.last_hidden_state
     assert isinstance(hidden, torch.Tensor)

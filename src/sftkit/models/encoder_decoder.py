@@ -7,7 +7,6 @@ A row of several documents has a place for the encoded input of each; boundaries
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.kind import Continuation
 from sftkit.models.structure import decoder, logit_softcap, output_projection
-from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
+from sftkit.ops.attention import documents_of, kernels_of, plain_attention
 from sftkit.ops.cross_attention import input_boundaries
 from sftkit.ops.linear_cross_entropy import Head
 
@@ -113,7 +112,7 @@ class EncoderDecoder(ABC):
     ) -> Tensor:
         """Return the decoder's last hidden states, [B, C, H]; texts of a row see neither each other
         nor each other's inputs."""
-        with dense_kernels() if backend == "sdpa" else nullcontext():
+        with kernels_of(backend):
             outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
         return self.scaled(orig_model, outputs.last_hidden_state)
 

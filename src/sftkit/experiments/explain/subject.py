@@ -26,7 +26,7 @@ from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.ops.attention import dense_kernels, plain_implementation
+from sftkit.ops.attention import kernels_of, plain_implementation
 from sftkit.ops.attention_choice import Execution, choose_backend
 from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.start import Runtime
@@ -131,7 +131,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         again,
         other,
         source=_source(config, cfg.model, orig_model),
-        around=dense_kernels if backend == "sdpa" else nullcontext,
+        around=partial(kernels_of, backend),
         trained=ProfiledStep(model, batches[0].to(rt.device), layout.dynamic),
         beside=_beside(orig_model),
     )
@@ -233,7 +233,7 @@ def _lengths(max_length: int) -> np.ndarray:
 def _call(model: ModelWithLoss, batch: Batch) -> ModuleCall:
     """Return the call of the decoder, with what the encoder, where there is one, has made of noise."""
     rows, columns = batch.shape
-    with torch.no_grad(), dense_kernels() if model.backend == "sdpa" else nullcontext():
+    with torch.no_grad(), kernels_of(model.backend):
         kwargs = model.kind.decoder_inputs(model.orig_model, batch, model.backend)
     return ModuleCall((), kwargs, f"{rows} x {columns}")
 
