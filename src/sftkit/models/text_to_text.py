@@ -58,10 +58,6 @@ class TextToText(EncoderDecoder):
         mask[1::2, length // 2 :] = False
         return EncoderInputs({IDS: ids, MASK: mask}, np.arange(documents))
 
-    def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
-        """Return no further files."""
-        return {}
-
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
         """Return data.max_length."""
         return length

@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import ModelConfig
 from sftkit.data.collate import Batch
 from sftkit.models.structure import embedding_of
-from sftkit.models.weights import load_model_weights
+from sftkit.models.weights import fill_with_memory, load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
-from sftkit.parallel.stages import StageModule, Stages, fill_with_memory, shard_stage, split_layers
+from sftkit.parallel.stages import StageModule, Stages, shard_stage, split_layers
 from sftkit.runtime.start import Runtime
 
 SCHEDULES: dict[str, Callable[..., Any]] = {

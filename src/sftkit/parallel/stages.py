@@ -169,12 +169,3 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, precision: str) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def fill_with_memory(stage: StageModule, device: torch.device) -> None:
-    """Allocate memory for shards of weights that are on the meta device; buffers stay as they are."""
-    # Private, as in models.weights.make_room: to_empty would leave buffers without the values that were computed (torch 2.13).
-    buffers = {id(module): dict(module._buffers) for module in stage.modules()}
-    stage.to_empty(device=device)
-    for module in stage.modules():
-        module._buffers.update(buffers[id(module)])
