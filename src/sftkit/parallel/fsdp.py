@@ -45,16 +45,15 @@ def make_meshes(topology: Topology, device_type: str) -> Meshes:
     if t.tensor > 1:
         whole = mesh((t.replicas, "replicas"), (t.shards, "shards"), (t.tensor, "tensor"))
         rest = mesh((t.replicas, "replicas"), (t.shards * t.tensor, "shards"))
-        return Meshes(_without_one_replica(whole, t), _without_one_replica(rest, t), whole["tensor"], None)
+        return Meshes(without_one_replica(whole, t), without_one_replica(rest, t), whole["tensor"], None)
     whole = mesh((t.replicas, "replicas"), (t.shards * t.context, "shards"))
-    blocks = _without_one_replica(whole, t)
-    if t.context == 1:
-        return Meshes(blocks, blocks, None, None)
-    context = mesh((t.replicas * t.shards, "rows"), (t.context, "context"))["context"]
+    blocks = without_one_replica(whole, t)
+    context = mesh((t.replicas * t.shards, "rows"), (t.context, "context"))["context"] if t.context > 1 else None
     return Meshes(blocks, blocks, None, context)
 
 
-def _without_one_replica(mesh: DeviceMesh, topology: Topology) -> DeviceMesh:
+def without_one_replica(mesh: DeviceMesh, topology: Topology) -> DeviceMesh:
+    """Return the dimensions of a mesh that weights are sharded and replicated over: [shards] or [replicas, shards]."""
     return mesh["shards"] if topology.replicas == 1 else mesh["replicas", "shards"]
 
 
@@ -78,8 +77,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         )
     if meshes.tensor is not None:
         shard_matrices(orig_model, blocks, meshes.tensor)
-    reduce_dtype = torch.float32 if precision == "bf16" else None
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    policy = policy_of(precision)
     keep = sharding.keep_weights
     for block in blocks:
         fully_shard(block, mesh=meshes.blocks, mp_policy=policy, reshard_after_forward=not keep)
@@ -88,9 +86,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         sharded = fully_shard(module, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=not keep)
         sharded.set_unshard_in_backward(False)
     fully_shard(orig_model, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=False)
-    for fsdp_module in fsdp_modules(orig_model):
-        fsdp_module.set_gradient_divide_factor(1.0)
-        fsdp_module.set_force_sum_reduction_for_comms(True)
+    add_up_gradients(orig_model)
     orig_model._sharding = sharding  # type: ignore[assignment]
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
@@ -98,6 +94,18 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         _gather_in(output_projection(orig_model), model, "sums_of_chosen")
     for before, after in itertools.pairwise(blocks):
         before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
+
+
+def policy_of(precision: str) -> MixedPrecisionPolicy:
+    """Return the policy for weights of this precision: gradients are summed in fp32."""
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if precision == "bf16" else None, cast_forward_inputs=False)
+
+
+def add_up_gradients(model: torch.nn.Module) -> None:
+    """Let the exchange of a sharded model add gradients up, undivided."""
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -27,6 +27,7 @@ from sftkit.models.weights import fill_with_memory, load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
+from sftkit.parallel.fsdp import without_one_replica
 from sftkit.parallel.stages import StageModule, Stages, shard_stage, split_layers
 from sftkit.runtime.start import Runtime
 
@@ -86,14 +87,10 @@ class Pipelined(torch.nn.Module):
         except RuntimeError as error:  # torch's own words about shapes, with what was raised behind them
             raise error.__cause__ or error from None
         self._exchange()
-        totals_of_batches = self.stages[-1].totals
-        for each in totals_of_batches:
+        found = self.stages[-1].totals
+        for each in found:
             totals.add_(each)
-        return (
-            torch.stack([each[LOSS] for each in totals_of_batches])
-            if totals_of_batches
-            else totals.vector.new_zeros(count)
-        )
+        return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
 
     def seconds(self, batch: Batch, divisor: int) -> list[float]:
         """Return the seconds that each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
@@ -185,15 +182,6 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _shards(rt: Runtime) -> DeviceMesh:
-    """Return the mesh that the weights of a stage are sharded over; every rank calls it."""
-    t = rt.topology
-    whole = init_device_mesh(
-        rt.device.type, (t.stages, t.replicas, t.shards), mesh_dim_names=("stages", "replicas", "shards")
-    )
-    return whole["shards"] if t.replicas == 1 else whole["replicas", "shards"]
-
-
 def into_stages(
     model: ModelWithLoss, source: ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
 ) -> Pipelined:
@@ -209,7 +197,9 @@ def into_stages(
     placement = split_layers(orig_model, layers, rt.topology, rt.device)
     stages = [StageModule(model, layers, number) for number in placement.own]
     if rt.topology.sharded:
-        mesh = _shards(rt)
+        t, names = rt.topology, ("stages", "replicas", "shards")
+        whole = init_device_mesh(rt.device.type, (t.stages, t.replicas, t.shards), mesh_dim_names=names)
+        mesh = without_one_replica(whole, t)
         for stage in stages:
             shard_stage(stage, mesh, rt.precision)
             if empty:

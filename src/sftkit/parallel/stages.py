@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from sftkit.config.topology import Topology
@@ -24,6 +24,7 @@ from sftkit.models.stages import Stages
 from sftkit.models.structure import decoder, decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
+from sftkit.parallel.fsdp import add_up_gradients, policy_of
 
 
 def split_layers(
@@ -159,13 +160,8 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, precision: str) -> None:
         mesh: [shards] or [replicas, shards].
         precision: of the weights.
     """
-    policy = MixedPrecisionPolicy(
-        reduce_dtype=torch.float32 if precision == "bf16" else None, cast_forward_inputs=False
-    )
+    policy = policy_of(precision)
     for block in stage.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    add_up_gradients(stage)

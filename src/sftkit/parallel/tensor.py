@@ -106,8 +106,7 @@ def check_divides(orig_model: PreTrainedModel, size: int, *names: str) -> None:
     """
     config = orig_model.config.get_text_config()
     for name in names:
-        number = getattr(config, name)
-        if number % size:
+        if (number := getattr(config, name)) % size:
             raise ConfigError(
                 f"parallelism_config_tp_size={size} does not divide the model's {name}, {number}: take a size that does"
             )
@@ -119,12 +118,7 @@ def check_known(block: torch.nn.Module, size: int, known: Collection[str]) -> No
     Raises:
         ConfigError: the modules.
     """
-    modules = block.named_modules()
-    odd = [
-        name
-        for name, module in modules
-        if name not in known and next(module.parameters(recurse=False), None) is not None
-    ]
+    odd = [name for name, m in block.named_modules() if name not in known and list(m.parameters(recurse=False))]
     if odd:
         raise ConfigError(
             f"parallelism_config_tp_size={size}: a block has {', '.join(odd)}, which the tensor-parallel plan does not "
@@ -134,9 +128,7 @@ def check_known(block: torch.nn.Module, size: int, known: Collection[str]) -> No
 
 def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, param in list(module.named_parameters(recurse=False)):
-        along = placement
-        if name == "bias" and placement == Shard(1):
-            along = Replicate()
+        along = Replicate() if name == "bias" and placement == Shard(1) else placement
         distributed = distribute_tensor(param.data, mesh, [along], src_data_rank=None)
         module.register_parameter(name, torch.nn.Parameter(distributed, requires_grad=param.requires_grad))
 
