@@ -56,11 +56,7 @@ log = logging.getLogger(__name__)
 
 
 def build(
-    cfg: Config,
-    training: Training,
-    rt: Runtime,
-    run_dir: Path,
-    on_plan: Callable[[MemoryPlan], None] = lambda _: None,
+    cfg: Config, training: Training, rt: Runtime, run_dir: Path, on_plan: Callable[[MemoryPlan], None] = lambda _: None
 ) -> Blocks:
     """Turn a model into an engine, in the one order that works; every rank calls it.
 

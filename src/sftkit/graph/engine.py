@@ -50,11 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def build(
-    cfg: Config,
-    training: Training,
-    rt: Runtime,
-    run_dir: Path,
-    on_plan: Callable[[MemoryPlan], None] = lambda _: None,
+    cfg: Config, training: Training, rt: Runtime, run_dir: Path, on_plan: Callable[[MemoryPlan], None] = lambda _: None
 ) -> GraphEngine:
     """Turn a model into an engine; every rank calls it. Where there are several processes its weights are sharded.
 

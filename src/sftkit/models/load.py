@@ -68,12 +68,7 @@ def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigErro
 
 
 def load_model(
-    model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    precision: str = "fp32",
-    *,
-    empty: bool = False,
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32", *, empty: bool = False
 ) -> PreTrainedModel:
     """Load or make the model with room for every token, its weights in the precision of the run: bf16 or fp32.
 
@@ -230,10 +225,7 @@ def _unknown_type(scratch: dict[str, object]) -> str | None:
 
 
 def from_scratch(
-    fields: dict[str, object],
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    precision: str = "fp32",
+    fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32"
 ) -> PreTrainedModel:
     """Make a model with random weights from a transformers config; vocabulary and special ids come from the tokenizer.
 

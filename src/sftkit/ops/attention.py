@@ -9,7 +9,7 @@ boundaries as the mask of its layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from sftkit.ops.cross_attention import bidirectional_attention
 from sftkit.ops.flash import document_attention
 from sftkit.ops.gather_rows import gather_rows
 from sftkit.ops.scores import Scores
+from sftkit.runtime.replaced import replaced
 
 _NAME = "sftkit"
 DENSE_KERNELS = [
@@ -289,16 +290,12 @@ def kernels_of(backend: str) -> AbstractContextManager[None]:
 @contextmanager
 def short_windows(orig_model: PreTrainedModel) -> Iterator[None]:
     """Make every sliding window of the model three positions long within the context, in its config and in its layers."""
-    owners: list[Any] = [orig_model.config.get_text_config(), *orig_model.modules()]
-    sizes = [(owner, getattr(owner, "sliding_window", None)) for owner in owners]
-    before = [(owner, size) for owner, size in sizes if type(size) is int and size > 0]
-    try:
-        for owner, _ in before:
-            owner.sliding_window = 3
+    with ExitStack() as stack:
+        for owner in (orig_model.config.get_text_config(), *orig_model.modules()):
+            size = getattr(owner, "sliding_window", None)
+            if type(size) is int and size > 0:
+                stack.enter_context(replaced(owner, "sliding_window", 3))
         yield
-    finally:
-        for owner, value in before:
-            owner.sliding_window = value
 
 
 def windows(config: PreTrainedConfig) -> bool:

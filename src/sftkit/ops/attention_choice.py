@@ -18,7 +18,7 @@ from sftkit.errors import ConfigError
 from sftkit.ops import flash
 from sftkit.ops.attention import kernels_of, relative_positions, windows
 from sftkit.ops.flex import FLEX_BLOCK
-from sftkit.rundir.files import replace_shared
+from sftkit.rundir.files import read_object, replace_shared
 from sftkit.runtime.hardware import user_cache
 from sftkit.runtime.start import Runtime
 
@@ -91,11 +91,7 @@ def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, e
 
 
 def unsupported_reason(
-    backend: str,
-    orig_model: PreTrainedModel,
-    layout: Layout,
-    device: torch.device,
-    execution: Execution,
+    backend: str, orig_model: PreTrainedModel, layout: Layout, device: torch.device, execution: Execution
 ) -> str | None:
     """Return why a backend cannot serve a run, None if it can."""
     config = orig_model.config.get_text_config()
@@ -159,7 +155,7 @@ def _measured(
     length = max(2 * row_length // layout.docs_per_row, 1) if layout.kind == "packed" else row_length
     shape = (heads, heads // groups, head_dim, rows, row_length, length)
     key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {'/'.join(backends)}, {shape}"
-    cached = read_cache()
+    cached: dict[str, dict[str, float]] = read_object(cache_file())
     if key not in cached:
         times = {}
         for name in backends:
@@ -174,17 +170,8 @@ def _measured(
     return cached[key]
 
 
-def read_cache() -> dict[str, dict[str, float]]:
-    """Return milliseconds by backend, by machine and shape; empty if there is no file that can be read."""
-    try:
-        found = json.loads(cache_file().read_text())
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
 def write_cache(values: dict[str, dict[str, float]]) -> None:
-    """Write what read_cache reads; a disk that refuses it costs a warning."""
+    """Write milliseconds by backend, by machine and shape; a disk that refuses it costs a warning."""
     path = cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

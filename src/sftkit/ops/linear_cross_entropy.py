@@ -7,8 +7,9 @@ Letters: N rows of hidden states, H their width, V the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.collate import IGNORE
+from sftkit.runtime.replaced import replaced
 
 
 class Head(NamedTuple):
@@ -58,16 +60,10 @@ _operator = False
 "Whether linear_nll calls its computation as one operator."
 
 
-@contextmanager
-def loss_as_operator() -> Iterator[None]:
+def loss_as_operator() -> AbstractContextManager[None]:
     """Make the chunks of a batch one operator for whoever traces within the context: no graph
     has their loop or kernel."""
-    global _operator
-    before, _operator = _operator, True
-    try:
-        yield
-    finally:
-        _operator = before
+    return replaced(sys.modules[__name__], "_operator", value=True)
 
 
 # Not compiled: the loss stays outside the compiler's graphs (compile.contract.compile_model).

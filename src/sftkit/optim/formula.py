@@ -102,11 +102,7 @@ def adamw(old: WeightAndMoments, grad: torch.Tensor, scalars: Scalars, corrected
 
 
 def update_exact(
-    stored: WeightAndMoments,
-    rounded: torch.Tensor | None,
-    grad: torch.Tensor,
-    by: Coefficients,
-    bits: RandomBits,
+    stored: WeightAndMoments, rounded: torch.Tensor | None, grad: torch.Tensor, by: Coefficients, bits: RandomBits
 ) -> None:
     """Update flat fp32 weight and moments in place; `rounded`, the bf16 parameter of a master weight, follows.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,15 +99,6 @@ class Pipelined(torch.nn.Module):
             found[stage.number] = stage_seconds(stage, self.model, batch, divisor)
         dist.all_reduce(found, group=self.placement.group)
         return found.tolist()
-
-    @contextmanager
-    def exchanging(self, *, exchanges: bool) -> Iterator[None]:
-        """Add up the gradients of ranks that hold the same layers, or let each keep its own, within the context."""
-        before, self.exchanges = self.exchanges, exchanges
-        try:
-            yield
-        finally:
-            self.exchanges = before
 
     def _schedule_of(self, batch: Batch, num_micro_batches: int) -> Any:
         """Return torch's schedule for so many micro-batches of this shape; it has the memory for what arrives."""

@@ -8,8 +8,8 @@ checks, turns that off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks
+from sftkit.runtime.replaced import replaced
 
 TENSOR_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose blocks have the layers below and no other."
@@ -41,19 +42,13 @@ class Activations:
         return Shard(1) if self.sequence_parallel else Replicate()
 
 
-@contextmanager
-def without_sequence_parallel(orig_model: PreTrainedModel) -> Iterator[None]:
+def without_sequence_parallel(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
     """Give every rank of a group all positions of its rows within the context: inputs of any length, as in decoding. A
     model without tensor parallelism stays as it is."""
     activations = getattr(orig_model, "_activations", None)
     if not isinstance(activations, Activations):
-        yield
-        return
-    before, activations.sequence_parallel = activations.sequence_parallel, False
-    try:
-        yield
-    finally:
-        activations.sequence_parallel = before
+        return nullcontext()
+    return replaced(activations, "sequence_parallel", value=False)
 
 
 def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mesh: DeviceMesh) -> None:
