@@ -9,7 +9,6 @@ import numpy as np
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
 
 from sftkit.config.schema import DataConfig
 from sftkit.data.types import EncoderInputs, Examples
@@ -73,21 +72,13 @@ class TextToText(EncoderDecoder):
         given = self.plain_inputs(orig_model, inputs)
         encoded = orig_model.get_encoder()(**given).last_hidden_state
 
-        def read(
-            *,
-            input_ids: Tensor,
-            attention_mask: Tensor,
-            past_key_values: Cache,
-            encoded: Tensor,
-            seen: Tensor,
-            **_: Any,
-        ) -> Any:
+        def read(*, encoded: Tensor, seen: Tensor, **call: Any) -> Any:
             return orig_model(
                 encoder_outputs=(encoded,),
                 attention_mask=seen,
-                decoder_input_ids=input_ids,
-                decoder_attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                decoder_input_ids=call["input_ids"],
+                decoder_attention_mask=call["attention_mask"],
+                past_key_values=call["past_key_values"],
                 use_cache=True,
             )
 

@@ -69,8 +69,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
     )
     absent = tuple(token for token in tokens if token not in vocabulary)
     if absent:
-        grown = tokenizer.get_vocab()
-        ids = tuple(grown[token] for token in absent)
+        ids = tuple(map(tokenizer.get_vocab().__getitem__, absent))
         setattr(tokenizer, _ADDED, AddedTokens(absent, ids, max(vocabulary.values()) + 1))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,8 +47,3 @@ def as_sharded(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         return shard
     mesh, placements = param.device_mesh, param.placements
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
-
-
-def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor of this shape, in elements."""
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.ops.dtensor import contiguous_strides, local, local_region
+from sftkit.ops.dtensor import local, local_region
 from sftkit.optim.adamw_fused import FusedAdamW
 from sftkit.optim.formula import (
     Coefficients,
@@ -55,8 +55,7 @@ def first_element(param: torch.Tensor) -> int:
     """
     if not isinstance(param, DTensor):
         return 0
-    region = local_region(param)
-    return sum(start * stride for (start, _), stride in zip(region, contiguous_strides(param.shape), strict=True))
+    return sum(start * stride for (start, _), stride in zip(local_region(param), param.stride(), strict=True))
 
 
 def no_updates(param: torch.Tensor) -> torch.Tensor:
