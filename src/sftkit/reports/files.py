@@ -48,6 +48,11 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def passed(check: dict[str, Any]) -> bool | None:
+    """Return whether a check of proof.json passed; None: it was not made."""
+    return check["ok"] if isinstance(check.get("ok"), bool) else None
+
+
 def read_json(path: Path, notes: list[str], *, optional: bool = False) -> Any:
     """Return a file's JSON, null where it cannot be read; `notes` then says why, unless the file
     is `optional` and missing."""

@@ -6,10 +6,10 @@ from typing import Any
 
 from sftkit.reports.charts import Series, ValueAxis, interval_chart
 from sftkit.reports.components import figure, html_table, section, value_text
-from sftkit.reports.evaluated import is_part, standing
+from sftkit.reports.evaluated import EVALUATION_COLUMNS, is_part, standing
 from sftkit.reports.files import Report, Rows
 from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import NONE, format_value
+from sftkit.reports.numbers import NONE, format_value, interval
 
 _MAX_CHARTS = 12
 
@@ -65,16 +65,20 @@ def _evaluation_table(report: Report) -> Html:
     newest = standing(report)
     other = report["against"] and others_at(newest, report["against"])
     moved = any(first.get((row["task"], row["metric"]), row)["step"] != row["step"] for row in newest)
-    head = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
-    head += (["first"] if moved else []) + (["other run"] if other else [])
+    head = EVALUATION_COLUMNS + ["first"] * moved + ["other run"] * bool(other)
     cells = []
     for row in newest:
         key = (row["task"], row["metric"])
-        interval = (
-            f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None and row["high"] is not None else NONE
-        )
         step = f"{format_value(row['step'])}, final" if row.get("final") else row["step"]
-        cell = [_task(key[0]), key[1], _share(row["value"]), interval, row["chance"], row["examples"], step]
+        cell = [
+            _task(key[0]),
+            key[1],
+            _share(row["value"]),
+            interval(row) or NONE,
+            row["chance"],
+            row["examples"],
+            step,
+        ]
         cell += [_share(first.get(key, {}).get("value"))] if moved else []
         cell += [other[key]] if other else []
         cells.append(cell)
@@ -124,9 +128,7 @@ def _over_steps(report: Report) -> list[Html]:
 
 def _eval_series(rows: Rows, label: str, *, other: bool) -> Series:
     """Return the line of a task over the steps; intervals for this run only."""
-    bars = [
-        (row["step"], row["low"], row["high"]) for row in rows if row["low"] is not None and row["high"] is not None
-    ]
+    bars = [(row["step"], row["low"], row["high"]) for row in rows if interval(row)]
     return Series(label, [(row["step"], row["value"]) for row in rows], 0, other, () if other else bars)
 
 

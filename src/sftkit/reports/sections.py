@@ -8,7 +8,7 @@ from typing import Any
 from sftkit.reports.charts import Series, ValueAxis
 from sftkit.reports.components import CheckRow, check_table, facts, figure, html_table, points, section, value_text
 from sftkit.reports.experts import experts
-from sftkit.reports.files import Report, Rows, mapping, on_cpu
+from sftkit.reports.files import Report, Rows, mapping, on_cpu, passed
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import format_value
 
@@ -56,7 +56,7 @@ def proof(report: Report) -> Html:
         return section(
             "proof", "Proof", lead="This run has no proof.json: it made no checks of itself, or ended before."
         )
-    states = [row.get("ok") if isinstance(row.get("ok"), bool) else None for row in rows]
+    states = [passed(row) for row in rows]
     failed = [value_text(row.get("name")) for row, ok in zip(rows, states, strict=True) if ok is False]
     unknown = states.count(None)
     words = [f"{states.count(True)} of {len(rows)} checks pass"]
