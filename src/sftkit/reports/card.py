@@ -84,7 +84,9 @@ def _header(report: Report, kept: Mapping[str, str]) -> str:
         tags=["sftkit"],
         model_name=name if results else None,
         eval_results=results or None,
-        **{key: kept.get(key) for key in LICENCE},
+        license=kept.get("license"),
+        license_name=kept.get("license_name"),
+        license_link=kept.get("license_link"),
     )
     return data.to_yaml().strip()
 

@@ -102,15 +102,9 @@ def line_chart(
     ends = _range(min(values), max(values), 0.06, zero=axis.zero, log=axis.log)
     y = Axis(*ends, height - BOTTOM, TOP, axis.log)
     across = _line(LEFT, y(level), width - RIGHT, y(level), "level") if level is not None else None
-    return _drawing(
-        width,
-        height,
-        label,
-        _grid(x, y, width, height),
-        el("text", "step", x=width - RIGHT, y=height - 4, class_="axis", text_anchor="end"),
-        across,
-        [_series(one, x, y, line_class(one, shown)) for one in shown],
-    )
+    step = el("text", "step", x=width - RIGHT, y=height - 4, class_="axis", text_anchor="end")
+    lines = [_series(one, x, y, line_class(one, shown)) for one in shown]
+    return _drawing(width, height, label, _grid(x, y, width, height), step, across, lines)
 
 
 def _range(low: float, high: float, room: float, *, zero: bool = False, log: bool = False) -> tuple[float, float]:
@@ -166,17 +160,11 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     few = len(known) <= 24
     stride = -(-len(known) // _MAX_TITLES)
     told = known[::stride] + ([known[-1]] if (len(known) - 1) % stride else [])
-    dots = [
-        el(
-            "circle",
-            el("title", f"{one.label}, step {format_value(step)}: {format_value(value)}"),
-            cx=x(step),
-            cy=y(value),
-            r=2.6 if few else 5,
-            class_="dot" if few else "dot hidden",
-        )
-        for step, value in told
-    ]
+    radius, dot = (2.6, "dot") if few else (5, "dot hidden")
+    dots = []
+    for step, value in told:
+        title = el("title", f"{one.label}, step {format_value(step)}: {format_value(value)}")
+        dots.append(el("circle", title, cx=x(step), cy=y(value), r=radius, class_=dot))
     bars = [_line(x(step), y(low), x(step), y(high), "bar") for step, low, high in one.intervals]
     lines = [el("polyline", points=" ".join(segment)) for segment in segments if len(segment) > 1]
     return el("g", bars, lines, dots, class_=kind)
@@ -201,31 +189,27 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
         return x(min(max(value, x.low), x.high))
 
     # The grid, with its values below.
-    parts = [
-        join(
-            _line(x(v), 6, x(v), height - 24, "base" if lowest and not v else "grid"),
-            el("text", text, x=x(v), y=height - 8, class_="tick", text_anchor="middle"),
-        )
-        for v, text in zip(grid, axis_texts(grid), strict=True)
-    ]
+    parts = []
+    for v, text in zip(grid, axis_texts(grid), strict=True):
+        parts.append(_line(x(v), 6, x(v), height - 24, "base" if lowest and not v else "grid"))
+        parts.append(el("text", text, x=x(v), y=height - 8, class_="tick", text_anchor="middle"))
     # A row for each task.
     for index, row in enumerate(shown):
         at = 6 + pitch * (index + 0.5)
         name = str(row["name"])
-        parts.append(
-            el(
-                "g",
-                el("title", interval_text(row)),
-                el("text", name if len(name) <= 20 else name[:19] + "…", x=left - 8, y=at + 4, text_anchor="end"),
-                _line(clamped(row["low"]), at, clamped(row["high"]), at, "bar") if interval(row) else None,
-                _line(clamped(row["chance"]), at - 7, clamped(row["chance"]), at + 7, "chance")
-                if row.get("chance") is not None
-                else None,
-                el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot"),
-                el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end"),
-                class_="s0",
-            )
-        )
+        drawn = [
+            el("title", interval_text(row)),
+            el("text", name if len(name) <= 20 else name[:19] + "…", x=left - 8, y=at + 4, text_anchor="end"),
+        ]
+        if interval(row):
+            drawn.append(_line(clamped(row["low"]), at, clamped(row["high"]), at, "bar"))
+        if row.get("chance") is not None:
+            drawn.append(_line(clamped(row["chance"]), at - 7, clamped(row["chance"]), at + 7, "chance"))
+        drawn += [
+            el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot"),
+            el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end"),
+        ]
+        parts.append(el("g", drawn, class_="s0"))
     return _drawing(width, height, label, parts)
 
 

@@ -250,7 +250,9 @@ def curves_of(rows: Rows) -> dict[str, Curve]:
     curves: dict[str, dict[float, float | None]] = {}
     for row in rows:
         step = drawable_number(row.get("step"))
-        for name, value in row.items() if step is not None else ():
+        if step is None:
+            continue
+        for name, value in row.items():
             if name not in ("step", "time") and (value is None or drawable_number(value) is not None):
                 curves.setdefault(name, {})[step] = drawable_number(value)
     return {name: [[step, points[step]] for step in sorted(points)] for name, points in curves.items()}

@@ -101,6 +101,11 @@ def scroll(content: Html) -> Html:
     return el("div", content, class_="scroll")
 
 
+def folded(title: str, *parts: Any) -> Html:
+    """Return parts that a click on the title shows."""
+    return el("details", el("summary", title), *parts)
+
+
 def facts(values: dict[str, Any], caption: str | None = None) -> Html | None:
     """Return names and values in two columns; values may be of any kind."""
     if not values:
