@@ -174,11 +174,6 @@ def _key(label: str, line: Html, kind: str | None = None) -> Html:
     return el("span", el("svg", line, viewBox="0 0 26 8", aria_hidden="true", class_=kind), label)
 
 
-def points(curve: Any, scale: float = 1.0) -> list[tuple[float, float | None]]:
-    """Return a curve of report.json as points of a chart, values times `scale`."""
-    return [(step, value * scale if value is not None else None) for step, value in curve or []]
-
-
 def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any]]]:
     """Return (titles, cells) of the columns that any row has."""
     present = [key for key in names if any(row.get(key) is not None for row in rows)]

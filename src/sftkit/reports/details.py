@@ -194,8 +194,8 @@ def compiler(report: Report) -> Html:
         html_table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
         html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
     )
-    columns = el("div", facts(counts, "Graphs"), tables, class_="two")
-    return section("compile", "Compiler", columns, reasons, lead=report["compiling"])
+    both = el("div", facts(counts, "Graphs"), tables, class_="two")
+    return section("compile", "Compiler", both, reasons, lead=report["compiling"])
 
 
 def events(report: Report) -> Html:

@@ -7,17 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.reports.charts import Series, ValueAxis
-from sftkit.reports.components import (
-    CheckRow,
-    check_table,
-    facts,
-    figure,
-    folded,
-    html_table,
-    points,
-    section,
-    value_text,
-)
+from sftkit.reports.components import CheckRow, check_table, facts, figure, folded, html_table, section, value_text
 from sftkit.reports.experts import experts
 from sftkit.reports.files import Report, Rows, mapping, on_cpu, passed
 from sftkit.reports.markup import Html, el
@@ -124,13 +114,14 @@ def each(report: Report) -> str:
 
 
 def _series(report: Report, names: Sequence[tuple[str, str]], scale: float = 1.0) -> list[Series]:
-    """Return the lines of these metrics, for each run."""
+    """Return the lines of these metrics, for each run; values times `scale`."""
     found = []
     for run in (report, report["against"]) if report["against"] else (report,):
         of_run = f", {run['run']['name']}" if report["against"] else ""
         for style, (name, label) in enumerate(names):
-            drawn = points(run["curves"].get(name), scale)
-            found.append(Series(f"{label}{of_run}", drawn, style, other=run is not report))
+            curve = run["curves"].get(name, [])
+            points = [(step, value * scale if value is not None else None) for step, value in curve]
+            found.append(Series(f"{label}{of_run}", points, style, other=run is not report))
     return found
 
 
