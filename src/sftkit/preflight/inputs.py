@@ -70,15 +70,8 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
             known.
     """
     first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
-    return [
-        *first,
-        _tokenizer,
-        _chat_template,
-        *data_rules(stage),
-        _resume,
-        _eval_data,
-        partial(evaluated.best, stage=stage),
-    ]
+    last = _resume, _eval_data, partial(evaluated.best, stage=stage)
+    return [*first, _tokenizer, _chat_template, *data_rules(stage), *last]
 
 
 def data_rules(stage: str | None) -> list[Rule]:

@@ -86,8 +86,7 @@ def runs(values: np.ndarray) -> list[tuple[int, int]]:
     Args:
         values: [n], not empty.
     """
-    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
-    return list(pairwise(edges))
+    return list(pairwise([0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]))
 
 
 def preview_title(preview: Preview) -> str:
@@ -128,23 +127,17 @@ def preflight_console() -> Console:
 def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
     """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets stand in for them."""
     plain = console.no_color or not console.is_terminal
-    for line in [
-        *preflight.lines(analysis),
-        f"{'memory':<10}{memory_text(analysis)}",
-        f"{'disk':<10}{disk_text(analysis)}",
-    ]:
+    costs = f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"
+    rows = [f"{'rows':<10}{line}" for line in preflight.finding_lines(analysis)]
+    for line in (*preflight.lines(analysis), *costs, *rows):
         console.print(line, markup=False, soft_wrap=True)
-    for line in preflight.finding_lines(analysis):
-        console.print(f"{'rows':<10}{line}", markup=False, soft_wrap=True)
     for warning in analysis["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     console.print(f"\n{_histogram(analysis['lengths'])}\n", markup=False, soft_wrap=True)
     console.print(layout_table(analysis, console.width))
     if samples:
-        legend = (
-            "[[targets]] <<|special|>>" if plain else "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
-        )
-        console.print(f"\n{legend}", markup=not plain)
+        coloured = "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
+        console.print(f"\n{'[[targets]] <<|special|>>' if plain else coloured}", markup=not plain)
     for sample in samples:
         console.print(preview_text(sample, brackets=plain), soft_wrap=True)
 
@@ -162,14 +155,10 @@ def memory_text(analysis: dict[str, Any]) -> str:
     if memory is None:
         return "unknown: the sizes of the model are"
     least = memory["estimated_gib"] / 200  # what would not show in the sum is left out
-    parts = ", ".join(
-        f"{name.replace('_', ' ')} {preflight.size_text(gib)}"
-        for name, gib in memory["parts_gib"].items()
-        if gib >= least > 0
-    )
-    size = (
-        f" of {memory['gpu_gib']:.1f} GiB" if memory["gpu_gib"] else " (none is here; --gpu-gib compares it with one)"
-    )
+    shown = {name.replace("_", " "): gib for name, gib in memory["parts_gib"].items() if gib >= least > 0}
+    parts = ", ".join(f"{name} {preflight.size_text(gib)}" for name, gib in shown.items())
+    gpu = memory["gpu_gib"]
+    size = f" of {gpu:.1f} GiB" if gpu else " (none is here; --gpu-gib compares it with one)"
     total = preflight.size_text(memory["estimated_gib"])
     count = memory["processes"]
     where = "one GPU" if count == 1 else f"each of {count} GPUs ({memory['topology']})"
