@@ -28,27 +28,12 @@ from sftkit.reports.files import (
 from sftkit.reports.numbers import format_value
 from sftkit.reports.pays import own_words
 from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
+from sftkit.rundir import names
 from sftkit.rundir.killed import as_killed
-from sftkit.rundir.names import (
-    CONFIG,
-    ENVIRONMENT,
-    EVALS,
-    EVENTS,
-    EXPERTS,
-    METRICS_FILE,
-    PREFLIGHT,
-    PROOF,
-    REPORT,
-    SAMPLES,
-    STATUS,
-    SUMMARY,
-    is_archived,
-    step_of,
-)
 
 Curve = list[list[float | None]]
 """[step, value or null] in order of the steps."""
-MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS_FILE)
+MARKS_OF_A_RUN = (names.CONFIG, names.STATUS, names.METRICS_FILE)
 "Files of which a run directory has at least one."
 MAX_RUNS = 5
 "Maximum number of runs that a message names."
@@ -131,7 +116,7 @@ def newest_run_under(root: Path) -> Path:
 
 def _is_left_over(path: Path) -> bool:
     """Return whether a file is of an archived run, or in a dashboard's own folder."""
-    return is_archived(path) or "wandb" in path.parts
+    return names.is_archived(path) or "wandb" in path.parts
 
 
 def run_of(folder: Path) -> Path | None:
@@ -145,22 +130,22 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     check_run(run_dir)
     # Every file of the run; `notes` says what cannot be read.
     notes: list[str] = []
-    settings = read_settings(run_dir / CONFIG, notes)
-    status = as_killed(run_dir, mapping(read_json(run_dir / STATUS, notes)))
-    environment = mapping(read_json(run_dir / ENVIRONMENT, notes))
-    summary = mapping(read_json(run_dir / SUMMARY, notes))
-    proof = mapping(read_json(run_dir / PROOF, notes))
-    preflight = mapping(read_json(run_dir / PREFLIGHT, notes))
-    metrics = read_rows(run_dir / METRICS_FILE, notes)
-    evals = read_rows(run_dir / EVALS, notes, optional=True)
-    samples = read_rows(run_dir / SAMPLES, notes, optional=True)
-    events = read_rows(run_dir / EVENTS, notes, optional=True)
+    settings = read_settings(run_dir / names.CONFIG, notes)
+    status = as_killed(run_dir, mapping(read_json(run_dir / names.STATUS, notes)))
+    environment = mapping(read_json(run_dir / names.ENVIRONMENT, notes))
+    summary = mapping(read_json(run_dir / names.SUMMARY, notes))
+    proof = mapping(read_json(run_dir / names.PROOF, notes))
+    preflight = mapping(read_json(run_dir / names.PREFLIGHT, notes))
+    metrics = read_rows(run_dir / names.METRICS_FILE, notes)
+    evals = read_rows(run_dir / names.EVALS, notes, optional=True)
+    samples = read_rows(run_dir / names.SAMPLES, notes, optional=True)
+    events = read_rows(run_dir / names.EVENTS, notes, optional=True)
     # What follows from them.
     folder = checkpoint(run_dir)
     full = curves_of(metrics) | curves_of(evals)
     last = {name: points[-1][1] for name, points in full.items()}
     world_size = drawable_number(environment.get("world_size"))
-    saved = step_of(folder.name) if folder else None
+    saved = names.step_of(folder.name) if folder else None
     last_step = float(saved) if saved is not None else drawable_number(status.get("step")) or 0.0
     report = {
         "run": {
@@ -187,7 +172,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "evaluations": evaluations(run_dir, evals, notes),
         "final": final_evaluation(run_dir, last_step, notes),
         "samples": newest_samples(samples),
-        "experts": load_of(mapping(read_json(run_dir / EXPERTS, notes, optional=True))),
+        "experts": load_of(mapping(read_json(run_dir / names.EXPERTS, notes, optional=True))),
         "preflight": preflight,
         "events": events,
         "config": settings,
@@ -203,7 +188,7 @@ def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:
     """Return where the report of the run that this one started from lies, relative to this one's;
     None: there is none here."""
     path = mapping(settings.get("model")).get("path")
-    page = Path(path) / REPORT if isinstance(path, str) else None
+    page = Path(path) / names.REPORT if isinstance(path, str) else None
     return os.path.relpath(page.resolve(), run_dir.resolve()) if page is not None and page.is_file() else None
 
 
@@ -222,8 +207,8 @@ def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, s
     None for a run that is not compiled, or that has not ended and has logged no second in the compiler, and for a backend that
     makes no faster code, as those for debugging.
     """
-    names = ("perf/step_seconds", "compile/cache_hits", "compile/seconds")
-    windows, hits, inside = (list(known(curves, name).values()) for name in names)
+    metrics = ("perf/step_seconds", "compile/cache_hits", "compile/seconds")
+    windows, hits, inside = (list(known(curves, metric).values()) for metric in metrics)
     # Where no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
     spent = inside[-1] if inside else drawable_number(summary.get("warm_up_seconds"))
     generated = mapping(settings.get("compile")).get("backend", "inductor") == "inductor"

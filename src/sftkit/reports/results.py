@@ -61,17 +61,9 @@ def _evaluation_table(report: Report) -> Html:
     head = EVALUATION_COLUMNS + ["first"] * moved + ["other run"] * bool(other)
     cells = []
     for row in newest:
-        key = (row["task"], row["metric"])
+        task, metric = key = row["task"], row["metric"]
         step = f"{format_value(row['step'])}, final" if row.get("final") else row["step"]
-        cell = [
-            _task(key[0]),
-            key[1],
-            _share(row["value"]),
-            interval(row) or NONE,
-            row["chance"],
-            row["examples"],
-            step,
-        ]
+        cell = [_task(task), metric, _share(row["value"]), interval(row) or NONE, row["chance"], row["examples"], step]
         cell += [_share(first.get(key, {}).get("value"))] if moved else []
         cell += [other[key]] if other else []
         cells.append(cell)

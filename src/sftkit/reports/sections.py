@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sftkit.reports.charts import Series, ValueAxis
 from sftkit.reports.components import CheckRow, check_table, facts, figure, folded, html_table, section, value_text
@@ -13,40 +12,40 @@ from sftkit.reports.files import Report, Rows, mapping, on_cpu, passed
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import format_value
 
-CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = (
-    ("Learning rate", "", (("train/lr", "learning rate"),), 1, True),
-    ("Gradient norm", "before clipping", (("train/grad_norm", "gradient norm"),), 1, False),
-    (
-        "Speed",
-        "tokens/s per {each}",
-        (("perf/tok_per_sec_per_gpu", "useful"), ("perf/target_tok_per_sec_per_gpu", "targets")),
-        1,
-        True,
+_RATES = {"perf/tok_per_sec_per_gpu": "useful", "perf/target_tok_per_sec_per_gpu": "targets"}
+_LOADS = {"train/expert_load_max": "most", "train/expert_load_min": "least"}
+
+
+class CurveChart(NamedTuple):
+    """A chart of metrics over the steps."""
+
+    title: str
+    unit: str
+    "{each}: GPU or process"
+    metrics: dict[str, str]
+    "name -> label"
+    scale: float = 1
+    zero: bool = True
+    "whether the axis begins at 0"
+
+
+CURVES = (
+    CurveChart("Learning rate", "", {"train/lr": "learning rate"}),
+    CurveChart("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}, zero=False),
+    CurveChart("Speed", "tokens/s per {each}", _RATES),
+    CurveChart("MFU", "% of the bf16 peak", {"perf/mfu": "MFU"}, scale=100),
+    CurveChart("Step time", "seconds", {"perf/step_p50_seconds": "median", "perf/step_p95_seconds": "95th percentile"}),
+    CurveChart("Memory", "GiB per {each}", {"mem/peak_gib": "peak", "mem/reserved_gib": "reserved"}),
+    CurveChart("Waiting for data", "% of the time", {"perf/data_wait_pct": "waiting"}),
+    CurveChart("Padding", "% of positions", {"data/padding_pct": "padding"}),
+    CurveChart("Token accuracy", "0 to 1", {"train/token_accuracy": "accuracy"}, zero=False),
+    CurveChart("Entropy", "nats per target", {"train/entropy": "entropy"}, zero=False),
+    CurveChart(
+        "Auxiliary loss of routers", "experts per token at best", {"train/aux_loss": "auxiliary loss"}, zero=False
     ),
-    ("MFU", "% of the bf16 peak", (("perf/mfu", "MFU"),), 100, True),
-    (
-        "Step time",
-        "seconds",
-        (("perf/step_p50_seconds", "median"), ("perf/step_p95_seconds", "95th percentile")),
-        1,
-        True,
-    ),
-    ("Memory", "GiB per {each}", (("mem/peak_gib", "peak"), ("mem/reserved_gib", "reserved")), 1, True),
-    ("Waiting for data", "% of the time", (("perf/data_wait_pct", "waiting"),), 1, True),
-    ("Padding", "% of positions", (("data/padding_pct", "padding"),), 1, True),
-    ("Token accuracy", "0 to 1", (("train/token_accuracy", "accuracy"),), 1, False),
-    ("Entropy", "nats per target", (("train/entropy", "entropy"),), 1, False),
-    ("Auxiliary loss of routers", "experts per token at best", (("train/aux_loss", "auxiliary loss"),), 1, False),
-    (
-        "Experts with most and least",
-        "even shares",
-        (("train/expert_load_max", "most"), ("train/expert_load_min", "least")),
-        1,
-        True,
-    ),
+    CurveChart("Experts with most and least", "even shares", _LOADS),
 )
-"Title, unit ({each}: GPU or process), metrics with their labels, factor, whether the axis begins at 0."
-_LOSS = (("train/loss", "training"), ("val/loss", "validation"))
+_LOSS = {"train/loss": "training", "val/loss": "validation"}
 _MAX_SOURCES = 6
 
 
@@ -92,13 +91,14 @@ def curves(report: Report) -> Html:
     """Return the section on curves: loss first, then everything else that was logged; for two runs, both."""
     loss = figure("Loss", "nats per target token", _series(report, _LOSS), wide=True)
     found = [
-        figure(title, unit.format(each=each(report)), _series(report, names, scale), ValueAxis(zero=zero))
-        for title, unit, names, scale, zero in CURVES
+        figure(title, unit.format(each=each(report)), _series(report, metrics, scale), ValueAxis(zero=zero))
+        for title, unit, metrics, scale, zero in CURVES
     ]
     bits = sorted(name for name in report["curves"] if re.fullmatch("val/[^/]*/bpb", name))
-    names = [("val/bpb", "all"), *((name, name.split("/")[1]) for name in bits[: _MAX_SOURCES - 1])]
-    by_source = len(bits) > 1 and not report["against"]  # for two runs there would be too many lines to tell apart
-    found.append(figure("Bits per byte", "validation", _series(report, names if by_source else names[:1])))
+    names = {"val/bpb": "all"}
+    if len(bits) > 1 and not report["against"]:  # for two runs there would be too many lines to tell apart
+        names |= {name: name.split("/")[1] for name in bits[: _MAX_SOURCES - 1]}
+    found.append(figure("Bits per byte", "validation", _series(report, names)))
     shown = [chart for chart in found if chart is not None]
     if loss is None and not shown:
         return section("curves", "Curves", lead="No line was logged.")
@@ -113,12 +113,12 @@ def each(report: Report) -> str:
     return "process" if any(on_cpu(run["device"]) for run in runs) else "GPU"
 
 
-def _series(report: Report, names: Sequence[tuple[str, str]], scale: float = 1.0) -> list[Series]:
+def _series(report: Report, names: dict[str, str], scale: float = 1.0) -> list[Series]:
     """Return the lines of these metrics, for each run; values times `scale`."""
     found = []
     for run in (report, report["against"]) if report["against"] else (report,):
         of_run = f", {run['run']['name']}" if report["against"] else ""
-        for style, (name, label) in enumerate(names):
+        for style, (name, label) in enumerate(names.items()):
             curve = run["curves"].get(name, [])
             points = [(step, value * scale if value is not None else None) for step, value in curve]
             found.append(Series(f"{label}{of_run}", points, style, other=run is not report))
