@@ -34,9 +34,8 @@ class CollectiveTraffic(NamedTuple):
 def ring_share(kind: str, ranks: int) -> float:
     """Return the bytes that a rank sends per byte of the whole tensor, by the bandwidth-optimal ring algorithm."""
     share = (ranks - 1) / ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": share, "send": 1.0}[
-        kind
-    ]
+    shares = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": share, "send": 1.0}
+    return shares[kind]
 
 
 def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
@@ -62,10 +61,8 @@ def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
     gathers = (1, 1) if s.sharding.keep_weights else (2 * count, count)  # of ends none in the backward pass
     times = 1 if s.sharding.keep_gradients else count
     traffic = []
-    for among, ranks, size, gathered in (
-        ("shards", shards, body, gathers[0]),
-        ("ends", shards * t.tensor, m.ends, gathers[1]),
-    ):
+    parts = (("shards", shards, body, gathers[0]), ("ends", shards * t.tensor, m.ends, gathers[1]))
+    for among, ranks, size, gathered in parts:
         traffic.append(CollectiveTraffic("all_gather", among, ranks, width * size * gathered))
         traffic.append(CollectiveTraffic("reduce_scatter", among, ranks, REDUCED * size * times))
         traffic.append(CollectiveTraffic("all_reduce", "replicas", t.replicas, REDUCED * size / ranks * times))

@@ -22,6 +22,7 @@ from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
 from sftkit.memory.remedies import remedies
+from sftkit.rundir.files import read_object
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
 
 SAMPLE = 20_000
@@ -158,10 +159,7 @@ def _speed(metrics: Path) -> Speed | None:
     rates = [rate for rate in rates if rate]
     if not rates:
         return None
-    try:
-        where = json.loads(metrics.with_name(ENVIRONMENT).read_text())
-    except (OSError, ValueError):
-        where = {}
+    where = read_object(metrics.with_name(ENVIRONMENT))
     return Speed(median(rates[len(rates) // 2 :]), str(metrics.parent), where.get("device"), where.get("world_size"))
 
 

@@ -98,6 +98,6 @@ def axis_texts(values: Sequence[float]) -> list[str]:
     largest = max((abs(value) for value in values), default=0.0)
     if 0 < largest < 1e-3:
         return [plain(f"{value:.3g}") for value in values]
-    size, suffix = next(((size, s) for size, s in ((1e9, "G"), (1e6, "M"), (1e4, "k")) if largest >= size), (1.0, ""))
-    size = 1e3 if suffix == "k" else size
+    sizes = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
+    size, suffix = next((size, suffix) for least, size, suffix in sizes if largest >= least)
     return [plain(f"{value / size:.6g}") + (suffix if value else "") for value in values]
