@@ -86,7 +86,7 @@ def memory_plan(
         plan_log.disabled = False
 
 
-def row_length(
+def max_length_of(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, orig_model: PreTrainedModel | None, precision: str
 ) -> tuple[int, str]:
     """Return data.max_length, or that of the run before, and a line about where the run would start."""
