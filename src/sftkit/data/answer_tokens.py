@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.data.conversation import special_pattern
 from sftkit.data.encode import Encoded, encode
-from sftkit.data.spans import special_pattern
 from sftkit.data.template import Span, special_tokens_of
 
 

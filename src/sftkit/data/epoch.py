@@ -45,11 +45,7 @@ class GlobalBatch:
 
 
 def plan_epoch(
-    lengths: np.ndarray,
-    layout: Layout,
-    seed: int | None,
-    epoch: int,
-    documents: np.ndarray | None = None,
+    lengths: np.ndarray, layout: Layout, seed: int | None, epoch: int, documents: np.ndarray | None = None
 ) -> list[GlobalBatch]:
     """Plan all global batches of an epoch. Each document appears exactly once; the last batch
     is filled with empty rows.
