@@ -8,6 +8,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -137,11 +138,8 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object; raises DuplicateKey if it has a key twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise DuplicateKey(f"an object has the key {json.dumps(key)} twice")
-            seen.add(key)
+        key = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise DuplicateKey(f"an object has the key {json.dumps(key)} twice")
     return made
 
 
@@ -242,21 +240,13 @@ def _elements(content: bytes) -> Iterator[bytes]:
     """Yield the elements of a JSON list as bytes, so that one which `loads` refuses is one bad row; of a list that
     breaks off, those that are complete."""
     text = content.decode(json.detect_encoding(content))
-    gap, decoder = re.compile(r"[\s,]*"), json.JSONDecoder()
-
-    def after_gap(at: int) -> int:
-        found = gap.match(text, at)
-        assert found is not None, "a gap may be empty"
-        return found.end()
-
-    at = after_gap(text.index("[") + 1)
-    while text[at : at + 1] not in ("]", ""):
+    after_gap, decoder, end = re.compile(r"[^\s,]"), json.JSONDecoder(), text.index("[") + 1
+    while (first := after_gap.search(text, end)) and first[0] != "]":
         try:
-            _, end = decoder.raw_decode(text, at)
+            _, end = decoder.raw_decode(text, first.start())
         except ValueError:
             return
-        yield text[at:end].encode()
-        at = after_gap(end)
+        yield text[first.start() : end].encode()
 
 
 def _parquet(path: Path) -> Iterator[RawRow]:

@@ -65,11 +65,14 @@ class Tokenized:
     "what is odd in it, although it is learned from: reason -> where, and what"
 
 
+Kind = Literal["skipped", "dropped", "accepted"]
+
+
 @dataclass(frozen=True)
 class Finding:
     """Rows of a source with the same fault or oddity."""
 
-    kind: Literal["skipped", "dropped", "accepted"]
+    kind: Kind
     "left out as bad, left out although nothing is wrong with it, or learned from like any other"
     reason: str
     "the same few words for all of them"
