@@ -36,9 +36,8 @@ def encode_answers(
     joined = np.concatenate([before.ids, after.ids])
     if tokenizer.decode(joined) != tokenizer.decode(encoded.ids):
         return encoded, shared  # this tokenizer begins texts in another way
-    starts, ends = (
-        np.concatenate([one, other + prompt_end]) for one, other in zip(before[1:3], after[1:3], strict=True)
-    )
+    starts = np.concatenate([before.starts, after.starts + prompt_end])
+    ends = np.concatenate([before.ends, after.ends + prompt_end])
     return Encoded(joined, starts, ends, complete=True), shared - {last}
 
 
@@ -60,10 +59,7 @@ def _shares(
         end = specials[before][1] if before < len(specials) else len(text)
         encoded = encode(tokenizer, text[begin:end], len(alone) + 1)
         prompt_end, begin = prompt_end - begin, 0
-    first, past = (
-        np.searchsorted(encoded.ends, begin, side="right"),
-        np.searchsorted(encoded.starts, prompt_end, side="left"),
-    )
+    first, past = np.searchsorted(encoded.ends, begin, side="right"), np.searchsorted(encoded.starts, prompt_end)
     return bool(past and encoded.ends[past - 1] > prompt_end) or encoded.ids[first:past].tolist() != alone
 
 

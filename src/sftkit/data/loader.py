@@ -192,12 +192,12 @@ class Batches:
         """Return what is known of a data worker that is gone."""
         # torch keeps its workers to itself, and does not always say what ended one.
         worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
+        by = "has ended"
         if worker is not None:
             worker.join(5.0)
-        by = "has ended"
-        if worker is not None and worker.exitcode is not None and worker.exitcode < 0:
-            by_signal = signal.Signals(-worker.exitcode)
-            by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
+            if (worker.exitcode or 0) < 0:
+                by_signal = signal.Signals(-worker.exitcode)
+                by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
         row = (self._dataset.at_work[:, 0] == pid).nonzero().flatten().tolist()
         step, number = self._dataset.at_work[row[0], 1:].tolist() if row else (0, 0)
         what = "It had nothing in hand"

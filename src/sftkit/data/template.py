@@ -65,11 +65,6 @@ class Template:
         """Return the special tokens that end an answer, in the middle of a conversation and at its end."""
         return tuple(dict.fromkeys(token for token in (self.end_within, self.end_last) if token))
 
-    @property
-    def header(self) -> str:
-        """Return what add_generation_prompt adds without further arguments."""
-        return self.headers[0]
-
 
 def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool = False) -> Template:
     """Return the tokenizer's chat template (some have a second one for tools), probed once."""
