@@ -274,7 +274,6 @@ def warm_up_batch(
     row = ([shape.max_doc_length] * whole + [rest] * (rest > 0))[: shape.docs_per_row]
     sizes = row * rows
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))
-    numbers = np.arange(len(sizes)).reshape(rows, len(row))
-    recipe = tuple(map(tuple, numbers.tolist()))
+    recipe = tuple(map(tuple, np.arange(len(sizes)).reshape(rows, len(row)).tolist()))
     examples = Examples.of(ids, sizes, made_up(len(sizes)))
     return collate(examples, recipe, shape, shard=shard)

@@ -40,9 +40,8 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
     Raises:
         DataError: a file is no picture.
     """
-    different = list(dict.fromkeys(names))
-    number = {name: i for i, name in enumerate(different)}
-    index = np.fromiter((number[name] for name in names), np.int64, len(names))
+    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    different, index = list(number), np.array([number[name] for name in names])
     file = cache_dir / f"images-{_key(different, size)}.npy"
     array = _opened(file, (len(different), *size))
     if array is None:

@@ -220,9 +220,8 @@ def load_examples(
 
     `tokenize` is a partial over row; its function and arguments are part of the cache key.
     """
-    settings = {name: value for name, value in tokenize.keywords.items() if name != "tokenizer"}
     fingerprint = tokenizer_fingerprint(tokenize.keywords["tokenizer"])
-    key = f"{tokenize.func.__module__}.{tokenize.func.__qualname__} {sorted(settings.items())} {fingerprint}"
+    key = f"{tokenize.func.__module__}.{tokenize.func.__qualname__} {fingerprint}"
     with main_first:
         training = sources.load_sources(data.train, data, tokenize, key)
         validation = {source_label(source): sources.load_sources((source,), data, tokenize, key) for source in data.val}

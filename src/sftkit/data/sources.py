@@ -106,29 +106,32 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
     """Return all documents of the sources, source after source, from the cache on disk if they are there. What was
     found in their rows is reported either way.
 
-    `cache_key` names what the caller has bound into `tokenize`: tokenizer, template and task. A source that yields no
+    `cache_key` names what else the caller has put into `tokenize`: tokenizer, template and task. A source that yields no
     document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
-    names = _names(sources)
-    origins = [opened(source) for source in sources]
-    folder = Path(data.cache_dir) / cache.data_key(_description(sources, origins, data, tokenize, cache_key))
+    names, origins = _names(sources), [opened(source) for source in sources]
+    bound = [(name, value) for name, value in getattr(tokenize, "keywords", {}).items() if name != "tokenizer"]
+    # All that the tokenized data depends on, besides the code.
+    description = {
+        "sources": [[asdict(source), one.identity] for source, one in zip(sources, origins, strict=True)],
+        "cache_key": cache_key,
+        "max_length": data.max_length,
+        "too_long": data.too_long,
+        "on_bad_row": data.on_bad_row,
+        "bound": str(sorted(bound)),
+    }
+    folder = Path(data.cache_dir) / cache.data_key(description)
     examples = cache.load_cached_examples(folder)
     if examples is None:
-        examples = cache.save_cached_examples(folder, _tokenized(sources, names, origins, data, tokenize))
+        parts = []
+        with _chunk_tokenizer(tokenize, data) as tokenize_chunks:
+            for name, source, source_rows in zip(names, sources, origins, strict=True):
+                with working(f"tokenizing {name}"):
+                    parts.append(_tokenize_source(source, source_rows, tokenize_chunks))
+        examples = cache.save_cached_examples(folder, _joined(parts, names, sources))
     for name, told in examples.findings.items():
         findings.log_findings(name, told)
     return examples
-
-
-def _tokenized(
-    sources: Sequence[SourceConfig], names: tuple[str, ...], origins: list[Origin], data: DataConfig, tokenize: Tokenize
-) -> Examples:
-    parts = []
-    with _chunk_tokenizer(tokenize, data) as tokenize_chunks:
-        for name, source, source_rows in zip(names, sources, origins, strict=True):
-            with working(f"tokenizing {name}"):
-                parts.append(_tokenize_source(source, source_rows, tokenize_chunks))
-    return _joined(parts, names, sources)
 
 
 def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
@@ -138,22 +141,6 @@ def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
     if twice:
         raise ConfigError(f'data: two sources are named "{twice[0]}". Give one of them a name of its own (name: ...)')
     return names
-
-
-def _description(
-    sources: Sequence[SourceConfig], origins: list[Origin], data: DataConfig, tokenize: Tokenize, cache_key: str
-) -> dict[str, object]:
-    """Return all that the tokenized data depends on, besides the code, for the cache key."""
-    bound = getattr(tokenize, "keywords", {})
-    plain = {name: value for name, value in bound.items() if isinstance(value, int | float | str | None)}
-    return {
-        "sources": [[asdict(source), one.identity] for source, one in zip(sources, origins, strict=True)],
-        "cache_key": cache_key,
-        "max_length": data.max_length,
-        "too_long": data.too_long,
-        "on_bad_row": data.on_bad_row,
-        "bound": plain | {name: asdict(value) for name, value in bound.items() if isinstance(value, chat.Learning)},
-    }
 
 
 def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunks: TokenizeChunks) -> _TokenizedRows:
