@@ -41,9 +41,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def data_key(description: Mapping[str, object]) -> str:
     """Return the sha256 of everything that the tokenized data depends on, the code that decides tokens included."""
-    code = hashlib.sha256()
-    for module in DECIDING:
-        code.update((Path(__file__).parent / f"{module}.py").read_bytes())
+    code = hashlib.sha256(b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in DECIDING))
     whole = {"format": FORMAT, "code": code.hexdigest(), **description}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 

@@ -295,11 +295,8 @@ def _is_data(path: Path, root: Path) -> bool:
 
 def _split_of(relative: Path) -> str:
     """Return the split that the innermost part of a path names; train if none does."""
-    for part in reversed(relative.parts):
-        for word in re.split(r"[^a-z]+", part.lower()):
-            if word in SPLIT_WORDS:
-                return SPLIT_WORDS[word]
-    return "train"
+    words = (word for part in reversed(relative.parts) for word in re.split(r"[^a-z]+", part.lower()))
+    return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "train")
 
 
 def _has_part(relative: Path, subset: str) -> bool:

@@ -33,8 +33,7 @@ class RowShard:
         assert row_length % self.multiple == 0, f"rows of {row_length} in {self.multiple} chunks"
         chunks = np.arange(row_length).reshape(self.multiple, -1)
         at = [self.index, self.multiple - 1 - self.index] if self.kind == "chunks" else [self.index]
-        columns: np.ndarray = chunks[at].ravel()
-        return columns
+        return chunks[at].ravel()
 
 
 FULL_ROW = RowShard("full", 0, 1)

@@ -152,8 +152,7 @@ and the messages of each role in conversations that are learned from, see source
     def num_targets(self) -> np.ndarray:
         """Return the target tokens of each document, int64 [D]; token 0 has no context and is never one."""
         sums = np.concatenate([[0], np.cumsum(self.is_target, dtype=np.int64)])
-        counts: np.ndarray = sums[self.offsets[1:]] - sums[self.offsets[:-1]]
-        return counts
+        return np.diff(sums[self.offsets])
 
 
 SHOWN = 5
