@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.answer_matcher import NOWHERE, AnswerMatcher
 from sftkit.data.conversation import Message, require_instructions
 from sftkit.data.reasoning import Thinking, reasoning_of, template_arguments, with_other_reasoning, with_reasoning
-from sftkit.data.spans import common_length, end_of_marked, fault, required_texts, within
+from sftkit.data.spans import common_prefix, end_of_marked, fault, required_texts, within
 from sftkit.data.template import Conversation, Span, render_conversation, template_of
 from sftkit.errors import DataError
 
@@ -261,7 +261,7 @@ class Finder:
             if not reasoning and self.thinking != "learn_empty":
                 raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
-        at = common_length(text, prompt)
+        at = len(common_prefix([text, prompt]))
         shared, asked, found = text[max(0, at - 20) : at], prompt[at : at + 20], text[at : at + 20]
         raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, prompt=asked, text=found)
 

@@ -136,12 +136,11 @@ def _message(message: object, where: str) -> Message:
 
 def _content(message: Message, where: str) -> str:
     """Return a message's content as one string."""
-    calls_tools = message["role"] == "assistant" and "tool_calls" in message
     content = message.get("content")
     if isinstance(content, str):
         return content
     if content is None:
-        if calls_tools:
+        if message["role"] == "assistant" and "tool_calls" in message:
             return ""
         state = "null" if "content" in message else "missing"
         raise DataError(

@@ -134,9 +134,7 @@ def _completed(row: Row, raw: Raw) -> Row:
     `chat_template_kwargs`, arguments of the template."""
     if row.messages is None:
         return row
-    system, args = raw.get("system"), raw.get("chat_template_kwargs")
-    if system is not None and not isinstance(system, str):
-        raise DataError(f"{row.where}: system is {type(system).__name__}, expected text", reason="column is not text")
+    system, args = _text(raw, "system", row.where) if "system" in raw else "", raw.get("chat_template_kwargs")
     if args is not None and not isinstance(args, dict):
         raise DataError(
             f"{row.where}: chat_template_kwargs is {type(args).__name__}, expected an object",
@@ -148,7 +146,7 @@ def _completed(row: Row, raw: Raw) -> Row:
             reason="malformed template arguments",
         )
     row = replace(row, template_args=args or None)
-    if not system or not system.strip() or not isinstance(row.messages, list):
+    if not system.strip() or not isinstance(row.messages, list):
         return row
     first = row.messages[0] if row.messages and isinstance(row.messages[0], dict) else {}
     if first.get("role") in ("system", "developer"):

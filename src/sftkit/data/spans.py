@@ -39,13 +39,8 @@ def required_texts(message: Message) -> list[str]:
 
 def common_prefix(texts: list[str]) -> str:
     """Return what all texts begin with."""
-    shortest, longest = min(texts), max(texts)  # in the order of the alphabet, so all others share what these two do
-    return shortest[: common_length(shortest, longest)]
-
-
-def common_length(a: str, b: str) -> int:
-    """Return how many leading characters two texts share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    first, last = min(texts), max(texts)  # in the order of the alphabet, so all others share what these two do
+    return first[: next((i for i, (x, y) in enumerate(zip(first, last, strict=False)) if x != y), len(first))]
 
 
 FAULTS = {

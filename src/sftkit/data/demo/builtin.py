@@ -252,8 +252,7 @@ def _conversation(family: str, rng: Random, *, heldout: bool) -> TaskConversatio
     for name in families:
         problem = _problem(name, rng, heldout=heldout)
         answer = problem.answer.upper() if capitals else problem.answer
-        messages.append({"role": "user", "content": problem.question})
-        messages.append({"role": "assistant", "content": answer})
+        messages += [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
         problems.append(problem.identity)
     return TaskConversation(family, messages, answer, tuple(problems))
 
