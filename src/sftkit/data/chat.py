@@ -14,10 +14,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import conversation
-from sftkit.data.answer_tokens import encode_answers, tokens_inside
 from sftkit.data.answers import HISTORY, Finder
 from sftkit.data.conversation import Message
-from sftkit.data.encode import Encoded, encode
+from sftkit.data.encode import Encoded, encode, encode_answers, tokens_inside
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.reasoning import Thinking, check_reasoning, template_arguments, with_reasoning
 from sftkit.data.rows import require_conversation
