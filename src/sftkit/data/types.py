@@ -122,9 +122,8 @@ and the messages of each role in conversations that are learned from, see source
         """Make documents that take `sizes` positions each, one after the other in ids [N], every token a target."""
         offsets = np.concatenate([[0], np.cumsum(np.asarray(sizes) + 1)])
         zeros = np.zeros(len(sizes), dtype=np.int64)
-        names = ("made up",)
         arrays = (ids.astype(np.int32), np.ones(len(ids), bool), offsets, zeros, zeros.astype(np.int16))
-        return cls(*arrays, names, {}, encoder_inputs=encoder_inputs)
+        return cls(*arrays, ("made up",), {}, encoder_inputs=encoder_inputs)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
