@@ -18,7 +18,7 @@ from sftkit.errors import ConfigError
 CHUNK_CHARACTERS = 2**16
 "Characters that are tokenized at a time: tokenizers need some 600 bytes for each."
 _MARGIN = 8
-"Words at the end of a chunk that the next one repeats twice: what follows may change the last ones."
+"The next chunk repeats twice as many words; the first half must come out the same: what follows may change the last ones."
 
 
 class Encoded(NamedTuple):
@@ -106,7 +106,7 @@ def encode_answers(
 ) -> tuple[Encoded, set[int]]:
     """Encode a text so that the part before its last answer has the token ids that it would have by itself, as a prompt.
 
-    Returns the tokens, and the earlier answers for which that does not hold. `enough`: as in `encode`.
+    Returns the tokens, and the answers for which that does not hold. `enough`: as in `encode`.
 
     An answer that begins with whitespace may share a token with the end of the prompt, which no server would ever see.
     """
