@@ -20,8 +20,8 @@ from sftkit.rundir.files import own_name
 FORMAT = 3
 DECIDING = (
     *("demo/builtin", "demo/documents", "demo/split", "demo/pictures", "answer_matcher", "answers", "arrow", "caption"),
-    *("chat", "conversation", "findings", "hub", "learned", "readers", "reasoning", "rows", "sharegpt", "slices"),
-    *("sources", "spans", "template", "text"),
+    *("chat", "conversation", "encode", "findings", "hub", "learned", "origin", "readers", "reasoning", "rows"),
+    *("sharegpt", "slices", "sources", "spans", "stages", "template", "text", "types"),
 )
 "Modules whose change makes tokenized data, or what is told of its rows, stale."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
