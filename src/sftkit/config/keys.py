@@ -60,14 +60,15 @@ def section_classes() -> dict[str, str]:
 def _rows(classes: dict[str, JsonSchema], name: str, prefix: str) -> Iterator[tuple[str, Key]]:
     schema = classes[name]
     for field, prop in schema["properties"].items():
-        target = _target(prop)
+        target, parts = _target(prop), (prop, *prop.get("anyOf", ()))
         key = prefix + field
         if prefix:
             required = field in schema.get("required", ())
             doc = prop.get("description") or _docs()[name].get(field, "")
-            yield key, Key(_kind(prop), doc, required, prop.get("default"), _is_path(prop))
+            is_path = any(part.get("format") == "path" for part in parts)
+            yield key, Key(_kind(prop), doc, required, prop.get("default"), is_path)
         if target:
-            named = any("additionalProperties" in part for part in (prop, *prop.get("anyOf", ())))
+            named = any("additionalProperties" in part for part in parts)
             inner = f"{key}.N." if prop.get("type") == "array" else f"{key}.PATH." if named else f"{key}."
             yield from _rows(classes, target, inner)
 
@@ -82,10 +83,6 @@ def _target(prop: JsonSchema) -> str | None:
     return None
 
 
-def _is_path(prop: JsonSchema) -> bool:
-    return any(part.get("format") == "path" for part in (prop, *prop.get("anyOf", ())))
-
-
 def _kind(prop: JsonSchema) -> str:
     if "anyOf" in prop:
         return " | ".join(_kind(part) for part in prop["anyOf"])
@@ -97,15 +94,9 @@ def _kind(prop: JsonSchema) -> str:
     if prop.get("type") == "array":
         items = prop.get("items") if isinstance(prop.get("items"), dict) else (prop.get("prefixItems") or [{}])[0]
         return f"list of ({_kind(items or {})})"
-    words = {
-        "integer": "int",
-        "boolean": "true | false",
-        "string": "text",
-        "number": "number",
-        "object": "mapping",
-        "null": "null",
-    }
-    return words[prop.get("type", "object")] + low
+    kind: str = prop.get("type", "object")
+    words = {"integer": "int", "boolean": "true | false", "string": "text", "object": "mapping"}
+    return words.get(kind, kind) + low
 
 
 @functools.cache
