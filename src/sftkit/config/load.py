@@ -146,9 +146,8 @@ def _resolve(
     if len(words) < len(overrides):
         problems.append(f"{COMMAND_LINE}: a word of more than {MAX_CHARACTERS:,} characters: put it into the recipe")
     if sum(map(len, words)) > MAX_RECIPE_BYTES:
-        raise ConfigError(
-            f"{COMMAND_LINE}: more than {MAX_RECIPE_BYTES // 1024} KiB of words: put them into the recipe"
-        )
+        most = f"{MAX_RECIPE_BYTES // 1024} KiB"
+        raise ConfigError(f"{COMMAND_LINE}: more than {most} of words: put them into the recipe")
     harmless = [word for word in words if not _secret_word(word, problems)]
     recipe = shipped(expanded(str(recipe)))
     tree = read_tree(Path(recipe), problems)
@@ -198,21 +197,13 @@ def _topology(train: TrainConfig) -> Topology:
 
 def _expand(tree: Node, problems: list[str]) -> None:
     """Expand ~ to the home directory in all settings that are paths."""
-    for keys, node in list(_walk(tree, ())):
+    for keys, node in _walk(tree, ()):
         key = key_table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
             try:
-                _put(tree.nearest(keys[:-1]), keys[-1], Node(expanded(node.value), node.origin))
+                node.value = expanded(node.value)
             except ConfigError as error:
                 problems.append(f"{node.origin}: {dotted(keys)}: {error}")
-
-
-def _put(parent: Node, key: str | int, child: Node) -> None:
-    """Set an entry of a mapping or an item of a list."""
-    if isinstance(parent.value, dict):
-        parent.value[str(key)] = child
-    elif isinstance(parent.value, list):
-        parent.value[int(key)] = child
 
 
 def _secret_word(word: str, problems: list[str]) -> bool:
@@ -306,9 +297,4 @@ def _get(tree: Node, dropped: set[KeyPath], key: str) -> Any:  # as rule.Get
 def _annotated(cfg: Config, tree: Node) -> str:
     """Render the resolved settings; a comment on each line says where the value comes from: a file, the command line or
     the default."""
-
-    def origin(keys: KeyPath) -> str:
-        node = tree.find(keys)
-        return "default" if node is None else node.origin
-
-    return render_yaml(_json(cfg), origin)
+    return render_yaml(_json(cfg), lambda keys: node.origin if (node := tree.find(keys)) else "default")

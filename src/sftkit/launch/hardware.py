@@ -38,19 +38,11 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     if not gpus:
         return Hardware(0, cpu_cores(), idle_cores=idle_cores())
     in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
-    memory = None if in_parts else _smallest(_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits"))
+    mebibytes = [] if in_parts else _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    # Where memory is the host's a GPU answers [N/A].
+    known = mebibytes and all(line.isdecimal() for line in mebibytes)
+    memory = min(map(int, mebibytes)) * 2**20 if known else None
     return Hardware(gpus, cpu_cores(), names[0] if len(set(names)) == 1 else None, memory)
-
-
-def _smallest(mebibytes: Sequence[str]) -> int | None:
-    """Return the bytes of the smallest GPU; None where one does not say ([N/A] where memory is the host's).
-
-    Args:
-        mebibytes: a line for each GPU.
-    """
-    if not mebibytes or not all(line.isdecimal() for line in mebibytes):
-        return None
-    return min(map(int, mebibytes)) * 2**20
 
 
 def count_visible(listing: Sequence[str], visible: str | None) -> int:
