@@ -118,7 +118,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("tokens/s", metric("metrics", "perf/tok_per_sec", ",.0f")),
         row("seconds in steps", lambda s: f"{s['train_seconds']:.0f}"),
         row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
-        row("graphs / recompiles", lambda s: graphs(s["metrics"])),
+        row("graphs / recompiles", lambda s: "{compile/graphs:.0f} / {compile/recompiles:.0f}".format(**s["metrics"])),
         f"  {'checks passed / failed':<28}" + "".join(f"{checks(run_dir):>12}" for run_dir in runs.values()),
         "",
         f"  held-out accuracy, mean of families, {families['examples']} instances:",
@@ -136,11 +136,6 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         f"  total       {seconds / 60:.1f} min",
     ]
     return "\n".join(lines)
-
-
-def graphs(metrics: dict[str, Any]) -> str:
-    """Return how many graphs were compiled and recompiled, of the last line of a run's metrics."""
-    return f"{metrics['compile/graphs']:.0f} / {metrics['compile/recompiles']:.0f}"
 
 
 def checks(run_dir: Path) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 # How long the CPUs are watched for idle ones.
@@ -52,17 +53,15 @@ def count_visible(listing: Sequence[str], visible: str | None) -> int:
         listing: lines of `nvidia-smi -L`.
         visible: CUDA_VISIBLE_DEVICES; None: not set.
     """
-    gpus = [line for line in listing if line.startswith("GPU ")]
+    gpus = sum(line.startswith("GPU ") for line in listing)
     if visible is None:
-        return len(gpus)
-    count = 0
-    for entry in (part.strip() for part in visible.split(",")):
-        by_index = entry.isdecimal() and int(entry) < len(gpus)
+        return gpus
+
+    def exists(entry: str) -> bool:
         by_uuid = entry.startswith(("GPU-", "MIG-")) and any(f"(UUID: {entry}" in line for line in listing)
-        if not (by_index or by_uuid):
-            break
-        count += 1
-    return count
+        return by_uuid or (entry.isdecimal() and int(entry) < gpus)
+
+    return len(list(takewhile(exists, map(str.strip, visible.split(",")))))
 
 
 def _nvidia_smi(*options: str) -> list[str]:

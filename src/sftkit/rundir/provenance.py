@@ -57,11 +57,9 @@ def write_provenance(folder: Path, cfg: Config, *, resumes: bool) -> str | None:
     Returns:
         a warning if those weights have changed; None: they have not.
     """
-    now, before = current_provenance(cfg), read_provenance(Path(cfg.run.dir)) if resumes else None
-    if before is not None and "model.path" not in cfg.train.resume_changes:
+    began = now = current_provenance(cfg)
+    if resumes and "model.path" not in cfg.train.resume_changes and (before := read_provenance(Path(cfg.run.dir))):
         began = now._replace(weights=before.weights)
-    else:
-        began = now
     replace_text(folder / MADE_FROM, json.dumps(began._asdict(), indent=1))
     return weights_changed(cfg.model, began, now)
 
