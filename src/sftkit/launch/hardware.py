@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -66,8 +65,6 @@ def count_visible(listing: Sequence[str], visible: str | None) -> int:
 
 def _nvidia_smi(*options: str) -> list[str]:
     """Return lines of output; none without the tool, or where it fails."""
-    if shutil.which("nvidia-smi") is None:
-        return []
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
