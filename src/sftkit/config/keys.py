@@ -48,8 +48,7 @@ def key_table() -> dict[str, Key]:
 @functools.cache
 def section_classes() -> dict[str, str]:
     """Return section name -> name of its class."""
-    hints = Config.__annotations__
-    return {field.name: str(hints[field.name]) for field in dataclasses.fields(Config)}
+    return {section: str(name) for section, name in Config.__annotations__.items()}
 
 
 @functools.cache

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -90,8 +89,7 @@ def read_config(
     """
     if not isinstance(world_size, int):
         return _resolve(recipe, overrides, world_size, more)[0]
-    replicas = Topology(replicas=world_size)
-    return _resolve(recipe, overrides, lambda train: replace(replicas, stages=num_stages(train) or 1), more)[0]
+    return _resolve(recipe, overrides, lambda train: Topology(num_stages(train) or 1, world_size), more)[0]
 
 
 def to_yaml(cfg: Config) -> str:

@@ -186,6 +186,8 @@ def setups(
         if rows % topology.row_ranks or (topology.ranks_per_row > 1 and row_length % (2 * topology.ranks_per_row)):
             continue
         share = rows // topology.row_ranks
+        # By the parameters that a token passes, as parallel.balance does.
+        layers = balanced(shape.blocks, *_work(shape), topology.stages) if topology.stages > 1 else ()
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
         held = dict.fromkeys(largest_divisor(share, limit) for limit in micro)
         for in_micro, (memory, budget), sharding in itertools.product(held, BUDGETS.items(), shardings):
@@ -197,14 +199,9 @@ def setups(
                     checkpointing=False,
                     topology=topology,
                     sharding=sharding,
+                    stage_layers=layers,
                 )
-                yield replace(setup, stage_layers=_layers(shape, topology.stages)), memory
-
-
-def _layers(shape: Shape, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage by the parameters that a token passes, as parallel.balance does; empty without
-    stages."""
-    return balanced(shape.blocks, *_work(shape), stages) if stages > 1 else ()
+                yield setup, memory
 
 
 def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int] = (1,)) -> list[OnPaper]:

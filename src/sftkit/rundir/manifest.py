@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -197,15 +197,8 @@ def _read(kept: Path) -> dict[Stamp, str]:
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Keep other processes of this machine out, as far as the file system can lock."""
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:  # a cache that cannot be written: each process reads the files itself
+    with ExitStack() as opened:
+        with suppress(OSError):  # a cache that cannot be written: each process reads the files itself
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(opened.enter_context(lock.open("ab")), fcntl.LOCK_EX)
         yield
-        return
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
