@@ -285,8 +285,7 @@ def _get(tree: Node, dropped: set[KeyPath], key: str) -> Any:  # as rule.Get
     for gone in dropped:
         if keys == gone[: len(keys)] or gone == keys[: len(gone)]:
             raise Unusable(dotted(gone))
-    node = tree.find(keys)
-    if node is not None:
+    if (node := tree.find(keys)) is not None:
         return node.plain()
     known = key_table().get(key)
     return None if known is None else known.default  # None: an item that a list does not have

@@ -100,11 +100,10 @@ def choose(
             note = f", {processes} of {hardware.gpus} GPUs: the most that {pipelines}"
             note += f"divide train.global_batch_size {global_batch_size}"
         # Shards only where a replica has no room: replicas exchange less.
-        _check_room(hardware, processes, replica)
-        reason = _sharding_reason(hardware, replica) if processes > 1 and stages == 1 else None
+        reason = _sharding_reason(hardware, processes, replica)
         several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if reason else "ddp.yaml"
         name = "single_gpu.yaml" if processes == 1 else several
-        if reason:
+        if name == "fsdp2.yaml":
             note += f"{': ' if processes == hardware.gpus else '; '}{reason}"
     summary = f"hardware: {found}, {cores} -> accelerate_configs/{name}{note}"
     return Launch(CONFIGS / name, processes, summary, {key: env[key] for key in env if key not in environ})
@@ -116,26 +115,22 @@ def _shares(global_batch_size: int, processes: int, stages: int | None) -> bool:
     return rest == 0 and global_batch_size % row_ranks == 0
 
 
-def _check_room(hardware: Hardware, processes: int, replica: Replica | None) -> None:
-    """Refuse a model whose weights, gradients and optimizer states are more than the GPUs that are taken hold together.
+def _sharding_reason(hardware: Hardware, processes: int, replica: Replica | None) -> str | None:
+    """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica, as far as is known.
 
     Raises:
-        ConfigError: with how many it would take.
+        ConfigError: weights, gradients and optimizer states are more than the GPUs that are taken hold together; with
+            how many it would take.
     """
     memory = hardware.gpu_memory_bytes
-    if replica is not None and memory is not None and replica.held_bytes > processes * memory:
+    if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
+        return None
+    if replica.held_bytes > processes * memory:
         raise ConfigError(
             f"{replica.describe()}, {replica.held_bytes / GIB:.0f} GiB of it without any rows, and {processes} "
             f"GPU{'s' * (processes > 1)} of {memory / GIB:.0f} GiB cannot hold that even sharded: take at least "
             f"{-(-replica.held_bytes // memory)} of them, a smaller model, or optim.name auto where another is set"
         )
-
-
-def _sharding_reason(hardware: Hardware, replica: Replica | None) -> str | None:
-    """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica, as far as is known."""
-    memory = hardware.gpu_memory_bytes
-    if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
-        return None
     return f"{replica.describe()}, a GPU has {memory / GIB:.0f} GiB"
 
 
