@@ -158,8 +158,8 @@ def _what_to_do(folder: Path) -> str:
 
 
 def _hashes(folder: Path, paths: Sequence[Path]) -> list[str]:
-    """Return the sha256 of files of a folder, from the cache where a file has not changed since. Those of damaged files are
-    kept too."""
+    """Return the sha256 of files of a folder, from the cache where a file has not changed since. Those of damaged
+    files are kept too."""
     place = folder.resolve()
     kept = Path(DataConfig.cache_dir) / HASHES / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
     with _alone(kept.with_suffix(".json.lock")):

@@ -246,7 +246,7 @@ def exit_on_signals() -> Iterator[None]:
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Give the signals that are heeded to this handler inside the block."""
-    # Without it the thread of runtime/script.py would read the signal too, and end this process and its children at once.
+    # Without it the thread of runtime/script.py would read the signal too, and end this process and its children.
     listening = signal.set_wakeup_fd(-1)
     before = {number: signal.signal(number, handler) for number in heeded()}
     try:
