@@ -26,7 +26,8 @@ class Batch:
     """A micro-batch: B rows of T positions, D document slots, P projected positions, and counts on the host.
 
     Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE. If n
-    ranks share the rows, C = T / n positions of each row are local; else C = T.
+    ranks share the rows, C = T / n positions of each row are local, with context parallelism two chunks of it
+    ("chunks:" below, see shard.RowShard); else C = T.
     """
 
     inputs: dict[str, torch.Tensor]

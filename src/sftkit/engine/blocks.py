@@ -75,8 +75,8 @@ def build(
     check_options(cfg.compile)
     with ExitStack() as stack:  # an error on the way puts back what was set
         write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
-        # What the compiler will see: float8 layers, and attention. Compiled code is read before, since the choice of
-        # attention may run kernels.
+        # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention is
+        # chosen, which may run kernels.
         apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
         compile_cache.restore(cfg, orig_model, layout, rt)
         choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)

@@ -81,9 +81,9 @@ class Engine(Protocol):
 
     @property
     def model(self) -> ModelWithLoss:
-        """Return the plain model with its objective, for the validation loss; the step does not call it.
+        """Return orig_model with the objective, not wrapped: for the validation loss.
 
-        `model.orig_model` is all that evaluation, generation and checkpoints see.
+        Tasks, generation and checkpoints see `model.orig_model` alone.
         """
 
     @property

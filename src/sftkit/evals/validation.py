@@ -1,4 +1,4 @@
-"""Validation loss and bits per byte of each source, on the eager `orig_model`, document by document."""
+"""Validation loss and bits per byte of each source: rows as in training, `orig_model` run uncompiled."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Meter:
         return self._before.plus(self._tokens, self._targets, self._pairs, self._seconds(), self._encoded)
 
     def axes(self) -> dict[str, float | None]:
-        """Return what the values of this moment can be drawn over; see Progress.axes."""
+        """Return train/tokens, train/flops and train/seconds so far, over which a dashboard can draw an evaluation."""
         return self.progress.axes(
             self._orig_model, counts_attention=self._windows is not None, encoder_positions=self._encoder_positions
         )
