@@ -90,7 +90,10 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
     Raises:
         ConfigError: every problem of the plan, one a line, with file and key.
     """
-    plan = _beside(read_plan(path), path.parent)
+    plan = read_plan(path)
+    if plan.data.lengths is not None:  # a path that holds anywhere
+        lengths = str((path.parent / plan.data.lengths).absolute())
+        plan = replace(plan, data=replace(plan.data, lengths=lengths))
     runs = expanded_runs(plan)
     problems = [f"{path}: {problem}" for problem in between_runs(plan, runs)]
     problems += [f"--only: {text}" for text in not_runs(only or [], [run.name for run in runs])]
@@ -106,13 +109,6 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return jobs
-
-
-def _beside(plan: BenchPlan, folder: Path) -> BenchPlan:
-    """Return the plan with the file of lengths, if it names one, as a path that holds anywhere."""
-    if plan.data.lengths is None:
-        return plan
-    return replace(plan, data=replace(plan.data, lengths=str((folder / plan.data.lengths).absolute())))
 
 
 def _cap(data: DataPlan) -> int:
