@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 ResultRow = dict[str, Any]
@@ -221,3 +223,9 @@ def markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+
+
+def write_page(page: Path, made: str) -> None:
+    """Replace what stands between <!-- tables --> and <!-- end of tables --> on a page."""
+    marks = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
+    page.write_text(marks.sub(lambda match: f"{match[1]}{made}{match[2]}", page.read_text()))

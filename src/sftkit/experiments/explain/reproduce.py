@@ -177,7 +177,9 @@ def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, tit
         kwargs=written(probed.call.kwargs),
         code=SHOWS,
     )
-    more = {"again_args": written(second.args), "again_kwargs": written(second.kwargs)} if second else {}
+    more: dict[str, Any] = (
+        {"again_args": written(second.args), "again_kwargs": written(second.kwargs)} if second else {}
+    )
     dtypes = [tensor.dtype for tensor in probed.module.parameters()] or [torch.float32]
     more |= {"allowed": max(ALLOWED.get(dtype, 0.0) for dtype in dtypes), "dynamic": finding.question == "shapes"}
     return head + BODY[finding.question].format(backend=backend, code=SHOWS, **more)

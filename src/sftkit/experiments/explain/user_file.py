@@ -86,4 +86,4 @@ def _other_values(call: ModuleCall) -> ModuleCall:
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flip(0) * 0.9 if tensor.is_floating_point() and tensor.dim() else tensor
 
-    return ModuleCall(*pytree.tree_map_only(torch.Tensor, changed, (call.args, call.kwargs)), call.shape)
+    return ModuleCall(*pytree.tree_map_only(torch.Tensor, changed, (call.args, call.kwargs)), shape=call.shape)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +57,18 @@ def worked(name: str, gpus: int) -> list[OnPaper]:
 def chosen() -> Table:
     """Return a table of what is taken for each model and number of GPUs, with what it takes."""
     cells = []
-    for name in MODELS:
-        for gpus in _ROWS:
-            way = choice(worked(name, gpus))
-            begin = [name, f"{gpus:,}"]
-            if way is None:
-                cells.append([*begin, "none fits: take more GPUs or shorter rows", *[""] * 7])
-                continue
-            s = way.setup
-            settings = f"{s.optimizer}, {way.memory}"
-            rows = f"{s.layout.micro_batch_size} x {s.layout.accumulation}"
-            numbers = [
-                f"{way.estimate.total / GIB:.0f}",
-                f"{way.sent / 1e9:,.0f}",
-                f"{way.hidden:.0%}",
-                f"{way.share:.0%}",
-            ]
-            cells.append([*begin, way.config, settings, _sharding(s), rows, *numbers])
+    for name, gpus in product(MODELS, _ROWS):
+        way = choice(worked(name, gpus))
+        begin = [name, f"{gpus:,}"]
+        if way is None:
+            cells.append([*begin, "none fits: take more GPUs or shorter rows", *[""] * 7])
+            continue
+        s = way.setup
+        settings = f"{s.optimizer}, {way.memory}"
+        rows = f"{s.layout.micro_batch_size} x {s.layout.accumulation}"
+        sizes = [f"{way.estimate.total / GIB:.0f}", f"{way.sent / 1e9:,.0f}"]
+        shares = [f"{way.hidden:.0%}", f"{way.share:.0%}"]
+        cells.append([*begin, way.config, settings, _sharding(s), rows, *sizes, *shares])
     header = ["model", "GPUs", "layout", "optimizer, train.memory", "weights; gradients", "rows x micro-batches"]
     return [*header, "GiB", "GB sent", "hidden", "speed"], cells
 
@@ -87,17 +83,15 @@ def _sharding(s: EstimateInputs) -> str:
 def families() -> Table:
     """Return a table of the best layout of each pattern: speed and memory."""
     cells = []
-    for name in MODELS:
-        for gpus in _ROWS:
-            found = worked(name, gpus)
-            row = [name, f"{gpus:,}"]
-            for belongs in PAPER_MODELS.values():
-                own = [way for way in found if belongs(way.setup.topology)]
-                best = max(own, key=lambda way: way.share, default=None)
-                row.append(
-                    f"{best.share:.0%}, {best.estimate.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
-                )
-            cells.append(row)
+    for name, gpus in product(MODELS, _ROWS):
+        row = [name, f"{gpus:,}"]
+        for belongs in PAPER_MODELS.values():
+            own = [way for way in worked(name, gpus) if belongs(way.setup.topology)]
+            best = max(own, key=lambda way: way.share, default=None)
+            row.append(
+                f"{best.share:.0%}, {best.estimate.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
+            )
+        cells.append(row)
     return ["model", "GPUs", *PAPER_MODELS], cells
 
 
@@ -185,13 +179,13 @@ def slow_links() -> Table:
     for gigabits in (400, 100, 25, 10):
         machines = Machines(8, per_machine=1, between=0.8 * gigabits / 8 * 1e9)
         found = ways(shape("8B"), machines, _ROWS[8], _ROW_LENGTH, MICRO)
-        best = [
-            max((way.share for way in found if belongs(way.setup.topology)), default=0.0)
-            for belongs in PAPER_MODELS.values()
-        ]
+        cells.append([f"{gigabits} Gb/s"])
+        for belongs in PAPER_MODELS.values():
+            best = max((way.share for way in found if belongs(way.setup.topology)), default=0.0)
+            cells[-1].append(f"{best:.0%}" if best else "-")
         taken = choice(found)
         assert taken is not None
-        cells.append([f"{gigabits} Gb/s", *(f"{share:.0%}" if share else "-" for share in best), taken.config])
+        cells[-1].append(taken.config)
     return ["network of each GPU", *PAPER_MODELS, "taken"], cells
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from torch.distributed.pipelining import PipelineStage
 
@@ -24,32 +25,20 @@ def timed_passes(stages_per_process: int) -> Iterator[list[TimelinePass]]:
         the passes so far, in the order in which they ended.
     """
     noted: list[TimelinePass] = []
-    plain = {name: getattr(PipelineStage, name) for name in ("forward_one_chunk", "backward_one_chunk")}
 
-    def around(name: str, seconds: float) -> Any:
-        def timed(stage: Any, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+    def timed(name: str, seconds: float) -> Any:
+        plain = getattr(PipelineStage, name)
+
+        def one_chunk(stage: Any, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
             start = time.monotonic()
-            found = plain[name](stage, micro_batch, *args, **kwargs)
-            left = start + seconds / stages_per_process - time.monotonic()
-            time.sleep(max(left, 0.0))
-            noted.append(
-                {
-                    "stage": stage.stage_index,
-                    "micro_batch": micro_batch,
-                    "forward": name.startswith("forward"),
-                    "start": round(start, 4),
-                    "end": round(time.monotonic(), 4),
-                }
-            )
+            found = plain(stage, micro_batch, *args, **kwargs)
+            time.sleep(max(start + seconds / stages_per_process - time.monotonic(), 0.0))
+            what = {"stage": stage.stage_index, "micro_batch": micro_batch, "forward": name.startswith("forward")}
+            noted.append(what | {"start": round(start, 4), "end": round(time.monotonic(), 4)})
             return found
 
-        return timed
+        return mock.patch.object(PipelineStage, name, one_chunk)
 
     # A stage has no hooks around its passes: its methods are replaced on the class, and put back.
-    PipelineStage.forward_one_chunk = around("forward_one_chunk", FORWARD_SECONDS)  # type: ignore[method-assign]
-    PipelineStage.backward_one_chunk = around("backward_one_chunk", BACKWARD_SECONDS)  # type: ignore[method-assign]
-    try:
+    with timed("forward_one_chunk", FORWARD_SECONDS), timed("backward_one_chunk", BACKWARD_SECONDS):
         yield noted
-    finally:
-        for name, method in plain.items():
-            setattr(PipelineStage, name, method)

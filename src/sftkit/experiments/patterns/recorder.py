@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -118,12 +119,8 @@ def recording() -> Iterator[TrafficRecorder]:
         return found
 
     # Replaced on the class, as no dispatch mode sees it; put back at the end.
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment]
-    try:
-        with recorder:
-            yield recorder
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_), recorder:
+        yield recorder
 
 
 class Saved:
