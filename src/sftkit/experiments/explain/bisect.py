@@ -169,7 +169,7 @@ def _inputs(module: torch.nn.Module, call: ModuleCall) -> dict[str, ModuleCall]:
         def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if path not in found:
                 copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
-                found[path] = ModuleCall(*copied, shape=call.shape)
+                found[path] = ModuleCall(copied[0], copied[1], call.shape)
 
         return keep
 

@@ -6,6 +6,7 @@ import importlib.util
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,4 +87,4 @@ def _other_values(call: ModuleCall) -> ModuleCall:
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flip(0) * 0.9 if tensor.is_floating_point() and tensor.dim() else tensor
 
-    return ModuleCall(*pytree.tree_map_only(torch.Tensor, changed, (call.args, call.kwargs)), shape=call.shape)
+    return replace(call, args=pytree.tree_map_only(torch.Tensor, changed, call.args))

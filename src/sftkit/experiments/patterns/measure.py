@@ -10,8 +10,9 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
 
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import CompileConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.experiments.bench.plan import DataPlan, LognormalLengths
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
-from sftkit.experiments.patterns.passes import timed_passes
 from sftkit.experiments.patterns.recorder import Saved, recording
 from sftkit.experiments.patterns.timeline import TimelinePass
 from sftkit.memory import plan as memory_plan
@@ -38,6 +39,9 @@ from sftkit.train.assemble import Training, lay_out, make_engine
 from sftkit.train.parts import EncodedDocuments
 
 LEARNING_RATE = 1e-2
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.2, 0.4
+"""Seconds that a process's share of a micro-batch takes, its computing and a pause together: longer than the processes
+of this small model need, which share the cores of one machine. So the schedule alone decides who waits."""
 
 
 def recipe(case: TopologyCase, folder: Path) -> Config:
@@ -124,6 +128,33 @@ def _gradients_at_update(optimizer: Any, orig_model: torch.nn.Module) -> list[in
 
 def _size(tensors: Iterator[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@contextmanager
+def timed_passes(stages_per_process: int) -> Iterator[list[TimelinePass]]:
+    """Have passes of this process's stages, inside, take equally long, and note them.
+
+    Yields:
+        the passes so far, in the order in which they ended.
+    """
+    noted: list[TimelinePass] = []
+
+    def timed(name: str, seconds: float) -> Any:
+        plain = getattr(PipelineStage, name)
+
+        def one_chunk(stage: Any, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+            start = time.monotonic()
+            found = plain(stage, micro_batch, *args, **kwargs)
+            time.sleep(max(start + seconds / stages_per_process - time.monotonic(), 0.0))
+            what = {"stage": stage.stage_index, "micro_batch": micro_batch, "forward": name.startswith("forward")}
+            noted.append(what | {"start": round(start, 4), "end": round(time.monotonic(), 4)})
+            return found
+
+        return mock.patch.object(PipelineStage, name, one_chunk)
+
+    # A stage has no hooks around its passes: its methods are replaced on the class, and put back.
+    with timed("forward_one_chunk", FORWARD_SECONDS), timed("backward_one_chunk", BACKWARD_SECONDS):
+        yield noted
 
 
 def main(out: str, *keys: str) -> None:

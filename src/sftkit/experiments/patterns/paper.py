@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT
-from sftkit.config.topology import Sharding, Topology
+from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
 from sftkit.experiments.bench.plan import read_plan
 from sftkit.experiments.patterns.tables import Table
@@ -107,13 +107,9 @@ def beside_measured(benchmarks: Path) -> Table:
     """Return a table of layouts measured on H200s of one machine, and what the arithmetic says of them from the speed
     of one GPU."""
     models = read_plan(benchmarks / "h200_step" / "plan.yaml").models
-    rows = [
-        row
-        for file in ("plan", "plan_8b_x4", "quick")
-        for row in json.loads((benchmarks / "h200_multi" / "results" / f"{file}.json").read_text())["runs"]
-        if not row["error"]
-    ]
-    cells, alone = [], {row["name"]: row for row in rows if row["world_size"] == 1}
+    files = (benchmarks / "h200_multi" / "results" / f"{name}.json" for name in ("plan", "plan_8b_x4", "quick"))
+    rows = [row for file in files for row in json.loads(file.read_text())["runs"] if not row["error"]]
+    cells, alone = [], dict[str, dict[str, Any]]()
     for row in rows:
         if row["world_size"] == 1:
             alone[row["name"]] = row
@@ -135,36 +131,32 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
     found = shape_of_fields(fields)
     assert found is not None
     layout = Layout("packed", (16384,), 8, 1, topology.row_ranks, 16384, 16384)
-    optimizer, budget = row["set"].get("optim.name", DEFAULT), row["set"].get("compile.activation_memory_budget", 0.9)
-    setup = EstimateInputs(
-        *(found, layout, optimizer, "bf16", 4096, budget),
-        compiled=True,
-        checkpointing=False,
-        topology=topology,
-        sharding=Sharding(),
-    )
-    again = replace(setup, budget=BUDGETS["speed"])  # one GPU repeats as much, so its speed has it already
-    return on_paper(again, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
+    # One GPU repeats as much as the run's budget says, so its speed has it already.
+    setup = _inputs(found, layout, topology, BUDGETS["speed"], row["set"].get("optim.name", DEFAULT))
+    return on_paper(setup, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
+
+
+def _inputs(
+    found: Shape, layout: Layout, topology: Topology, budget: float, optimizer: str = DEFAULT
+) -> EstimateInputs:
+    """Return a compiled run in bf16 that keeps the activations that the budget says."""
+    sizes = found, layout, optimizer, "bf16", 4096, budget
+    return EstimateInputs(*sizes, compiled=True, checkpointing=False, topology=topology)
 
 
 def per_pattern() -> Table:
     """Return a table of what a pattern sends of 8B in a step of eight GPUs, 64 rows, and the time that takes."""
     cells = []
-    for label, topology in (
-        ("ddp", Topology(replicas=8)),
-        ("fsdp2", Topology(shards=8, sharded=True)),
-        ("tp 8", Topology(tensor=8, sharded=True)),
-        ("cp 8", Topology(context=8, sharded=True)),
-        ("pp 8", Topology(stages=8)),
-    ):
+    topologies = {
+        "ddp": Topology(replicas=8),
+        "fsdp2": Topology(shards=8, sharded=True),
+        "tp 8": Topology(tensor=8, sharded=True),
+        "cp 8": Topology(context=8, sharded=True),
+        "pp 8": Topology(stages=8),
+    }
+    for label, topology in topologies.items():
         layout = Layout("packed", (_ROW_LENGTH,), _ROWS[8], 1, topology.row_ranks, _ROW_LENGTH, _ROW_LENGTH)
-        setup = EstimateInputs(
-            *(shape("8B"), layout, DEFAULT, "bf16", 4096, 0.9),
-            compiled=True,
-            checkpointing=False,
-            topology=topology,
-            stage_layers=(4,) * 8,
-        )
+        setup = replace(_inputs(shape("8B"), layout, topology, 0.9), stage_layers=(4,) * 8)
         sent, machines = sum(each.sent for each in traffic(setup)), Machines(8)
         compute = 6 * setup.shape.parameters * _ROW_LENGTH * _ROWS[8] / 8 / machines.flops
         times = [f"{sent / speed / compute:.1%}" for speed in (machines.inside, machines.between)]
@@ -250,7 +242,5 @@ def titan_on_paper() -> OnPaper:
     """Return torchtitan's 8B on 128 GPUs on paper, from the speed that it has on 8."""
     topology, found = Topology(shards=128, sharded=True), shape("8B")
     layout = Layout("packed", (_ROW_LENGTH,), 256, 2, 128, _ROW_LENGTH, _ROW_LENGTH)
-    setup = EstimateInputs(
-        *(found, layout, DEFAULT, "bf16", 4096, BUDGETS["speed"]), compiled=True, checkpointing=False, topology=topology
-    )
+    setup = _inputs(found, layout, topology, BUDGETS["speed"])
     return on_paper(setup, "speed", Machines(128, flops=6 * found.parameters * TITAN_8B[0]))
