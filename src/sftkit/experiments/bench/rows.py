@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -156,9 +157,6 @@ def write_row(job: Job, row: dict[str, Any]) -> None:
     stays."""
     temporary = job.folder / f".row-{os.getpid()}.tmp"
     temporary.write_text(json.dumps(row, indent=1))
-    try:
+    with suppress(FileExistsError):
         os.link(temporary, job.folder / "row.json")  # whole or not at all, and the first one wins
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink()
+    temporary.unlink()

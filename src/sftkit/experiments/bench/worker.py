@@ -61,15 +61,12 @@ class NoCheckpoints:
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         """Ignore the values of an evaluation."""
-        return
 
     def archive_later_steps(self, step: int) -> None:
         """Do nothing: there are no later checkpoints."""
-        return
 
     def finish(self) -> None:
         """Do nothing: no save is under way."""
-        return
 
     def ended_saves(self) -> tuple[()]:
         """Return nothing: no save has ended."""

@@ -42,16 +42,8 @@ def what_breaks() -> list[dict[str, Any]]:
     rows = []
     for case in GRAPH_BREAK_CASES:
         breaking, fixed = captured_graphs(case.breaking), captured_graphs(case.fixed)
-        rows.append(
-            {
-                "name": case.name,
-                "reasons": breaking["reasons"],
-                "broken": breaking["breaks"],
-                "graphs": breaking["graphs"],
-                "mended": fixed["breaks"],
-                "remedy": case.remedy,
-            }
-        )
+        counts = {"broken": breaking["breaks"], "graphs": breaking["graphs"], "mended": fixed["breaks"]}
+        rows.append({"name": case.name, "reasons": breaking["reasons"], **counts, "remedy": case.remedy})
     return rows
 
 

@@ -19,11 +19,7 @@ STYLES = {kind: style for style, kind in enumerate(_STYLED)}
 _BUSY = (
     "The machine did other work meanwhile: some calls took much longer than the quickest, so these times say little."
 )
-_CONFIRMED = {
-    True: "the whole is without fault when it is left out",
-    False: "something else is at fault too",
-    None: "",
-}
+_CONFIRMED = {True: "the whole is without fault when it is left out", False: "something else is at fault too"}
 
 
 def render_page(result: dict[str, Any]) -> str:
@@ -83,7 +79,9 @@ def _bisected(rows: list[dict[str, Any]]) -> Html:
         script = row["printed"]
         if row["script"]:
             script = f"{Path(row['script']).name}: {'shows it' if row['shows'] else 'does not show it by itself'}"
-        cells.append([row["title"], badge(row["module"], ok=False), found, _CONFIRMED[row["confirmed"]], script])
+        cells.append(
+            [row["title"], badge(row["module"], ok=False), found, _CONFIRMED.get(row["confirmed"], ""), script]
+        )
     trees = [_tree(row) for row in rows if row["module"]]
     return section(
         "bisect",
