@@ -93,13 +93,12 @@ def check_plan(plan: ValidationPlan, cfg: Config, hardware: Hardware) -> None:
         problems.append(f"--steps: {plan.steps} leaves fewer than three windows after {plan.warm_up} steps of warm-up")
     unknown = [layout for layout in plan.layouts if layout not in _LAYOUTS]
     problems += [f'--layouts: "{layout}" is not one of {", ".join(_LAYOUTS)}' for layout in unknown]
+    rows = cfg.train.global_batch_size
     for count in plan.processes:
         if hardware.gpus and count > hardware.gpus:
             problems.append(f"--processes: {count}, but {hardware.gpus} GPUs are visible here")
-        elif cfg.train.global_batch_size % max(count, 1) or count < 1:
-            problems.append(
-                f"--processes: {count} do not divide train.global_batch_size, {cfg.train.global_batch_size}"
-            )
+        elif rows % max(count, 1) or count < 1:
+            problems.append(f"--processes: {count} do not divide train.global_batch_size, {rows}")
     if cfg.train.fp8:
         problems.append("train.fp8: the eager baseline cannot train in float8: add train.fp8=null")
     if not cfg.data.val and not cfg.eval.tasks:

@@ -87,7 +87,8 @@ def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
 
 def judge(trio: Trio) -> list[Verdict]:
     """Return the verdicts on all criteria; a run that did not finish fails those that need it."""
-    ok, found, wanted = _finished(trio)
+    ok, found = _finished(trio)
+    wanted = f"{trio.processes} of {trio.processes} ranks, no errors"
     verdicts = [trio_verdict(trio, "runs finish on all ranks", found, wanted, ok=ok)]
     failed = trio.eager.error or trio.compiled.error or trio.other_seed.error
     for name, check, wanted in CRITERIA:
@@ -101,21 +102,14 @@ def trio_verdict(trio: Trio, criterion: str, actual: str, wanted: str, *, ok: bo
     return Verdict(trio.layout, trio.processes, criterion, ok, actual, wanted)
 
 
-def _finished(trio: Trio) -> tuple[bool, str, str]:
-    """Check that every process joined, agreed and ended well, and that no rank reported an error.
-
-    Returns:
-        (ok, what was found, what is wanted)
-    """
-    wanted = f"{trio.processes} of {trio.processes} ranks, no errors"
+def _finished(trio: Trio) -> tuple[bool, str]:
+    """Check that every process joined, agreed and ended well, and that no rank reported an error."""
     for name, run in (("eager", trio.eager), ("compiled", trio.compiled)):
-        if run.error:
-            return False, f"{name}: {run.error}", wanted
-        ranks = run.environment.get("world_size")
-        if run.status.get("status") != "finished" or run.rank_errors or ranks != trio.processes:
-            problem = ", ".join(run.rank_errors) or f"status {run.status.get('status')}, {ranks} ranks"
-            return False, f"{name}: {problem}", wanted
-    return True, f"{trio.processes} of {trio.processes}, status finished, no rank errors", wanted
+        status, ranks = run.status.get("status"), run.environment.get("world_size")
+        if run.error or status != "finished" or run.rank_errors or ranks != trio.processes:
+            problem = run.error or ", ".join(run.rank_errors) or f"status {status}, {ranks} ranks"
+            return False, f"{name}: {problem}"
+    return True, f"{trio.processes} of {trio.processes}, status finished, no rank errors"
 
 
 def constant_shapes(trio: Trio) -> tuple[bool, str]:
