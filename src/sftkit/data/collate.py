@@ -268,8 +268,8 @@ def warm_up_batch(
     shard: RowShard = FULL_ROW,
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
-    """Make the worst case of a declared shape: random tokens, documents as long as allowed, every position a target
-    as far as the most documents of a row reach.
+    """Make the worst case of a declared shape: random tokens, as many and as long documents as a row may hold, every
+    position of them a target.
 
     Args:
         made_up: gives so many documents something to encode.

@@ -67,7 +67,7 @@ class Layout:
     docs_per_row: int = 1
     "the most documents in a row"
     budget_rows: int = 1
-    "bucketed: a micro-batch of shorter rows may take the positions of so many rows of max_length, on any number of ranks"
+    "bucketed: rows of max_length whose positions a micro-batch of shorter rows may have; the same on any number of ranks"
     pad_multiple: int = 1
     "dynamic: what row lengths are a multiple of"
     encoded: bool = False
