@@ -59,16 +59,10 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     for position, (file, names) in enumerate(plan.items()):
         writer = writers.get(names[0], position % world_size)
         held = {name: tensors[name] for name in names if not tensors[name].is_meta}
-        kept = _gathered(held, saved_rows, keep=writer == rank)
-        if kept is not None:
+        if (kept := _gathered(held, saved_rows, keep=writer == rank)) is not None:
             files[file] = kept
-    index = {
-        "metadata": {
-            "total_parameters": sum(sizes.values()),
-            "total_size": sum(numel * tensors[name].element_size() for name, numel in sizes.items()),
-        },
-        "weight_map": {name: file for file, names in plan.items() for name in names},
-    }
+    totals = {"total_parameters": sum(sizes.values()), "total_size": sum(num_bytes.values())}
+    index = {"metadata": totals, "weight_map": {name: file for file, names in plan.items() for name in names}}
     return WeightSnapshot(None, files, index if rank == 0 and len(plan) > 1 else None)
 
 

@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(cls: type[T]) -> type[T]:
-    """Make a frozen dataclass that refuses keys it does not know."""
+    """Make a frozen dataclass that refuses keys it does not know, and whose help is the strings under its fields."""
     # pydantic reads it from a dataclass, whose type has no such attribute
-    cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    cls.__pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
 
 

@@ -12,9 +12,9 @@ from bisect import bisect_left
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from sftkit.data.conversation import Message
+from sftkit.data.conversation import Message, special_pattern
 from sftkit.data.reasoning import reasoning_of
-from sftkit.data.spans import common_prefix, special_pattern
+from sftkit.data.spans import common_prefix
 from sftkit.data.template import Span, Template
 
 NOWHERE = (-1, -1)
@@ -66,15 +66,12 @@ class AnswerMatcher:
     def add(self, k: int, start: int, core_end: int, span: Span) -> None:
         """Record where answer k was found by rendering; `start` to `core_end` is its own text,
         without the token that ends it."""
-        self._known.setdefault(self._situation(k), []).append(self._outcome(k, start, core_end, span))
-
-    def _outcome(self, k: int, start: int, core_end: int, span: Span) -> _Outcome | None:
-        """Return what stands around such answers; None if that is too little to find others by."""
+        outcome = None  # what stands around such answers is too little to find others by
         if span == NOWHERE:
-            return _Outcome(None, "")
-        if k not in self._places or self._next_special(start) != core_end:
-            return None
-        return _Outcome(self.text[self._places[k] : start], self.text[core_end : span[1]])
+            outcome = _Outcome(None, "")
+        elif k in self._places and self._next_special(start) == core_end:
+            outcome = _Outcome(self.text[self._places[k] : start], self.text[core_end : span[1]])
+        self._known.setdefault(self._situation(k), []).append(outcome)
 
     def _situation(self, k: int) -> Hashable:
         """Return what a template may look at: the turn up to the answer, the role of the next message, and whether

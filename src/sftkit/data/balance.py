@@ -73,8 +73,6 @@ def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.n
     """Return equally many rows for each share, int64 [W, B]: each row goes to the lightest
     share that still has room."""
     room = len(descending) // shares
-    if room == 1:
-        return descending.reshape(shares, 1)
     assigned: list[list[int]] = [[] for _ in range(shares)]
     lightest = [(0, share) for share in range(shares)]
     for row, cost in zip(descending.tolist(), costs[descending].tolist(), strict=True):

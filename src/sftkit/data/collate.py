@@ -238,9 +238,7 @@ def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarra
 
 def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
     """Return the running sum from 0, the total repeated in unused slots: int32 [slots + 1]."""
-    starts = np.full(slots + 1, sizes.sum(), np.int32)
-    starts[: len(sizes) + 1] = np.concatenate([[0], np.cumsum(sizes)])
-    return starts
+    return np.pad(np.cumsum(sizes), (1, slots - len(sizes)), constant_values=(0, sizes.sum())).astype(np.int32)
 
 
 def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: BatchShape) -> np.ndarray:
@@ -249,9 +247,7 @@ def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: BatchShape) -> np.n
     padding = [np.arange(r * row_length + n, (r + 1) * row_length, max_doc_length) for r, n in enumerate(used)]
     all_starts = np.sort(np.concatenate([starts, *padding]))
     assert len(all_starts) <= max_docs, f"{len(all_starts)} documents in {max_docs} slots"
-    cu_seqlens = np.full(max_docs + 1, len(used) * row_length, dtype=np.int32)
-    cu_seqlens[: len(all_starts)] = all_starts
-    return cu_seqlens
+    return _starts(np.diff(all_starts, append=len(used) * row_length), max_docs)
 
 
 def _target_index(is_target: np.ndarray) -> np.ndarray:
@@ -279,7 +275,6 @@ def warm_up_batch(
     row = ([shape.max_doc_length] * whole + [rest] * (rest > 0))[: shape.docs_per_row]
     sizes = row * rows
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))
-    numbers = np.arange(len(sizes)).reshape(rows, len(row))
-    recipe = tuple(map(tuple, numbers.tolist()))
+    recipe = tuple(map(tuple, np.arange(len(sizes)).reshape(rows, len(row)).tolist()))
     examples = Examples.of(ids, sizes, made_up(len(sizes)))
     return collate(examples, recipe, shape, shard=shard)

@@ -179,8 +179,8 @@ def make_layout(
         return _packed(plain, data.row_length or max_length, lengths)
     if data.layout == "bucketed":
         # Buckets are chosen with the batch sizes that the run began with.
-        begun = earlier[0]._asdict() if earlier else {}
-        first = replace(plain, **{name: begun[name] for name in ("global_batch_size", "budget_rows") if begun})
+        begun = earlier[0] if earlier else plain
+        first = replace(plain, global_batch_size=begun.global_batch_size, budget_rows=begun.budget_rows)
         return replace(plain, row_lengths=_bucket_lengths(first, data, lengths))
     if data.layout == "dynamic":
         return replace(plain, row_lengths=_warm_up_lengths(max_length, plain.pad_multiple))

@@ -74,9 +74,7 @@ def _conversations(
 
 
 DATA_OF_STAGES: dict[str, tuple[str, OfStage]] = {
-    "base": (STAGE_SCRIPTS["base"], base),
-    "mid": (STAGE_SCRIPTS["mid"], mid),
-    "sft": (STAGE_SCRIPTS["sft"], sft),
-    "caption": (STAGE_SCRIPTS["caption"], caption),
+    stage: (STAGE_SCRIPTS[stage], tokenizing)
+    for stage, tokenizing in {"base": base, "mid": mid, "sft": sft, "caption": caption}.items()
 }
 "Name -> the script that runs it, and what it learns."

@@ -19,6 +19,8 @@ T = TypeVar("T")
 GIB = 2**30
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_LARGEST_HEADER = 100 * 2**20
+"Bytes of a safetensors header; a longer one is damage."
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BESIDE = 1.25
 "A step takes at least a quarter more: activations, logits, buckets of the exchange."
@@ -152,7 +154,7 @@ def _of_folder(folder: Path) -> ModelSize | None:
             return ModelSize(int(metadata["total_parameters"]), _ends(text, tied=True))
         return ModelSize(int(metadata["total_size"]) // width, _ends(text, tied=True)) if width else None
     if (folder / SINGLE_FILE).is_file():
-        return ModelSize(_elements(folder / SINGLE_FILE), _ends(text, tied=True))
+        return ModelSize(num_elements(folder / SINGLE_FILE), _ends(text, tied=True))
     return of_fields(text)
 
 
@@ -168,10 +170,12 @@ def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
     return vocab * hidden * (1 if fields.get("tie_word_embeddings", tied) else 2)
 
 
-def _elements(path: Path) -> int:
+def num_elements(path: Path) -> int:
     """Return the number of elements of all tensors of a safetensors file, from its header."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
+        if size > _LARGEST_HEADER:
+            raise ValueError(f"{path}: a header of {size} bytes")
         header = json.loads(file.read(size))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 

@@ -209,11 +209,9 @@ class RunStatus:
             if time.monotonic() >= end:
                 return None
             time.sleep(0.1)
-        if not found[0].symptom:
-            return found[0]
-        # Nobody has written a cause. If exactly one rank has written nothing, it is the one that ended.
+        # If nobody has written a cause and exactly one rank has written nothing, it is the one that ended.
         silent = sorted(set(range(self.world_size)) - {failure.rank for failure in found})
-        if len(silent) != 1:
+        if not found[0].symptom or len(silent) != 1:
             return found[0]
         text = f"it ended without a word (killed? out of memory?); rank {found[0].rank} then saw: {found[0].error}"
         return Failure(silent[0], found[0].step, found[0].phase, text, found[0].time)
