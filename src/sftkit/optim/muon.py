@@ -37,8 +37,11 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
 def _full_matrix(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the whole matrix, gathered in bf16 if the parameter is sharded."""
+    if not isinstance(param, DTensor):
+        return shard
     sharded = as_sharded(shard.bfloat16(), param)
-    return sharded.full_tensor() if isinstance(sharded, DTensor) else shard
+    assert isinstance(sharded, DTensor)
+    return sharded.full_tensor()
 
 
 class Muon(AdamW):
