@@ -81,10 +81,8 @@ def run(lab: str, processes: int, only: list[str] | None) -> bool:
     out = Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
     jobs = read_jobs(plan, out, only)
     fit = [job.name for job in jobs if job.processes.count <= processes]
-    print_text(
-        f"\n=== {lab}: {len(fit)} of {len(jobs)} runs"
-        + (f"; the others need more than {processes} GPUs" * (len(fit) < len(jobs)))
-    )
+    others = f"; the others need more than {processes} GPUs" * (len(fit) < len(jobs))
+    print_text(f"\n=== {lab}: {len(fit)} of {len(jobs)} runs{others}")
     results = bench(plan, out, fit)
     keep(FOLDER / lab, results)
     return any(row["error"] for row in results["runs"])
@@ -148,18 +146,12 @@ def tables(lab: Path) -> str:
         return f"\nNot measured yet: none of the {len(names)} runs of [the plan](../benchmarks/{lab.name}/plan.yaml).\n"
     results: dict[str, Any] = json.loads(file.read_text())
     rows, replaced = results["runs"], results.get("replaced", ())
-    good = {row["name"] for row in rows if not row["error"]}
-    missing = [name for name in names if name not in good]
-    parts = [
-        machine_lines(results["machine"]),
-        calls_line(rows),
-        speed_table(rows, replaced),
-        loss_table(rows, replaced),
-    ]
+    missing = [name for name in names if name not in {row["name"] for row in rows if not row["error"]}]
+    parts = [machine_lines(results["machine"]), calls_line(rows)]
+    parts += [speed_table(rows, replaced), loss_table(rows, replaced)]
     parts += [f"Not measured: {', '.join(missing)}."] if missing else []
-    parts += [
-        f"Raw: [results.json](../benchmarks/{lab.name}/results/results.json); [plan](../benchmarks/{lab.name}/plan.yaml)."
-    ]
+    folder = f"../benchmarks/{lab.name}"
+    parts += [f"Raw: [results.json]({folder}/results/results.json); [plan]({folder}/plan.yaml)."]
     return "\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 

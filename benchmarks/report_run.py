@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from statistics import median_high as median
 
 from matplotlib import pyplot as plt
 
@@ -32,11 +33,6 @@ def draw(metrics: list[dict], evals: list[dict], out: Path) -> None:
     for axis in (left, right):
         axis.grid(alpha=0.3)
     figure.savefig(out, dpi=110)
-
-
-def median(values: list[float]) -> float:
-    """Return the middle one of some values; of two, the higher."""
-    return sorted(values)[len(values) // 2]
 
 
 def table(metrics: list[dict], evals: list[dict], summary: dict, environment: dict) -> str:
@@ -69,13 +65,11 @@ def answers(samples: list[dict]) -> str:
     first, last = min(s["step"] for s in samples), max(s["step"] for s in samples)
     before = {s["prompt"]: s for s in samples if s["step"] == first}
     after = {s["prompt"]: s for s in samples if s["step"] == last}
-    parts = []
-    for prompt, sample in before.items():
-        parts.append(
-            f"**Prompt**\n\n{quoted(prompt[-700:])}\n\n**Before**\n\n{quoted(sample['answer'])}\n\n"
-            f"**After**\n\n{quoted(after[prompt]['answer'])}\n\n**Reference**\n\n{quoted(sample['reference'][:700])}\n"
-        )
-    return "\n---\n\n".join(parts)
+    return "\n---\n\n".join(
+        f"**Prompt**\n\n{quoted(prompt[-700:])}\n\n**Before**\n\n{quoted(sample['answer'])}\n\n"
+        f"**After**\n\n{quoted(after[prompt]['answer'])}\n\n**Reference**\n\n{quoted(sample['reference'][:700])}\n"
+        for prompt, sample in before.items()
+    )
 
 
 def quoted(text: str) -> str:

@@ -81,9 +81,7 @@ def jobs(sizes: Sizes) -> list[tuple[str, int, Way, bool]]:
     """(task, rows, way, exact), what may fail or take long last."""
     small = [(name, sizes.exact_rows, way, True) for name in COMPILED for way in PLAIN]
     fast = [(name, rows, way, False) for name in COMPILED for rows in sizes.rows for way in PLAIN]
-    captions, answers = (
-        [(name, sizes.rows[-1], way, False) for way in COMPILED[name]] for name in ("captions", "answers")
-    )
+    captions, answers = ([(name, sizes.rows[-1], way, False) for way in COMPILED[name]] for name in COMPILED)
     exact = [(name, sizes.exact_rows, COMPILED[name][-1], True) for name in COMPILED]
     return [*small, *fast, *captions, *exact, *answers]
 

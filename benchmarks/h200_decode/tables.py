@@ -4,23 +4,18 @@ python benchmarks/h200_decode/tables.py
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+from sftkit.experiments.bench.report import markdown_table, write_page
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "decode.json"
-MARKS = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
 TITLES = {"answers": "Answers, Qwen3 0.6B", "captions": "Captions, ViT-base and GPT-2 small"}
 COLUMNS = (
     *("rows", "way", "new tokens/s", "times eager", "first token, ms", "step, ms", "recording, ms", "warm-up, s"),
     *("recording pays from (steps)", "warm-up pays from (tokens)", "same texts in bf16"),
 )
-
-
-def lines(columns: tuple[str, ...], rows: list[list[str]]) -> str:
-    """Return a table as Markdown."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [list(columns), ["---"] * len(columns), *rows])
 
 
 def cells(run: dict[str, Any]) -> list[str]:
@@ -49,13 +44,13 @@ def won(number: float | None) -> str:
 
 def failed(run: dict[str, Any]) -> str:
     """Return why a run failed, in a cell."""
-    return f"failed: {' '.join(run['error'].split())[:200]}".replace("|", "\\|")
+    return f"failed: {' '.join(run['error'].split())[:200]}"
 
 
 def exact(run: dict[str, Any]) -> list[str]:
     """Return the cells of a run in the table of texts."""
-    same = run["error"] or f"{run['same_texts']:.0%} of {run['rows']}, {run['different_texts']} different"
-    return [TITLES[run["task"]], run["way"], failed(run) if run["error"] else same]
+    same = "" if run["error"] else f"{run['same_texts']:.0%} of {run['rows']}, {run['different_texts']} different"
+    return [TITLES[run["task"]], run["way"], same or failed(run)]
 
 
 def table(results: dict[str, Any] | None) -> str:
@@ -66,20 +61,16 @@ def table(results: dict[str, Any] | None) -> str:
     parts = [f"{env['device']}, torch {env['packages']['torch']}, {results['new_tokens']} new tokens for each row."]
     for name, title in TITLES.items():
         rows = [cells(run) for run in runs if run["task"] == name and not run["exact"]]
-        parts.append(f"**{title}**\n\n" + lines(COLUMNS, rows))
-    rows = [exact(run) for run in runs if run["exact"]]
-    parts.append(
-        f"**The same texts as eager steps: fp32, {results['exact_layers']} layers, {results['exact_tokens']} tokens**\n\n"
-        + lines(("model", "way", "same texts"), rows)
-    )
+        parts.append(f"**{title}**\n\n" + markdown_table(COLUMNS, rows))
+    sizes = f"fp32, {results['exact_layers']} layers, {results['exact_tokens']} tokens"
+    same = markdown_table(("model", "way", "same texts"), [exact(run) for run in runs if run["exact"]])
+    parts.append(f"**The same texts as eager steps: {sizes}**\n\n{same}")
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
 def main() -> None:
     """Rebuild the tables of README.md."""
-    readme = HERE / "README.md"
-    made = table(json.loads(RESULTS.read_text()) if RESULTS.exists() else None)
-    readme.write_text(MARKS.sub(lambda match: f"{match[1]}{made}{match[2]}", readme.read_text()))
+    write_page(HERE / "README.md", table(json.loads(RESULTS.read_text()) if RESULTS.exists() else None))
 
 
 if __name__ == "__main__":

@@ -94,9 +94,8 @@ class Task:
             skip = max(map(len, self.prompts[:rows]))
             ids = [[0] * (skip - len(prompt)) + prompt for prompt in self.prompts[:rows]]
             mask = [[0] * (skip - len(prompt)) + [1] * len(prompt) for prompt in self.prompts[:rows]]
-            inputs = {
-                name: torch.tensor(x, device=DEVICE) for name, x in (("input_ids", ids), ("attention_mask", mask))
-            }
+            given = {"input_ids": ids, "attention_mask": mask}
+            inputs = {name: torch.tensor(value, device=DEVICE) for name, value in given.items()}
         call: Any = self.model.generate
         found = call(
             **inputs, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0,
@@ -115,8 +114,7 @@ def now() -> float:
 def fields(name: str, layers: int, *, tiny: bool) -> dict[str, Any]:
     """Return the fields of the config of a model."""
     if name == "answers":
-        sizes = (32, 64, 2, 16) if tiny else (1024, 3072, 16, 128)
-        hidden, inner, heads, head = sizes
+        hidden, inner, heads, head = (32, 64, 2, 16) if tiny else (1024, 3072, 16, 128)
         return {
             "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": head,

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
@@ -66,12 +68,8 @@ def rows_in_order(job: Job, examples: Examples) -> list[tuple[int, ...]]:
         raise ConfigError(f"data.layout: {cfg.data.layout}: the rows of this comparison are packed")
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(examples.lengths, cfg.data.max_length))
     batches = Batches(StepDataset(examples, layout), seed=cfg.run.seed)
-    steps: list[Any] = []
-    epoch = 0
-    while len(steps) < job.steps.total:
-        steps += batches.plan(epoch)
-        epoch += 1
-    rows = [row for step in steps[: job.steps.total] for row in step.rows]
+    steps = islice(chain.from_iterable(map(batches.plan, count())), job.steps.total)
+    rows = [row for step in steps for row in step.rows]
     if not all(rows):
         raise ConfigError(
             "data.documents.count: too few for the steps: an epoch ends with empty rows, which TRL has not"
@@ -84,10 +82,8 @@ def as_dataset(examples: Examples, rows: list[tuple[int, ...]]) -> Dataset:
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "seq_lengths": []}
     for row in rows:
         parts = [examples[i] for i in row]
-        columns["input_ids"].append([int(t) for part in parts for t in part.ids])
-        columns["labels"].append(
-            [int(t) if on else IGNORE for part in parts for t, on in zip(part.ids, part.is_target, strict=True)]
-        )
+        columns["input_ids"].append([t for part in parts for t in part.ids.tolist()])
+        columns["labels"].append([t for part in parts for t in np.where(part.is_target, part.ids, IGNORE).tolist()])
         columns["seq_lengths"].append([len(part.ids) for part in parts])
     return Dataset.from_dict(columns)
 

@@ -4,7 +4,6 @@ python benchmarks/lab_captioning/tables.py
 """
 
 import json
-import re
 from pathlib import Path
 
 from sftkit.experiments.bench.jobs import read_jobs
@@ -18,6 +17,7 @@ from sftkit.experiments.bench.report import (
     reference_row,
     same_call,
     steps_per_sec,
+    write_page,
 )
 
 HERE = Path(__file__).parent
@@ -49,17 +49,10 @@ WARM_UPS = {
 "The run, and the published seconds of 20 iterations, compiling among them."
 COLUMNS = (
     *("run", "published: steps/s, A100, torch 2.7", "steps/s", "captions/s", "useful tok/s", "first 20 steps, s"),
-    *(
-        "recompiles",
-        "graph breaks",
-        "peak GiB",
-        "reserved GiB",
-        "loss: most that it differs from its eager run",
-        f"captions/s of {BASELINE}",
-    ),
+    *("recompiles", "graph breaks", "peak GiB", "reserved GiB", "loss: most that it differs from its eager run"),
+    f"captions/s of {BASELINE}",
 )
 UNKNOWN = "not measured"
-MARKS = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
 
 
 def cells(name: str, rows: dict[str, dict], replaced: list[dict]) -> list[str]:
@@ -113,17 +106,14 @@ def tables(folder: Path) -> str:
     parts = [machine_lines(results["machine"])] if rows else []
     parts += [line] if (line := calls_line(results["runs"])) else []
     parts += [markdown_table(COLUMNS, [cells(name, rows, results.get("replaced", [])) for name in names])]
-    parts += [
-        markdown_table(("warm-up", "run", "published, s", "measured, s"), [warm_up(kind, rows) for kind in WARM_UPS])
-    ]
+    heads = ("warm-up", "run", "published, s", "measured, s")
+    parts += [markdown_table(heads, [warm_up(kind, rows) for kind in WARM_UPS])]
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     """Rebuild the tables of README.md."""
-    readme = HERE / "README.md"
-    made = tables(HERE)
-    readme.write_text(MARKS.sub(lambda match: f"{match[1]}\n{made}\n{match[2]}", readme.read_text()))
+    write_page(HERE / "README.md", f"\n{tables(HERE)}\n")
 
 
 if __name__ == "__main__":

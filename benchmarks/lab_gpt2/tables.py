@@ -7,10 +7,9 @@ runs of two calls, whose hosts may differ, are not divided. A cell without a res
 """
 
 import json
-import re
 from pathlib import Path
 
-from sftkit.experiments.bench.report import same_call
+from sftkit.experiments.bench.report import format_number, markdown_table, same_call, write_page
 
 HERE = Path(__file__).parent
 TABLES = {"One GPU": ("1 GPU",), "Two GPUs": ("DDP 2", "FSDP2 2", "TP 2")}
@@ -18,14 +17,12 @@ COLUMNS = ("", "step, ms (fastest to slowest)", "tokens/s", "peak GiB", "first s
 UNKNOWN = "not measured yet"
 REFUSED = {"TP 2": "refused: no tensor-parallel plan for gpt2, whose query, key and value are one matrix"}
 "What the launch refuses, as its row would say."
-MARKS = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
 
 
 def results(folder: Path) -> dict[str, dict]:
     """Return the newest row of each run."""
-    files = sorted(
-        (json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda result: result["started"]
-    )
+    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    files = sorted(found, key=lambda result: result["started"])
     return {row["name"]: {"call": result["started"], **row} for result in files for row in result["runs"]}
 
 
@@ -43,12 +40,11 @@ def cells(layout: str, how: str, rows: dict[str, dict]) -> list[str]:
     times = "1" if how == "eager" else UNKNOWN
     if how != "eager" and eager is not None and not eager["error"]:
         times = f"{speed / eager['tok_per_sec']['median']:.2f}" if same_call(row, eager) else "another call"
-    peak = row["peak_memory_gib"]
     return [
         name,
         f"{1e3 * step['median']:.1f} ({1e3 * step['min']:.1f} to {1e3 * step['max']:.1f})",
         f"{speed:,.0f}",
-        "-" if peak is None else f"{peak:.1f}",
+        format_number(row["peak_memory_gib"], "{:.1f}"),
         f"{row['first_step_seconds']:.1f}",
         f"{list(row['losses'].values())[-1]:.4f}",
         times,
@@ -59,17 +55,14 @@ def tables(rows: dict[str, dict]) -> str:
     """Both tables as Markdown."""
     parts = []
     for title, layouts in TABLES.items():
-        lines = [[*COLUMNS], ["---"] * len(COLUMNS)]
-        lines += [cells(layout, how, rows) for layout in layouts for how in ("eager", "compiled")]
-        parts.append(f"**{title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+        lines = [cells(layout, how, rows) for layout in layouts for how in ("eager", "compiled")]
+        parts.append(f"**{title}**\n\n{markdown_table(COLUMNS, lines)}")
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     """Rebuild the tables of README.md."""
-    readme = HERE / "README.md"
-    made = tables(results(HERE / "results"))
-    readme.write_text(MARKS.sub(lambda match: f"{match[1]}\n{made}\n{match[2]}", readme.read_text()))
+    write_page(HERE / "README.md", f"\n{tables(results(HERE / 'results'))}\n")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ python benchmarks/lab_layouts/tables.py
 
 import json
 import math
-import re
 from html import escape
 from itertools import product
 from pathlib import Path
 
-from sftkit.experiments.bench.report import format_number, markdown_table, middle, reference_row, same_call
+from sftkit.experiments.bench.report import format_number, markdown_table, middle, reference_row, same_call, write_page
 
 HERE = Path(__file__).parent
 LAYOUTS = ("dynamic", "aligned", "fixed", "bucketed", "packed")
@@ -21,7 +20,6 @@ COLUMNS = (
     *("first step eager, s", "compiled, s", "compiling pays from step"),
 )
 UNKNOWN = "not measured"
-MARKS = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
 WIDTH, LEFT, PITCH, THICK = 760, 150, 22, 16
 
 
@@ -105,8 +103,8 @@ def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
 
 def main() -> None:
     """Rebuild the table of README.md and the figure."""
-    readme, rows = HERE / "README.md", results(HERE)
-    readme.write_text(MARKS.sub(lambda match: f"{match[1]}\n{table(rows)}\n\n{match[2]}", readme.read_text()))
+    rows = results(HERE)
+    write_page(HERE / "README.md", f"\n{table(rows)}\n\n")
     (HERE / "tokens.svg").write_text(figure(rows))
 
 

@@ -10,24 +10,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sftkit.experiments.bench.report import markdown_table
 from sftkit.experiments.patterns import paper
-from sftkit.experiments.patterns.tables import bubbles, exchanges, holds, machine_line, timeline_pictures, to_markdown
+from sftkit.experiments.patterns.tables import bubbles, exchanges, holds, machine_line, timeline_pictures
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "parallelism.md"
 BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "machine": machine_line,
-    "holds": lambda results: to_markdown(holds(results)),
-    "exchanges": lambda results: to_markdown(exchanges(results)),
-    "bubbles": lambda results: to_markdown(bubbles(results)),
+    "holds": lambda results: markdown_table(*holds(results)),
+    "exchanges": lambda results: markdown_table(*exchanges(results)),
+    "bubbles": lambda results: markdown_table(*bubbles(results)),
     "pictures": lambda results: f"```\n{timeline_pictures(results)}\n```",
-    "chosen": lambda _: to_markdown(paper.chosen()),
-    "families": lambda _: to_markdown(paper.families()),
-    "per_pattern": lambda _: to_markdown(paper.per_pattern()),
-    "slow_links": lambda _: to_markdown(paper.slow_links()),
-    "published": lambda _: to_markdown(paper.published()),
-    "beside": lambda _: to_markdown(paper.beside_measured(HERE.parent)),
+    "chosen": lambda _: markdown_table(*paper.chosen()),
+    "families": lambda _: markdown_table(*paper.families()),
+    "per_pattern": lambda _: markdown_table(*paper.per_pattern()),
+    "slow_links": lambda _: markdown_table(*paper.slow_links()),
+    "published": lambda _: markdown_table(*paper.published()),
+    "beside": lambda _: markdown_table(*paper.beside_measured(HERE.parent)),
 }
 
 

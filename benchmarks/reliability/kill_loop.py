@@ -136,11 +136,8 @@ def _train(run_dir: Path, steps: int, log: Path) -> None:
         os.dup2(out, 1)
         os.dup2(out, 2)
         own = {"run.dir": run_dir, "data.cache_dir": run_dir.parent / "cache", "train.max_steps": steps}
-        sys.argv = [
-            SCRIPT,
-            RECIPE_FILE,
-            *(f"{key}={json.dumps(value, default=str)}" for key, value in (own | SETTINGS).items()),
-        ]
+        words = [f"{key}={json.dumps(value, default=str)}" for key, value in (own | SETTINGS).items()]
+        sys.argv = [SCRIPT, RECIPE_FILE, *words]
         runpy.run_path(SCRIPT, run_name="__main__")
         code = 0
     except SystemExit as end:
@@ -241,24 +238,17 @@ def differences(uninterrupted: Path, other: Path, steps: int) -> list[str]:
     """Return what of the ends of two runs is not the same."""
     there, here = (step_dir(run_dir, steps) for run_dir in (uninterrupted, other))
     hashes = [json.loads((folder / MANIFEST).read_text())["files"] for folder in (there, here)]
-    found = [
-        f"{name}: not the same bytes"
-        for name in hashes[0]
-        if name not in DIFFER and hashes[0][name] != hashes[1].get(name)
-    ]
+    changed = [name for name in hashes[0] if name not in DIFFER and hashes[0][name] != hashes[1].get(name)]
+    found = [f"{name}: not the same bytes" for name in changed]
     found += [f"{name}: only in one" for name in hashes[0].keys() ^ hashes[1].keys()]
     states = [json.loads((folder / TRAINING_STATE).read_text()) for folder in (there, here)]
     for state in states:
         del state[PROGRESS]["seconds"]
-    measured = ("save_seconds", "window")
-    found += [
-        f"{TRAINING_STATE}: {key}" for key in states[0] if key not in measured and states[0][key] != states[1].get(key)
-    ]
-    found += [
-        f"{name}: not the same lines"
-        for name in (METRICS_FILE, EVALS)
-        if unmeasured(uninterrupted / name) != unmeasured(other / name)
-    ]
+    compared = [key for key in states[0] if key not in ("save_seconds", "window")]
+    found += [f"{TRAINING_STATE}: {key}" for key in compared if states[0][key] != states[1].get(key)]
+    for name in (METRICS_FILE, EVALS):
+        same = unmeasured(uninterrupted / name) == unmeasured(other / name)
+        found += [] if same else [f"{name}: not the same lines"]
     left = sorted(unfinished(other)) + sorted(path.name for path in other.glob("*.tmp"))
     return [*found, *(f"{name}: left" for name in left)]
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from conftest import GOLDEN, OUR_TEMPLATE, SHARED_DATA
 
-from sftkit.data import answer_tokens, chat, conversation, rows, text
+from sftkit.data import chat, conversation, rows, text
+from sftkit.data import encode as encoding
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 
@@ -422,8 +423,8 @@ def test_the_header_before_an_answer_is_tokenized_once_for_all_conversations(tok
         texts.append(text)
         return encoded(tokenizer, text, *settings)
 
-    encoded = answer_tokens.encode
-    monkeypatch.setattr(answer_tokens, "encode", encode)
+    encoded = encoding.encode
+    monkeypatch.setattr(encoding, "encode", encode)
     for i in range(3):
         chat.tokenize(Row(f"x:{i}", messages=[{**m} for m in CONVERSATION[:3]]), tokenizer, max_length=1000)
     header = [text for text in texts if not text.endswith("<|im_end|>")]

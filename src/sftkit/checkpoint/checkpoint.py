@@ -84,14 +84,13 @@ class Checkpoints:
         self.skipped_checkpoints: Sequence[str] = ()
         "why newer checkpoints were not resumed"
         self._writer = Writer(run_dir, config, rt, state.orig_model)
-        self._block_seconds: float | None = None
+        self._blocked: dict[str, float] = {}
         self._small_files: dict[str, bytes] = {}
 
     @property
     def last_save(self) -> dict[str, float]:
         """Return block_seconds of the last save, and write_seconds and bytes of the last one that was published."""
-        blocked = {} if self._block_seconds is None else {"block_seconds": self._block_seconds}
-        return {**blocked, **self._writer.figures}
+        return {**self._blocked, **self._writer.figures}
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
         """Copy everything to host memory, and write step-NNNNNN/ from there in the background.
@@ -117,7 +116,7 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{folder} could not be written: {self._writer.failure}. What was saved before is in {self.run_dir}"
                 )
-        self._block_seconds = time.perf_counter() - began
+        self._blocked = {"block_seconds": time.perf_counter() - began}
         return folder
 
     def finish(self) -> None:

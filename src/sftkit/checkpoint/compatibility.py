@@ -32,13 +32,12 @@ _FIXED = (
 OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
 "Keys of optim that are not compared: the states say whether optim.name fits; the others only say how it is computed."
 LENGTH = ("train.max_steps", "train.epochs")
-_WEIGHTS = "its weights are not loaded: those of the checkpoint are"
 CHANGED = {
     "train.global_batch_size": "the documents that this epoch still has to take make batches of that size, and the learning rate "
     "follows the schedule of the steps that there are now",
     "run.seed": "the documents that this epoch still has to take come in another order",
-    "model.path": _WEIGHTS,
-    "model.revision": _WEIGHTS,
+    **dict.fromkeys(("model.path", "model.revision"), "its weights are not loaded: those of the checkpoint are"),
+    **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),
 }
 "What a change of such a key does, where that is not plain."
 
@@ -158,7 +157,8 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
     _check_keys(allowed)
     old, new = (dict(flattened(yaml.load(text, Loader=RecipeLoader) or {})) for text in (there, here))
     changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
-    kept = {key: values for key, values in sorted(changed.items()) if _is_fixed(key)}
+    optim = {key for key in changed if key.startswith("optim.") and key not in OPTIM_FREE}
+    kept = {key: values for key, values in sorted(changed.items()) if key in _FIXED or key in optim}
     refused = {key: values for key, values in kept.items() if key not in allowed}
     if refused:
         raise ConfigError(
@@ -166,21 +166,11 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
             + "".join(f"  ({key}: {CHANGED[key]})\n" for key in refused if key in CHANGED)
             + f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
         )
-    lines = [
+    kept |= {key: changed[key] for key in LENGTH if key in changed}
+    return [
         f"{key} is now {_shortened(b)} (was {_shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")
         for key, (a, b) in kept.items()
     ]
-    for key in LENGTH:
-        if key in changed:
-            a, b = map(_shortened, changed[key])
-            lines.append(
-                f"{key} is now {b} (was {a}): from here on the learning rate follows the schedule of that length"
-            )
-    return lines
-
-
-def _is_fixed(key: str) -> bool:
-    return key in _FIXED or (key.startswith("optim.") and key not in OPTIM_FREE)
 
 
 def _check_keys(keys: Sequence[str]) -> None:

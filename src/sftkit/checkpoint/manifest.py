@@ -14,16 +14,7 @@ from typing import Any, NamedTuple
 
 from sftkit.rundir.files import archive, flush, replace_text
 from sftkit.rundir.manifest import sha256_of
-from sftkit.rundir.names import (
-    BEST,
-    LATEST,
-    MANIFEST,
-    PINNED,
-    UNFINISHED,
-    being_deleted,
-    step_dirs,
-    step_number,
-)
+from sftkit.rundir.names import BEST, LATEST, MANIFEST, PINNED, UNFINISHED, being_deleted, step_dirs, step_number
 
 LOWER_IS_BETTER = re.compile(
     r"(^|_)(perplexity|bits_per_byte|bpb|loss|brier_score|ter|wer|cer|likelihood_diff|bias)(_|$)"
@@ -39,11 +30,9 @@ def entries(folder: Path, files: Iterable[Path]) -> Entries:
     paths = sorted(files)
     for path in paths:
         flush(path)
-    hashes = sha256_of(paths)
-    names = (path.relative_to(folder).as_posix() for path in paths)
     return {
-        name: {"bytes": path.stat().st_size, "sha256": digest}
-        for name, path, digest in zip(names, paths, hashes, strict=True)
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, sha256_of(paths), strict=True)
     }
 
 
@@ -64,7 +53,7 @@ def publish(temporary: Path, final: Path) -> None:
     flush(temporary / MANIFEST)
     for path in (*(p for p in temporary.rglob("*") if p.is_dir()), temporary):
         flush(path)
-    if final.exists():  # the same step of an earlier, abandoned stretch of this run
+    if final.exists():  # the same step, of an earlier start whose later steps were given up
         archive(final)
     os.rename(temporary, final)
     flush(final.parent)
@@ -86,10 +75,8 @@ def sweep(run_dir: Path) -> None:
 
 def prune(run_dir: Path, keep: int, pin_every: int | None) -> None:
     """Delete all but the newest `keep` checkpoints, the best one, the pinned ones and the one that LATEST names."""
-    latest = run_dir / LATEST
-    spared = {latest.read_text().strip() if latest.exists() else None}
-    if best := read_best(run_dir):
-        spared.add(best.folder)
+    latest, best = run_dir / LATEST, read_best(run_dir)
+    spared = {latest.read_text().strip() if latest.exists() else None, best and best.folder}
     for folder in step_dirs(run_dir)[:-keep]:
         pinned = (folder / PINNED).exists() or bool(pin_every and step_number(folder) % pin_every == 0)
         if not pinned and folder.name not in spared:

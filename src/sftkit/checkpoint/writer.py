@@ -67,7 +67,7 @@ class Snapshot:
     rng: dict[str, Any]
     small_files: dict[str, bytes]
     "name -> content; on the main rank"
-    problem: str | None = None
+    problem: str | None
     "why a part of it could not be made; None: it is whole"
 
     def num_bytes(self) -> int:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import CompileConfig, CompileModuleConfig
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder, decoder_blocks, output_projection
+from sftkit.runtime.words import first_of
 
 LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 "Containers that are never called themselves: their items are compiled one by one."
@@ -77,7 +78,7 @@ def _at(orig_model: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.nn.
             where = f"in {'.'.join(there)}" if there else f"in {type(orig_model).__name__}"
             raise ConfigError(
                 f'compile.modules: "{path}": there is no {name or "empty name"} {where}, which has '
-                f"{_some(list(children)) or 'no modules'}." + (f' Did you mean "{near[0]}"?' if near else "")
+                f"{first_of(list(children), 12) or 'no modules'}." + (f' Did you mean "{near[0]}"?' if near else "")
             )
         module = children[name]
         there.append(name)
@@ -110,7 +111,7 @@ def _check_apart(parts: dict[str, CompiledPart]) -> None:
 def _check_called(orig_model: PreTrainedModel, parts: dict[str, CompiledPart], *, sharded: bool) -> None:
     """Refuse modules that a step does not call, or that cannot be a graph of their own."""
     projection, blocks = output_projection(orig_model), set(decoder_blocks(orig_model))
-    others = f"name other modules, such as {_some(_good_paths(orig_model))}"
+    others = f"name other modules, such as {first_of(_good_paths(orig_model), 12)}"
     for path, part in parts.items():
         inside = set(part.module.modules())
         if projection in inside:
@@ -139,11 +140,6 @@ def _good_paths(orig_model: PreTrainedModel) -> list[str]:
         if next(child.parameters(), None) is not None
         and (isinstance(child, LISTS) or not type(child).__module__.startswith("torch.nn"))
     ]
-
-
-def _some(names: list[str]) -> str:
-    """Return the first twelve names and how many more there are."""
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 # ---- inductor's options ----

@@ -10,11 +10,10 @@ import shutil
 import sys
 from pathlib import Path
 
+from sftkit.config.stages import STAGE_SCRIPTS
+
 SCRIPTS = {
-    "base": "base_train.py",
-    "mid": "mid_train.py",
-    "sft": "chat_sft.py",
-    "caption": "caption_train.py",
+    **STAGE_SCRIPTS,
     "chain": "run_chain.py",
     "eval": "evaluate.py",
     "chat": "chat.py",

@@ -13,12 +13,10 @@ from sftkit.config.schema import FROM_COMPILER
 def _compiled_only(get: Get) -> Iterator[Problem]:
     debug = get("compile.debug")
     if get("compile.enabled"):
-        hidden = sorted(FROM_COMPILER & set(debug))
+        hidden = ", ".join(sorted(FROM_COMPILER & set(debug)))
         if hidden and get("compile.cache") is not None:
-            yield (
-                "compile.debug",
-                f"{', '.join(hidden)} needs everything compiled anew and does not go with compile.cache: set it to null",
-            )
+            problem = f"{hidden} needs everything compiled anew and does not go with compile.cache: set it to null"
+            yield "compile.debug", problem
         return
     if debug:
         yield "compile.debug", "only goes with compile.enabled true: nothing is compiled"
@@ -41,14 +39,13 @@ def _implementation(get: Get) -> Iterator[Problem]:
 
 
 def _inductor_only(get: Get) -> Iterator[Problem]:
-    backend, modules = get("compile.backend"), get("compile.modules") or {}
-    given = {"compile.mode": get("compile.mode"), "compile.options": get("compile.options")}
+    backend, modules, mode = get("compile.backend"), get("compile.modules") or {}, get("compile.mode")
     if backend == "inductor":
         return
-    for key, value in given.items():
-        if value is not None:
-            shown = f"{value} only" if isinstance(value, str) else "only"
-            yield key, f"{shown} goes with compile.backend inductor, not {backend}"
+    if mode is not None:
+        yield "compile.mode", f"{mode} only goes with compile.backend inductor, not {backend}"
+    if get("compile.options") is not None:
+        yield "compile.options", f"only goes with compile.backend inductor, not {backend}"
     for path, own in modules.items():
         for name in ("mode", "options"):
             if own.get(name) is not None:
@@ -56,10 +53,8 @@ def _inductor_only(get: Get) -> Iterator[Problem]:
 
 
 def _options(get: Get) -> Iterator[Problem]:
-    named = {"compile.options": get("compile.options")}
-    named |= {
-        f"compile.modules.{path}.options": own.get("options") for path, own in (get("compile.modules") or {}).items()
-    }
+    named, modules = {"compile.options": get("compile.options")}, get("compile.modules") or {}
+    named |= {f"compile.modules.{path}.options": own.get("options") for path, own in modules.items()}
     for place, options in named.items():
         for name, value in (options or {}).items():
             if not isinstance(value, bool | int | float | str):
@@ -71,10 +66,8 @@ def _compile_modules(get: Get) -> Iterator[Problem]:
     if modules is None:
         return
     if not any(own.get("enabled", True) for own in modules.values()):
-        yield (
-            "compile.modules",
-            "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing",
-        )
+        problem = "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing"
+        yield "compile.modules", problem
     for path, own in modules.items():
         dynamic = own.get("dynamic")
         if dynamic == "marked" and layout != "dynamic":

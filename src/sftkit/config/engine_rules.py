@@ -26,12 +26,8 @@ def _engine(get: Get) -> Iterator[Problem]:
 
 def _pipeline(get: Get) -> Iterator[Problem]:
     if get("train.engine") != "pipeline":
-        for key, default in {
-            "train.pipeline_stages": None,
-            "train.pipeline_schedule": "1f1b",
-            "train.pipeline_layers": None,
-        }.items():
-            if get(key) != default:
+        for key in ("train.pipeline_stages", "train.pipeline_schedule", "train.pipeline_layers"):
+            if get(key) != ("1f1b" if key == "train.pipeline_schedule" else None):
                 yield key, f"only goes with train.engine pipeline, not {get('train.engine')}"
         return
     if get("data.layout") in ("bucketed", "dynamic"):
@@ -41,10 +37,8 @@ def _pipeline(get: Get) -> Iterator[Problem]:
             "several: take packed or fixed",
         )
     if get("train.fp8") is not None:
-        yield (
-            "train.fp8",
-            "does not go with train.engine pipeline: its scales are not exchanged between stages; set it to null",
-        )
+        problem = "does not go with train.engine pipeline: its scales are not exchanged between stages; set it to null"
+        yield "train.fp8", problem
     if get("compile.backend") == "cudagraphs" or get("compile.mode") in ("reduce-overhead", "max-autotune"):
         yield (
             "train.engine",
@@ -79,27 +73,19 @@ def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
         )
 
 
-def _left_out(key: str) -> str:
-    """Return how a recipe is freed of a key of graph that another one may have set."""
-    return f"set {key}={'[]' if key == 'graph.passes' else 'false'}"
-
-
 def _graph(get: Get) -> Iterator[Problem]:
-    passes = get("graph.passes")
+    passes, dispatcher = get("graph.passes"), "graph.token_dispatcher"
     yield from (("graph.passes", problem) for problem in problems(passes))
+    # How a recipe is freed of a key of graph that another one may have set.
+    left_out = {key: f"set {key}={off}" for key, off in (("graph.passes", "[]"), ("graph.dump", "false")) if get(key)}
     if get("train.engine") != "graph":
-        for key in ("graph.passes", "graph.dump"):
-            if get(key):
-                yield key, f"only goes with train.engine graph, not {get('train.engine')}: {_left_out(key)}"
-        if get("graph.token_dispatcher") != "allgather":
-            yield (
-                "graph.token_dispatcher",
-                f"only goes with train.engine graph, not {get('train.engine')}: leave it out",
-            )
+        left_out |= {dispatcher: "leave it out"} if get(dispatcher) != "allgather" else {}
+        for key, advice in left_out.items():
+            yield key, f"only goes with train.engine graph, not {get('train.engine')}: {advice}"
         return
-    if get("graph.token_dispatcher") == "alltoall" and "cuda_graphs" in passes:
+    if get(dispatcher) == "alltoall" and "cuda_graphs" in passes:
         yield (
-            "graph.token_dispatcher",
+            dispatcher,
             "alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot record: take allgather, or "
             "leave the pass out",
         )
@@ -115,13 +101,10 @@ def _graph(get: Get) -> Iterator[Problem]:
         )
     for name in sorted(CHECKPOINTING & set(passes)):
         if get("train.memory") != "speed" or get("compile.activation_memory_budget") is not None:
-            yield (
-                "graph.passes",
-                f"{name} says what is kept: leave train.memory and compile.activation_memory_budget out",
-            )
-    for key in ("graph.passes", "graph.dump"):
-        if get(key) and not get("compile.enabled"):
-            yield key, f"only goes with compile.enabled true, without which no graph is captured: {_left_out(key)}"
+            problem = f"{name} says what is kept: leave train.memory and compile.activation_memory_budget out"
+            yield "graph.passes", problem
+    for key, advice in left_out.items() if not get("compile.enabled") else ():
+        yield key, f"only goes with compile.enabled true, without which no graph is captured: {advice}"
     for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
         if get(key):
             yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"

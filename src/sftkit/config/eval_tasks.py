@@ -1,17 +1,8 @@
 """The names of the tasks that a recipe may ask for, and what a recipe has to know of them."""
 
 TASKS = (
-    *(
-        "mmlu",
-        "arc_easy",
-        "arc_challenge",
-        "hellaswag",
-        "piqa",
-        "openbookqa",
-        "boolq",
-        "truthfulqa_mc1",
-        "truthfulqa_mc2",
-    ),
+    *("mmlu", "arc_easy", "arc_challenge", "hellaswag", "piqa", "openbookqa", "boolq"),
+    *("truthfulqa_mc1", "truthfulqa_mc2"),
     *("gsm8k", "humaneval", "mbpp", "ifeval"),
 )
 "Published tasks, in the order in which messages list them."

@@ -120,17 +120,12 @@ def problems(names: Sequence[str]) -> Iterator[str]:
     for at, spec in enumerate(known):
         before = [other.name for other in known[:at]]
         yield from (f"{spec.name} needs {other} before it" for other in spec.requires if other not in before)
-        yield from (
-            f"{spec.name} does not go with {other}: leave one out" for other in spec.conflicts if other in before
-        )
+        clashes = [other for other in spec.conflicts if other in before]
+        yield from (f"{spec.name} does not go with {other}: leave one out" for other in clashes)
     in_order = sorted(known, key=lambda spec: STAGES.index(spec.stage))
     conflicts = {other for spec in known for other in spec.conflicts}
-    if known != in_order and conflicts.isdisjoint(
-        spec.name for spec in known
-    ):  # the list that is named is a possible one
-        early, late = next(
-            (is_there, belongs) for is_there, belongs in zip(known, in_order, strict=True) if is_there != belongs
-        )
+    if known != in_order and conflicts.isdisjoint(names):  # the list that is named is a possible one
+        early, late = next(pair for pair in zip(known, in_order, strict=True) if pair[0] != pair[1])
         yield f"{late.name} must come before {early.name}: write [{', '.join(spec.name for spec in in_order)}]"
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import json
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from sftkit.config import schema as config_module
 from sftkit.config.commands import typed
 from sftkit.config.schema import Config
 from sftkit.config.yaml_text import KeyPath, Plain
@@ -45,31 +42,35 @@ class Key:
 def key_table() -> dict[str, Key]:
     """Return every dotted key in the order of schema.py. N stands for the index of a list item, PATH for a key of a
     mapping of modules."""
-    schema = adapter().json_schema()
-    classes = {**schema["$defs"], "Config": schema}
-    return dict(_rows(classes, "Config", ""))
+    return dict(_rows("Config", ""))
 
 
 @functools.cache
 def section_classes() -> dict[str, str]:
     """Return section name -> name of its class."""
-    hints = Config.__annotations__
-    return {field.name: str(hints[field.name]) for field in dataclasses.fields(Config)}
+    return {section: str(name) for section, name in Config.__annotations__.items()}
 
 
-def _rows(classes: dict[str, JsonSchema], name: str, prefix: str) -> Iterator[tuple[str, Key]]:
-    schema = classes[name]
+@functools.cache
+def _classes() -> dict[str, JsonSchema]:
+    """Return class -> its schema, whose descriptions are the docstring and the strings under the fields."""
+    schema = adapter().json_schema()
+    return {**schema["$defs"], "Config": schema}
+
+
+def _rows(name: str, prefix: str) -> Iterator[tuple[str, Key]]:
+    schema = _classes()[name]
     for field, prop in schema["properties"].items():
-        target = _target(prop)
+        target, parts = _target(prop), (prop, *prop.get("anyOf", ()))
         key = prefix + field
         if prefix:
             required = field in schema.get("required", ())
-            doc = prop.get("description") or _docs()[name].get(field, "")
-            yield key, Key(_kind(prop), doc, required, prop.get("default"), _is_path(prop))
+            is_path = any(part.get("format") == "path" for part in parts)
+            yield key, Key(_kind(prop), prop["description"], required, prop.get("default"), is_path)
         if target:
-            named = any("additionalProperties" in part for part in (prop, *prop.get("anyOf", ())))
+            named = any("additionalProperties" in part for part in parts)
             inner = f"{key}.N." if prop.get("type") == "array" else f"{key}.PATH." if named else f"{key}."
-            yield from _rows(classes, target, inner)
+            yield from _rows(target, inner)
 
 
 def _target(prop: JsonSchema) -> str | None:
@@ -80,10 +81,6 @@ def _target(prop: JsonSchema) -> str | None:
             reference: str = part["$ref"]
             return reference.rpartition("/")[2]
     return None
-
-
-def _is_path(prop: JsonSchema) -> bool:
-    return any(part.get("format") == "path" for part in (prop, *prop.get("anyOf", ())))
 
 
 def _kind(prop: JsonSchema) -> str:
@@ -97,28 +94,9 @@ def _kind(prop: JsonSchema) -> str:
     if prop.get("type") == "array":
         items = prop.get("items") if isinstance(prop.get("items"), dict) else (prop.get("prefixItems") or [{}])[0]
         return f"list of ({_kind(items or {})})"
-    words = {
-        "integer": "int",
-        "boolean": "true | false",
-        "string": "text",
-        "number": "number",
-        "object": "mapping",
-        "null": "null",
-    }
-    return words[prop.get("type", "object")] + low
-
-
-@functools.cache
-def _docs() -> dict[str, dict[str, str]]:
-    """Return class -> field -> the string under the field in schema.py; "" is the class's own docstring."""
-    docs: dict[str, dict[str, str]] = {}
-    for cls in ast.parse(Path(config_module.__file__).read_text(encoding="utf-8")).body:
-        if isinstance(cls, ast.ClassDef):
-            docs[cls.name] = {"": ast.get_docstring(cls) or ""}
-            for field, text in zip(cls.body, cls.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    docs[cls.name][ast.unparse(field.target)] = str(ast.literal_eval(text.value))
-    return docs
+    kind: str = prop.get("type", "object")
+    words = {"integer": "int", "boolean": "true | false", "string": "text", "object": "mapping"}
+    return words.get(kind, kind) + low
 
 
 def row_of(keys: KeyPath) -> str:
@@ -147,7 +125,7 @@ def help_text(description: str, command: str) -> str:
     lines = [f"usage: {command} {USAGE}", "", typed(description.strip()), ""]
     lines += ["Values are YAML: optim.lr=2e-5 data.bucket_lengths=[128,256] train.epochs=null data.val.0.repeat=2"]
     for section, cls in section_classes().items():
-        lines += ["", f"{section}: {_docs()[cls]['']}"]
+        lines += ["", f"{section}: {_classes()[cls]['description']}"]
         for key, row in key_table().items():
             if key.split(".")[0] != section:
                 continue

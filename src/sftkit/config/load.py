@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -90,8 +89,7 @@ def read_config(
     """
     if not isinstance(world_size, int):
         return _resolve(recipe, overrides, world_size, more)[0]
-    replicas = Topology(replicas=world_size)
-    return _resolve(recipe, overrides, lambda train: replace(replicas, stages=num_stages(train) or 1), more)[0]
+    return _resolve(recipe, overrides, lambda train: Topology(num_stages(train) or 1, world_size), more)[0]
 
 
 def to_yaml(cfg: Config) -> str:
@@ -146,9 +144,8 @@ def _resolve(
     if len(words) < len(overrides):
         problems.append(f"{COMMAND_LINE}: a word of more than {MAX_CHARACTERS:,} characters: put it into the recipe")
     if sum(map(len, words)) > MAX_RECIPE_BYTES:
-        raise ConfigError(
-            f"{COMMAND_LINE}: more than {MAX_RECIPE_BYTES // 1024} KiB of words: put them into the recipe"
-        )
+        most = f"{MAX_RECIPE_BYTES // 1024} KiB"
+        raise ConfigError(f"{COMMAND_LINE}: more than {most} of words: put them into the recipe")
     harmless = [word for word in words if not _secret_word(word, problems)]
     recipe = shipped(expanded(str(recipe)))
     tree = read_tree(Path(recipe), problems)
@@ -198,21 +195,13 @@ def _topology(train: TrainConfig) -> Topology:
 
 def _expand(tree: Node, problems: list[str]) -> None:
     """Expand ~ to the home directory in all settings that are paths."""
-    for keys, node in list(_walk(tree, ())):
+    for keys, node in _walk(tree, ()):
         key = key_table().get(row_of(keys).replace("model.train_tokenizer.sources", "data.train"))
         if key is not None and key.is_path and isinstance(node.value, str):
             try:
-                _put(tree.nearest(keys[:-1]), keys[-1], Node(expanded(node.value), node.origin))
+                node.value = expanded(node.value)
             except ConfigError as error:
                 problems.append(f"{node.origin}: {dotted(keys)}: {error}")
-
-
-def _put(parent: Node, key: str | int, child: Node) -> None:
-    """Set an entry of a mapping or an item of a list."""
-    if isinstance(parent.value, dict):
-        parent.value[str(key)] = child
-    elif isinstance(parent.value, list):
-        parent.value[int(key)] = child
 
 
 def _secret_word(word: str, problems: list[str]) -> bool:
@@ -296,8 +285,7 @@ def _get(tree: Node, dropped: set[KeyPath], key: str) -> Any:  # as rule.Get
     for gone in dropped:
         if keys == gone[: len(keys)] or gone == keys[: len(gone)]:
             raise Unusable(dotted(gone))
-    node = tree.find(keys)
-    if node is not None:
+    if (node := tree.find(keys)) is not None:
         return node.plain()
     known = key_table().get(key)
     return None if known is None else known.default  # None: an item that a list does not have
@@ -306,9 +294,4 @@ def _get(tree: Node, dropped: set[KeyPath], key: str) -> Any:  # as rule.Get
 def _annotated(cfg: Config, tree: Node) -> str:
     """Render the resolved settings; a comment on each line says where the value comes from: a file, the command line or
     the default."""
-
-    def origin(keys: KeyPath) -> str:
-        node = tree.find(keys)
-        return "default" if node is None else node.origin
-
-    return render_yaml(_json(cfg), origin)
+    return render_yaml(_json(cfg), lambda keys: node.origin if (node := tree.find(keys)) else "default")

@@ -68,9 +68,8 @@ def _not_expanded(pattern: Path) -> str:
     listed = ", ".join(map(str, there[:3])) + (" and others" if len(there) > 3 else "")
     if matches:
         return f". Wildcards are not expanded: name a folder, such as {folder}, or a file; {listed} would match."
-    return (
-        f". Wildcards are not expanded, and nothing would match{f'; in {folder} there are {listed}' if there else ''}."
-    )
+    instead = f"; in {folder} there are {listed}" if there else ""
+    return f". Wildcards are not expanded, and nothing would match{instead}."
 
 
 def _stem(name: str) -> str:

@@ -21,9 +21,8 @@ def in_folder(folder: Path) -> str:
     if not found:
         return f"{_shown(folder)}: a folder without recipes in it; name a recipe, a .yaml file"
     more = f" and {len(found) - _MAX_NAMES} more" if len(found) > _MAX_NAMES else ""
-    return (
-        f"{_shown(folder)}: a folder; name one of the recipes in it: {', '.join(map(_shown, found[:_MAX_NAMES]))}{more}"
-    )
+    listed = ", ".join(map(_shown, found[:_MAX_NAMES]))
+    return f"{_shown(folder)}: a folder; name one of the recipes in it: {listed}{more}"
 
 
 def similar_recipes(path: Path) -> str:
@@ -47,13 +46,11 @@ def _there(path: Path) -> list[Path]:
 
 def _alike(path: Path, recipe: Path) -> float:
     """Return how like a recipe a missing path is, from 0 to 1: it may be a misspelling, or name the recipe's folder."""
-    sibling = _ratio(path.stem, recipe.stem) if recipe.parent == path.parent else 0.0
+    stem, parent = _ratio(path.stem, recipe.stem), _ratio(path.parent.name, recipe.parent.name)
+    sibling = stem if recipe.parent == path.parent and stem >= SIBLINGS else 0.0
     folder = _ratio(path.name.removesuffix(recipe.suffix), recipe.parent.name)
-    both = min(_ratio(path.parent.name, recipe.parent.name), _ratio(path.stem, recipe.stem))
-    mean = (_ratio(path.parent.name, recipe.parent.name) + _ratio(path.stem, recipe.stem)) / 2
-    return max(
-        sibling if sibling >= SIBLINGS else 0.0, folder if folder >= ALIKE else 0.0, mean if both >= ALIKE else 0.0
-    )
+    both = (parent + stem) / 2 if min(parent, stem) >= ALIKE else 0.0
+    return max(sibling, folder if folder >= ALIKE else 0.0, both)
 
 
 def _ratio(one: str, other: str) -> float:

@@ -74,11 +74,9 @@ def _train_tokenizer(get: Get) -> Iterator[Problem]:
 
 
 def _only_with_path(get: Get) -> Iterator[Problem]:
-    if get("model.path") is None:
-        if get("model.revision") is not None:
-            yield "model.revision", "only goes with model.path"
-        if get("model.trust_remote_code"):
-            yield "model.trust_remote_code", "only goes with model.path"
+    for key, default in (("model.revision", None), ("model.trust_remote_code", False)):
+        if get("model.path") is None and get(key) != default:
+            yield key, "only goes with model.path"
 
 
 def _chat_template(get: Get) -> Iterator[Problem]:
@@ -93,10 +91,8 @@ def _chat_template(get: Get) -> Iterator[Problem]:
 def _checkpoints(get: Get) -> Iterator[Problem]:
     saves, evaluates, pins = get("checkpoint.every"), get("eval.every"), get("checkpoint.pin_every")
     if pins is not None and (saves is None or pins % saves):
-        yield (
-            "checkpoint.pin_every",
-            f"{pins} is no multiple of checkpoint.every, {saves}: no such checkpoint is written",
-        )
+        problem = f"{pins} is no multiple of checkpoint.every, {saves}: no such checkpoint is written"
+        yield "checkpoint.pin_every", problem
     if get("checkpoint.best") is not None and (saves is None or evaluates is None):
         yield "checkpoint.best", "needs checkpoint.every and eval.every: only a step with both can be the best"
 
@@ -112,11 +108,8 @@ def _sources(get: Get) -> Iterator[Problem]:
         first_with: dict[str, int] = {}
         for i, source in enumerate(sources):
             label = source_label(source)
-            if first_with.setdefault(label, i) != i:
-                yield (
-                    f"{part}.{i}.name",
-                    f'"{label}" is already the name of {part}.{first_with[label]}: set another name',
-                )
+            if (first := first_with.setdefault(label, i)) != i:
+                yield f"{part}.{i}.name", f'"{label}" is already the name of {part}.{first}: set another name'
             if source.path.startswith("builtin:"):
                 if source.path not in BUILTIN_SOURCES:
                     yield f"{part}.{i}.path", f'"{source.path}" is not one of {", ".join(BUILTIN_SOURCES)}'
@@ -126,15 +119,13 @@ def _sources(get: Get) -> Iterator[Problem]:
 
 def _buckets(get: Get) -> Iterator[Problem]:
     key, layout, lengths = "data.bucket_lengths", get("data.layout"), get("data.bucket_lengths")
-    if get("data.num_buckets") is not None and (layout != "bucketed" or lengths is not None):
-        problem = (
-            f"only goes with layout bucketed, not {layout}" if layout != "bucketed" else f"and {key} are both given"
-        )
-        yield "data.num_buckets", problem
+    other_layout = f"only goes with layout bucketed, not {layout}" if layout != "bucketed" else None
+    if get("data.num_buckets") is not None and (other_layout or lengths is not None):
+        yield "data.num_buckets", other_layout or f"and {key} are both given"
     if lengths is None:
         return
-    if layout != "bucketed":
-        yield key, f"only goes with layout bucketed, not {layout}"
+    if other_layout:
+        yield key, other_layout
     if not lengths:
         yield key, "is empty: null lets data.num_buckets lengths be chosen from the data"
         return
@@ -159,15 +150,12 @@ def _row_length(get: Get) -> Iterator[Problem]:
 
 
 def _dynamic(get: Get) -> Iterator[Problem]:
-    max_length, multiple = get("data.max_length"), get("data.pad_multiple")
-    if get("data.layout") != "dynamic":
+    max_length, multiple, only = get("data.max_length"), get("data.pad_multiple"), "only goes with layout dynamic"
+    if (layout := get("data.layout")) != "dynamic":
         if multiple is not None:
-            yield "data.pad_multiple", f"only goes with layout dynamic, not {get('data.layout')}"
+            yield "data.pad_multiple", f"{only}, not {layout}"
         if get("compile.dynamic") == "marked":
-            yield (
-                "compile.dynamic",
-                f"marked only goes with layout dynamic, not {get('data.layout')}, whose rows have fixed lengths",
-            )
+            yield "compile.dynamic", f"marked {only}, not {layout}, whose rows have fixed lengths"
         return
     multiple = multiple or 8
     if max_length is not None and max_length % multiple:
@@ -268,25 +256,8 @@ def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
 
 
 _RULES = (
-    _one_origin,
-    _run_dir,
-    _scratch,
-    _train_tokenizer,
-    _only_with_path,
-    _chat_template,
-    _checkpoints,
-    _sources,
-    _buckets,
-    _row_length,
-    _dynamic,
-    _attention,
-    _precision,
-    *ENGINE_RULES,
-    *COMPILE_RULES,
-    _schedule,
-    _betas,
-    _duration,
-    _resume,
-    _eval,
-    _names,
+    *(_one_origin, _run_dir, _scratch, _train_tokenizer, _only_with_path, _chat_template, _checkpoints),
+    *(_sources, _buckets, _row_length, _dynamic, _attention, _precision),
+    *(*ENGINE_RULES, *COMPILE_RULES),
+    *(_schedule, _betas, _duration, _resume, _eval, _names),
 )

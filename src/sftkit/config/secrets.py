@@ -18,10 +18,7 @@ _SECRETS = tuple(
         ("a GitLab token", r"STARTgl(?:pat|dt|rtr?|cbt|ptt|ft|imt|agent|soat|ffct)-[\w.-]{20,}"),
         ("an AWS key", r"(?<![A-Z0-9])(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Z0-9])"),
         ("a Google key", r"STARTAIza[\w-]{35}|STARTGOCSPX-[\w-]{20,}|STARTya29\.[\w-]{20,}"),
-        (
-            "a Slack token",
-            r"STARTxox[a-z](?:\.xox[a-z])?-[\w-]{10,}|STARTxapp-\d-[\w-]{10,}|hooks\.slack\.com/services/T\w+",
-        ),
+        ("a Slack token", r"START(?:xox[a-z](?:\.xox[a-z])?|xapp-\d)-[\w-]{10,}|hooks\.slack\.com/services/T\w+"),
         ("an npm token", r"STARTnpm_[A-Za-z0-9]{36}"),
         ("a PyPI token", r"STARTpypi-[\w-]{50,}"),
         ("a Docker token", r"STARTdckr_[a-z]{3}_[\w-]{20,}"),
@@ -32,7 +29,7 @@ _SECRETS = tuple(
         ("an API key", r"STARTsk-(?:(?:proj|svcacct|admin|ant|or)-[\w-]{20,}|[A-Za-z0-9]{20,})"),
         (
             "an API key",
-            r"STARTgsk_[A-Za-z0-9]{40,}|STARTxai-[A-Za-z0-9]{40,}|STARTnvapi-[\w-]{40,}|STARTr8_[A-Za-z0-9]{37}(?![A-Za-z0-9])",
+            r"START(?:gsk_|xai-)[A-Za-z0-9]{40,}|STARTnvapi-[\w-]{40,}|STARTr8_[A-Za-z0-9]{37}(?![A-Za-z0-9])",
         ),
         # 40 hexadecimal digits are a commit's too: in paths and behind an @ they are taken for one
         ("a wandb key", r"STARTwandb_v1_\w{20,}|(?:^|(?<=[\s\"']))[0-9a-f]{40}(?=$|[\s\"'])"),

@@ -60,8 +60,7 @@ def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if level is None or plain or not stream.isatty():
         return text
-    lines = (f"{_COLOURS[level]}{line}{_NO_COLOUR}" if line else "" for line in text.split("\n"))
-    return "\n".join(lines)
+    return re.sub(".+", lambda line: f"{_COLOURS[level]}{line[0]}{_NO_COLOUR}", text)
 
 
 def leave_lost_terminal() -> None:

@@ -17,7 +17,7 @@ Plain: TypeAlias = "dict[str, Plain] | list[Plain] | Scalar"
 "A value as JSON has it."
 
 
-@dataclass(frozen=True)
+@dataclass
 class Node:
     """A value of a recipe and the file (or the command line) that it was written in."""
 
@@ -123,26 +123,28 @@ for _tag, _pattern, _first in (
     RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def parse(text: str, origin: str, problems: list[str]) -> Node:
-    """Parse YAML text to a tree. What is wrong with the text is appended to `problems`."""
+def parse(text: str, origin: str, problems: list[str], name: str = "") -> Node:
+    """Parse YAML text to a tree. What is wrong with the text is appended to `problems`, as of the setting `name` where
+    it is the value of one."""
+    place = f"{origin}: {name}" if name else origin
     try:
         root = yaml.compose(text, Loader=RecipeLoader)
-        return Node(None, origin) if root is None else _Conversion(origin, problems).convert(root, (), ())
+        return Node(None, origin) if root is None else _Conversion(origin, place, problems).convert(root, (), ())
     except yaml.YAMLError as error:
         # Not str(error): it quotes the line, and the line may hold a secret.
         mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark is not None and not origin.startswith(COMMAND_LINE) else ""
-        problems.append(f"{origin}: {line}not valid YAML: {getattr(error, 'problem', None) or 'unreadable characters'}")
+        line = f"line {mark.line + 1}: " if mark is not None and not name else ""
+        problems.append(f"{place}: {line}not valid YAML: {getattr(error, 'problem', None) or 'unreadable characters'}")
     except _TooMuch as error:
-        problems.append(f"{origin}: {error}")
+        problems.append(f"{place}: {error}")
     return Node({}, origin)
 
 
 class _Conversion:
     """YAML nodes to Nodes of one place, within the limits of a recipe."""
 
-    def __init__(self, origin: str, problems: list[str]) -> None:
-        self.origin, self.problems, self.values = origin, problems, 0
+    def __init__(self, origin: str, place: str, problems: list[str]) -> None:
+        self.origin, self.place, self.problems, self.values = origin, place, problems, 0
 
     def convert(self, node: yaml.Node, keys: KeyPath, parents: tuple[int, ...]) -> Node:
         """Convert a node that stands at `keys`; `parents`: ids of the nodes around it, which
@@ -158,9 +160,8 @@ class _Conversion:
             return Node([self.convert(item, (*keys, i), parents) for i, item in enumerate(node.value)], self.origin)
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind not in ("null", "bool", "int", "float", "str"):
-            return self._problem(
-                keys, f"the YAML tag {node.tag[:MAX_KEY_CHARACTERS]!r} is not allowed: plain values only"
-            )
+            tag = repr(node.tag[:MAX_KEY_CHARACTERS])
+            return self._problem(keys, f"the YAML tag {tag} is not allowed: plain values only")
         if len(node.value) > MAX_CHARACTERS:
             return self._problem(keys, f"{len(node.value):,} characters, and a value has {MAX_CHARACTERS:,} at most")
         try:
@@ -169,7 +170,7 @@ class _Conversion:
             return self._problem(keys, _INVALID[kind])
 
     def _problem(self, keys: KeyPath, text: str) -> Node:
-        self.problems.append(": ".join(filter(None, (self.origin, dotted(keys), text))))
+        self.problems.append(": ".join(filter(None, (self.place, dotted(keys), text))))
         return Node(None, self.origin)
 
     def _mapping(self, node: yaml.MappingNode, keys: KeyPath, parents: tuple[int, ...]) -> dict[str, Node]:

@@ -44,59 +44,59 @@ def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), roo
     appended to `problems`."""
     origin = str(path)
     text = _read_text(path, problems, chain[-1] if chain else None, room)
-    tree = Node({}, origin) if text is None else parse(text, origin, problems)
+    tree = parse(text, origin, problems)
     if tree.value is None:
-        tree = Node({}, origin)
+        tree.value = {}
     if not isinstance(tree.value, dict):
         problems.append(f"{origin}: a recipe is a mapping of sections (run, model, data, ...)")
         return Node({}, origin)
     if "extends" not in tree.value:
         return tree
-    base = tree.value.pop("extends").value
-    if not isinstance(base, str):
-        problems.append(f"{origin}: extends: must be the path of one recipe, relative to this file")
-        return tree
+    chain = (*chain, path)
     try:
-        base_path = _extended(path, expanded(base))
+        base_path = _extended(chain, tree.value.pop("extends").value)
     except ConfigError as error:
         problems.append(f"{origin}: extends: {error}")
         return tree
-    chain = (*chain, path)
+    return merge(read_tree(base_path, problems, chain, room - len(text.encode())), tree)
+
+
+def _extended(chain: tuple[Path, ...], base: object) -> Path:
+    """Return the path of the file that the last of these recipes extends: relative to the recipe if it exists, else
+    recipes/... of the current folder or of those that came with sftkit, as on the command line.
+
+    Raises:
+        ConfigError: it is no path, or one that must not follow the others.
+    """
+    if not isinstance(base, str):
+        raise ConfigError("must be the path of one recipe, relative to this file")
+    found = shipped(expanded(base))
+    path = Path(os.path.normpath(chain[-1].parent / expanded(base)))
+    if not os.path.exists(path) and os.path.isfile(found):
+        path = Path(found)
     if len(chain) > MAX_FILES:
-        problems.append(f"{origin}: extends: more than {MAX_FILES} files that extend one another")
-        return tree
-    if os.path.realpath(base_path) in map(os.path.realpath, chain):
-        cycle = " -> ".join(str(p) for p in (*chain, base_path))
-        problems.append(f"{origin}: extends: goes round in a circle: {cycle}")
-        return tree
-    return merge(read_tree(base_path, problems, chain, room - len((text or "").encode())), tree)
+        raise ConfigError(f"more than {MAX_FILES} files that extend one another")
+    if os.path.realpath(path) in map(os.path.realpath, chain):
+        raise ConfigError(f"goes round in a circle: {' -> '.join(map(str, (*chain, path)))}")
+    return path
 
 
-def _extended(path: Path, base: str) -> Path:
-    """Return the path of the file that a recipe extends: relative to the recipe if it exists, else recipes/... of the
-    current folder or of those that came with sftkit, as on the command line."""
-    beside = Path(os.path.normpath(path.parent / base))
-    found = shipped(base)
-    return beside if os.path.exists(beside) or not os.path.isfile(found) else Path(found)
-
-
-def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: int) -> str | None:
+def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: int) -> str:
+    """Return the text of a recipe, empty where there is none that can be read."""
     try:
         if path.is_dir():
             problems.append(recipes.in_folder(path))
-            return None
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait, reading a device would not end
+        elif not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait, reading a device would not end
             problems.append(f"{path}: not a regular file, which a recipe must be")
-            return None
-        with open(path, "rb") as file:
-            content = file.read(room + 1)
-        if len(content) > room:
+        else:
+            with open(path, "rb") as file:
+                content = file.read(room + 1)
+            if len(content) <= room:
+                return content.decode()
             together = " together with the files that extend it" if extended_by else ""
             problems.append(f"{path}: more than {MAX_RECIPE_BYTES // 1024} KiB{together}, which no recipe has")
-            return None
-        return content.decode()
     except FileNotFoundError:
-        where = f"{path}: no such file" if extended_by is None else f"{extended_by}: extends: no such file: {path}"
+        where = f"{extended_by}: extends: no such file: {path}" if extended_by else f"{path}: no such file"
         meant = recipes.similar_recipes(path)
         problems.append(where + meant)
         if "recipes" in path.parts and not meant:
@@ -106,7 +106,7 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: 
         problems.append(f"{path}: not UTF-8 text")
     except OSError as error:
         problems.append(f"{path}: cannot be read: {error.strerror}")
-    return None
+    return ""
 
 
 def apply_override(tree: Node, word: str, problems: list[str]) -> None:
@@ -116,27 +116,16 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
         problems.append(f'{COMMAND_LINE}: {word}: no such option. Settings have no dashes: "{name.lstrip("-")}=..."')
         return
     if len(name) > MAX_KEY_CHARACTERS:
-        problems.append(
-            f"{COMMAND_LINE}: {name[:20]}...: a key of {len(name):,} characters, {MAX_KEY_CHARACTERS} at most"
-        )
+        too_long = f"a key of {len(name):,} characters, {MAX_KEY_CHARACTERS} at most"
+        problems.append(f"{COMMAND_LINE}: {name[:20]}...: {too_long}")
         return
     if not equals or not name:
         problems.append(f"{COMMAND_LINE}: {word}: is not key=value")
         return
     before = len(problems)
-    value = parse(text, f"{COMMAND_LINE}: {name}", problems)
-    if len(problems) > before:
-        return
-    _set(tree, _moved(value), name, problems)
-
-
-def _moved(node: Node) -> Node:
-    """Return the same value, marked as written on the command line."""
-    if isinstance(node.value, dict):
-        return Node({key: _moved(value) for key, value in node.value.items()}, COMMAND_LINE)
-    if isinstance(node.value, list):
-        return Node([_moved(value) for value in node.value], COMMAND_LINE)
-    return Node(node.value, COMMAND_LINE)
+    value = parse(text, COMMAND_LINE, problems, name)
+    if len(problems) == before:
+        _set(tree, value, name, problems)
 
 
 def _set(tree: Node, value: Node, name: str, problems: list[str]) -> None:

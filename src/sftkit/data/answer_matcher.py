@@ -12,16 +12,16 @@ from bisect import bisect_left
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from sftkit.data.conversation import Message
+from sftkit.data.conversation import Message, special_pattern
 from sftkit.data.reasoning import reasoning_of
-from sftkit.data.spans import common_prefix, special_pattern
+from sftkit.data.spans import common_prefix
 from sftkit.data.template import Span, Template
 
 NOWHERE = (-1, -1)
 "The place of an answer that does not stand in a text after the prompt that a server would send for it."
 LONGEST_TURN = 50
 "The most messages of a turn that are compared; answers further into a turn are rendered."
-EXACTLY = 2
+RENDERED_FIRST = 2
 "Answers of each situation that are rendered before others are found by them."
 
 
@@ -51,7 +51,7 @@ class AnswerMatcher:
     def find(self, k: int) -> Span | None:
         """Return where answer k stands, its end-of-turn token included; None: too little is known, render it."""
         alike = self._known.get(self._situation(k), [])
-        if len(alike) < EXACTLY or None in alike or len(set(alike)) > 1:
+        if len(alike) < RENDERED_FIRST or None in alike or len(set(alike)) > 1:
             return None
         outcome = alike[0]
         assert outcome is not None
@@ -66,15 +66,12 @@ class AnswerMatcher:
     def add(self, k: int, start: int, core_end: int, span: Span) -> None:
         """Record where answer k was found by rendering; `start` to `core_end` is its own text,
         without the token that ends it."""
-        self._known.setdefault(self._situation(k), []).append(self._outcome(k, start, core_end, span))
-
-    def _outcome(self, k: int, start: int, core_end: int, span: Span) -> _Outcome | None:
-        """Return what stands around such answers; None if that is too little to find others by."""
+        outcome = None  # what stands around such answers is too little to find others by
         if span == NOWHERE:
-            return _Outcome(None, "")
-        if k not in self._places or self._next_special(start) != core_end:
-            return None
-        return _Outcome(self.text[self._places[k] : start], self.text[core_end : span[1]])
+            outcome = _Outcome(None, "")
+        elif k in self._places and self._next_special(start) == core_end:
+            outcome = _Outcome(self.text[self._places[k] : start], self.text[core_end : span[1]])
+        self._known.setdefault(self._situation(k), []).append(outcome)
 
     def _situation(self, k: int) -> Hashable:
         """Return what a template may look at: the turn up to the answer, the role of the next message, and whether

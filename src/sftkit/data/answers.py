@@ -3,8 +3,8 @@
 An answer is learned where the text before it is what the chat template makes of the messages before it, generation
 prompt included: then each of its tokens is one that the model itself will have to write. What a generation prompt
 supplies, such as a closed thinking block, is context. Where a template renders an answer otherwise once it is history
-(Qwen3 leaves its reasoning out), the answer is context only; split by answers, each stands at the end of a document of
-its own, in exactly the context in which it would be asked.
+(Qwen3 leaves its reasoning out), the answer is context only. With data.split_turns it also ends a separate document, in
+exactly the context in which it would be asked.
 """
 
 from __future__ import annotations
@@ -19,20 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.answer_matcher import NOWHERE, AnswerMatcher
 from sftkit.data.conversation import Message, require_instructions
 from sftkit.data.reasoning import Thinking, reasoning_of, template_arguments, with_other_reasoning, with_reasoning
-from sftkit.data.spans import (
-    cannot_begin_with_an_answer,
-    end_of_marked,
-    marked_not_found,
-    no_end_of_turn,
-    not_rendered,
-    nothing_marked,
-    opened_without_reasoning,
-    prompt_differs,
-    reasoning_not_rendered,
-    required_texts,
-    template_refuses,
-    within,
-)
+from sftkit.data.spans import common_prefix, end_of_marked, fault, required_texts, within
 from sftkit.data.template import Conversation, Span, render_conversation, template_of
 from sftkit.errors import DataError
 
@@ -51,7 +38,7 @@ the model writes. The end-of-turn token belongs to them, whitespace after that d
 
 
 @dataclass(frozen=True)
-class _Own:
+class _LastAnswer:
     """An answer as the last message."""
 
     text: str
@@ -65,11 +52,7 @@ class Finder:
     """Renders a conversation up to any of its answers and finds them in the text."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        conversation: Conversation,
-        thinking: Thinking,
-        where: str,
+        self, tokenizer: PreTrainedTokenizerBase, conversation: Conversation, thinking: Thinking, where: str
     ) -> None:
         """Prepare a conversation to be rendered with a tokenizer's template.
 
@@ -81,38 +64,33 @@ class Finder:
         self.tokenizer, self.tools, self.thinking, self.where = tokenizer, conversation.tools, thinking, where
         self.template = template_of(tokenizer, with_tools=bool(self.tools))
         self.messages = with_reasoning(conversation.messages, self.template, thinking)
-        self._reasons = [reasoning_of(one) for one in conversation.messages if one["role"] == "assistant"]
-        self._record_args = conversation.args
-        self._args: dict[str, object] = {}
-        self._known: dict[int, _Own] = {}
-
-    @property
-    def answers(self) -> list[int]:
-        """Return the indices of all answers in messages."""
-        return [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
+        self.answers = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
+        "indices of all answers in messages"
+        self.answers_with_reasoning = {k for k in self.answers if reasoning_of(conversation.messages[k])}
+        "answers that have reasoning in the data"
+        self.reasons = {k for k in self.answers if reasoning_of(self.messages[k])}
+        "answers whose reasoning is to be learned; none with thinking=off"
+        self._record_args = conversation.args or {}
+        self._known: dict[int, _LastAnswer] = {}
 
     def document(self, last: int, among: Iterable[int]) -> Document:
         """Render the messages up to an answer.
 
         Args:
             last: the index of that answer in messages.
-            among: the answers to look for.
+            among: the answers to look for, that one included.
 
         Raises:
             DataError: the template refuses the conversation, leaves out something that would be learned, or makes
                 another prompt for the last answer than it then renders.
         """
-        self._args = self._arguments(last)
-        wanted = sorted(k for k in among if k <= last)
-        try:
-            marks = self.template.has_marks and self.template.append_only
-            marked = marks and all(self._arguments(k) == self._args for k in wanted)
-            document = self._marked(last, wanted) if marked else self._located(last, wanted)
-        except TemplateError as error:
-            raise template_refuses(self.where, error) from error
+        args, wanted = self._arguments(last), sorted(k for k in among if k <= last)
+        marks = self.template.has_marks and self.template.append_only
+        marked = marks and all(self._arguments(k) == args for k in wanted)
+        document = self._marked(last, wanted) if marked else self._located(last, wanted)
         require_instructions(self.messages[: last + 1], document.text, self.where)
-        if not document.spans.get(last, [()]):
-            raise nothing_marked(self.where, last)
+        if not document.spans[last]:
+            raise fault(self.where, "template marks no answer", k=last)
         return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
 
     def everything(self, last: int, marked: Collection[int]) -> Document:
@@ -136,16 +114,12 @@ class Finder:
             if k <= last:
                 cursor = self._check_rendered(k, found.text, cursor)
         if missing := set(marked) - found.spans.keys():
-            raise marked_not_found(self.where, min(missing))
+            raise fault(self.where, "marked answer cannot be found", k=min(missing))
         return found
 
     def _render_up_to(self, last: int) -> str:
         """Render the messages up to an answer, without looking for answers in the text."""
-        self._args = self._arguments(last)
-        try:
-            text = self._render(last + 1)
-        except TemplateError as error:
-            raise template_refuses(self.where, error) from error
+        text = self._render(last + 1, self._arguments(last))
         self._check_reasoning(last, text)
         require_instructions(self.messages[: last + 1], text, self.where)
         return text.rstrip()
@@ -154,18 +128,11 @@ class Finder:
         """Return whether an answer is asked with thinking turned off, because it has no reasoning and the template
         would leave thinking on."""
         name = self.template.thinking_argument
-        own = name in self.template.fixed or name in (self._record_args or {})
-        return bool(name and not own and self._arguments(k).get(name) is False)
+        return bool(name and not self._sets(name) and self._arguments(k).get(name) is False)
 
-    @property
-    def answers_with_reasoning(self) -> set[int]:
-        """Return the answers that have reasoning in the data."""
-        return {k for k, reasoning in zip(self.answers, self._reasons, strict=True) if reasoning}
-
-    @property
-    def reasons(self) -> set[int]:
-        """Return the answers whose reasoning is to be learned; none with thinking=off."""
-        return {k for k in self.answers if reasoning_of(self.messages[k])}
+    def _sets(self, name: str) -> bool:
+        """Return whether the recipe or the record sets an argument of the template."""
+        return name in self.template.fixed or name in self._record_args
 
     def reasoned(self, last: int, known: Collection[int]) -> set[int]:
         """Return the answers whose reasoning stands in the text of a conversation that ends with answer `last`.
@@ -176,26 +143,22 @@ class Finder:
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
         if marks.keys() <= set(known):
             return set(marks)
-        self._args = self._arguments(last)
         messages = [
             with_other_reasoning(m, marks[k]) if k in marks else m for k, m in enumerate(self.messages[: last + 1])
         ]
-        text, _ = render_conversation(self.tokenizer, self.template, self._with(messages))
+        text, _ = self._rendered(messages, self._arguments(last))
         rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
         return {k for k in marks if k in rendered or k in known}
 
     def _located(self, last: int, wanted: list[int]) -> Document:
         """Find answers that stand in the text of the conversation as they do when they are the last message."""
-        own = self._own(last)
+        own = self._as_last_answer(last)
         matcher = AnswerMatcher(self.template, self.messages, own.text, last)
         spans: dict[int, Span] = {}
-        for k in wanted:
-            if k == last:
-                spans[k] = own.start, own.end
-                continue
+        for k in wanted[:-1]:
             found = matcher.find(k)
             if found is None:
-                one = self._own(k)
+                one = self._as_last_answer(k)
                 found = self._span_in(own.text, one)
                 matcher.add(k, one.start, one.core_end, found)
             elif found != NOWHERE:
@@ -203,19 +166,24 @@ class Finder:
                 self._check(k, answer, answer)
             if found != NOWHERE:
                 spans[k] = found
+        spans[last] = own.start, own.end
         if not self.template.has_marks:
             return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
         _, marks = self._marks(last)
         return Document(own.text[: own.end], {k: within(span, marks) for k, span in spans.items()})
 
-    def _span_in(self, text: str, one: _Own) -> Span:
+    def _span_in(self, text: str, one: _LastAnswer) -> Span:
         """Return where an answer stands in the text of a longer conversation; NOWHERE if it is not
         there as it would be asked."""
-        if text.startswith(one.text[: one.end]):
-            return one.start, self._with_end(text, one)
-        if text.startswith(one.text[: one.core_end]):  # it ends otherwise: that is learned at the end
+        if not text.startswith(one.text[: one.core_end]):
+            return NOWHERE
+        if not text.startswith(one.text[: one.end]):  # it ends otherwise: that is learned at the end
             return one.start, one.core_end
-        return NOWHERE
+        # The token that ends an answer which another turn follows, if its own text has none.
+        token, end = self.template.end_within, one.end
+        if one.core_end == end and token and text[end:].lstrip().startswith(token):
+            end = text.index(token, end) + len(token)
+        return one.start, end
 
     def _marked(self, last: int, wanted: list[int]) -> Document:
         """Find answers by the template's marks, in one rendering; for templates that never change
@@ -231,15 +199,11 @@ class Finder:
             before = span[1]
             if k in wanted:
                 spans[k] = [span]
-            if k == last:
-                text = text[: span[1]]
-        return Document(text, spans)
+        return Document(text[:before], spans)
 
     def _marks(self, last: int) -> tuple[str, list[Span]]:
         """Return the rendered text and the spans that the template marks, empty ones left out."""
-        messages = self.messages[: last + 1]
-        self._args = self._arguments(last)
-        text, marks = render_conversation(self.tokenizer, self.template, self._with(messages), marks=True)
+        text, marks = self._rendered(self.messages[: last + 1], self._arguments(last), marks=True)
         return text, [span for span in marks if span[0] < span[1]]
 
     def _after_header(self, text: str, start: int) -> int:
@@ -252,20 +216,19 @@ class Finder:
         ]
         return max(start, (min if self.thinking == "learn_empty" else max)(ends, default=start))
 
-    def _own(self, k: int) -> _Own:
+    def _as_last_answer(self, k: int) -> _LastAnswer:
         """Return an answer as the last message; rendered once."""
         if k in self._known:
             return self._known[k]
-        self._args = self._arguments(k)
-        text, start = self._start(k, self._render(k + 1))
+        text, start = self._start(k, self._render(k + 1, self._arguments(k)))
         core = text[start:].rstrip()
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
         if self.template.end_last and not ends:
-            raise no_end_of_turn(self.where, k, self.template.end_last)
+            raise fault(self.where, "no end-of-turn token", k=k, token=self.template.end_last)
         length = max(map(len, ends), default=0)
         self._check(k, core, core)
         end = start + len(core)
-        self._known[k] = _Own(text, start, end - length, end)
+        self._known[k] = _LastAnswer(text, start, end - length, end)
         return self._known[k]
 
     def _arguments(self, k: int) -> dict[str, object]:
@@ -277,15 +240,11 @@ class Finder:
         server could have made for it."""
         if k == 0:
             return text, self._start_without_question(text)
-        prompt = self._render(k, add_generation_prompt=True)
-        name, given = self.template.thinking_argument, self._args
+        args, name = self._arguments(k), self.template.thinking_argument
+        prompt = self._render(k, args, add_generation_prompt=True)
         prompts = [prompt]
-        chosen = name in (self._record_args or {}) or name in self.template.fixed or self.thinking == "learn_empty"
-        if name and (chosen or not text.startswith(prompt)):
-            for on in (True, False):
-                self._args = {**given, name: on}
-                prompts.append(self._render(k, add_generation_prompt=True))
-            self._args = given
+        if name and (self._sets(name) or self.thinking == "learn_empty" or not text.startswith(prompt)):
+            prompts += [self._render(k, {**args, name: on}, add_generation_prompt=True) for on in (True, False)]
         fitting = [len(one) for one in prompts if text.startswith(one)]
         if fitting:
             # With learn_empty the block that another prompt supplies is learned; else it is context.
@@ -295,13 +254,16 @@ class Finder:
     def _after_opened_thought(self, k: int, text: str, prompt: str) -> tuple[str, int]:
         """Return (text, where the answer begins) if the prompt opens a thinking block that the template leaves out of
         finished answers (DeepSeek-R1 and its distilled models): what the model writes begins inside it."""
-        opened, bare = prompt.rstrip().endswith("<think>"), self._render(k) + self.template.short_header
+        bare = self._render(k, self._arguments(k)) + self.template.short_header
+        opened = prompt.rstrip().endswith("<think>")
         if opened and self.template.short_header.strip() and text.startswith(bare):
             reasoning = reasoning_of(self.messages[k])
             if not reasoning and self.thinking != "learn_empty":
-                raise opened_without_reasoning(self.where, k)
+                raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
-        raise prompt_differs(self.where, k, text, prompt)
+        at = len(common_prefix([text, prompt]))
+        shared, asked, found = text[max(0, at - 20) : at], prompt[at : at + 20], text[at : at + 20]
+        raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, prompt=asked, text=found)
 
     def _start_without_question(self, text: str) -> int:
         """Return where the first message begins if it is an answer: many templates cannot render
@@ -309,15 +271,7 @@ class Finder:
         for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
             if header.strip() and header in text:
                 return text.index(header) + len(header)
-        raise cannot_begin_with_an_answer(self.where)
-
-    def _with_end(self, text: str, one: _Own) -> int:
-        """Return the end of an answer that another turn follows, with the token that ends it there
-        if its own text has none."""
-        token = self.template.end_within
-        if one.core_end == one.end and token and text[one.end :].lstrip().startswith(token):
-            return text.index(token, one.end) + len(token)
-        return one.end
+        raise fault(self.where, "template cannot begin with an answer")
 
     def _check(self, k: int, answer: str, text: str) -> None:
         """Refuse an answer unless what its message says is in what will be learned, and its reasoning in the text."""
@@ -328,22 +282,26 @@ class Finder:
         """Refuse an answer whose reasoning is not in the text."""
         reasoning = reasoning_of(self.messages[k])
         if reasoning and reasoning not in text:
-            raise reasoning_not_rendered(self.where, k)
+            raise fault(self.where, "template does not render the reasoning", k=k)
 
     def _check_rendered(self, k: int, text: str, cursor: int) -> int:
         """Return where the last required text of the message ends; refuse the answer if one is not there."""
         for required in required_texts(self.messages[k]):
             at = text.find(required, cursor)
             if at < 0:
-                raise not_rendered(self.where, k, required)
+                missing = required if len(required) <= 40 else required[:40] + "..."
+                raise fault(self.where, "template does not render the answer", k=k, missing=missing)
             cursor = at + len(required)
         return cursor
 
-    def _render(self, k: int, *, add_generation_prompt: bool = False) -> str:
+    def _render(self, k: int, args: dict[str, object], *, add_generation_prompt: bool = False) -> str:
         """Render the first k messages."""
-        asked = self._with(self.messages[:k])
-        return render_conversation(self.tokenizer, self.template, asked, add_generation_prompt=add_generation_prompt)[0]
+        return self._rendered(self.messages[:k], args, add_generation_prompt=add_generation_prompt)[0]
 
-    def _with(self, messages: list[Message]) -> Conversation:
-        """Return messages with the tools and the current arguments of the template."""
-        return Conversation(messages, self.tools, self._args)
+    def _rendered(self, messages: list[Message], args: dict[str, object], **how: bool) -> tuple[str, list[Span]]:
+        """Render messages with the tools, `how` as render_conversation takes it; a template that refuses them is a
+        DataError."""
+        try:
+            return render_conversation(self.tokenizer, self.template, Conversation(messages, self.tools, args), **how)
+        except TemplateError as error:
+            raise fault(self.where, "template refuses it", error=error) from error

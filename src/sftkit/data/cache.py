@@ -19,23 +19,9 @@ from sftkit.rundir.files import own_name
 
 FORMAT = 3
 DECIDING = (
-    *(
-        "demo/builtin",
-        "demo/documents",
-        "demo/split",
-        "demo/pictures",
-        "answer_matcher",
-        "answers",
-        "arrow",
-        "caption",
-        "chat",
-        "conversation",
-        "findings",
-        "hub",
-        "learned",
-        "readers",
-    ),
-    *("reasoning", "rows", "sharegpt", "slices", "sources", "spans", "template", "text"),
+    *("demo/builtin", "demo/documents", "demo/split", "demo/pictures", "answer_matcher", "answers", "arrow", "caption"),
+    *("chat", "conversation", "encode", "findings", "hub", "learned", "origin", "readers", "reasoning", "rows"),
+    *("sharegpt", "slices", "sources", "spans", "stages", "template", "text", "types"),
 )
 "Modules whose change makes tokenized data, or what is told of its rows, stale."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
@@ -55,9 +41,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def data_key(description: Mapping[str, object]) -> str:
     """Return the sha256 of everything that the tokenized data depends on, the code that decides tokens included."""
-    code = hashlib.sha256()
-    for module in DECIDING:
-        code.update((Path(__file__).parent / f"{module}.py").read_bytes())
+    code = hashlib.sha256(b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in DECIDING))
     whole = {"format": FORMAT, "code": code.hexdigest(), **description}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
@@ -86,13 +70,9 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
 
     Several processes may do so at once: they write the same bytes, and the first one to rename wins.
     """
+    temporary = own_name(folder)
     try:
-        temporary = own_name(folder)
         temporary.mkdir(parents=True)
-    except OSError as error:
-        log.warning("%s: cannot write the cache (%s), every start will tokenize", folder, error)
-        return examples
-    try:
         _write(temporary, examples)
         _replace(temporary, folder)
     except OSError as error:

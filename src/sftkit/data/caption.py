@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import chat
 from sftkit.data.rows import require_source_and_texts
-from sftkit.data.types import Row, Tokenized, TokenizedExample
-from sftkit.errors import ConfigError, DataError
+from sftkit.data.types import Row, Tokenized
+from sftkit.errors import ConfigError
 
 
 def start_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -31,29 +31,14 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, t
     Raises:
         DataError: the row has nothing for an encoder, or a text is too long and `too_long` is error.
     """
-    made, notes, details = list[TokenizedExample](), set[str](), ""
-    for source, text in _pairs(row):
-        ids = _ids(text, tokenizer)
-        if len(ids) > max_length + 1:
-            details = f"{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
-            if too_long == "error":
-                hint = "Raise data.max_length, or set data.too_long to truncate or drop"
-                raise DataError(f"{row.where}: {details}. {hint}", reason="too long")
-            notes.add("truncated" if too_long == "truncate" else "dropped_too_long")
-            if too_long == "drop":
-                continue
-        example = chat.document(ids[: max_length + 1], np.ones(len(ids[: max_length + 1]), dtype=bool), tokenizer)
-        if example is not None:
-            made.append(TokenizedExample(example.ids, example.is_target, example.num_bytes, source))
-    if made:
-        return Tokenized(made, "truncated" if "truncated" in notes else None)
-    return Tokenized([], "dropped_too_long" if notes else "dropped_no_target", details=details or "no text")
-
-
-def _pairs(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield (what an encoder reads, what is said of it); texts of whitespace alone are left out."""
     source, texts = require_source_and_texts(row)
-    return ((source, text) for text in texts if text.strip())
+    documents = (_ids(text, tokenizer) for text in texts if text.strip())
+    whole = [chat.Text(ids, np.ones(len(ids), dtype=bool)) for ids in documents]
+    fitted = [chat.fit(row, one, tokenizer, max_length, too_long) for one in whole]
+    made = [replace(example, encoder_source=source) for one in fitted for example in one.examples]
+    if made:
+        return Tokenized(made, "truncated" if any(one.note == "truncated" for one in fitted) else None)
+    return fitted[-1] if fitted else Tokenized([], "dropped_no_target", details="no text")
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -5,7 +5,8 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,20 +14,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import conversation
-from sftkit.data.answer_tokens import encode_answers, tokens_inside
 from sftkit.data.answers import HISTORY, Finder
 from sftkit.data.conversation import Message
-from sftkit.data.encode import Encoded, encode
+from sftkit.data.encode import Encoded, encode, encode_answers, tokens_inside
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.reasoning import Thinking, check_reasoning, template_arguments, with_reasoning
 from sftkit.data.rows import require_conversation
-from sftkit.data.template import (
-    Conversation,
-    render_conversation,
-    special_tokens_of,
-    template_of,
-    unused_arguments,
-)
+from sftkit.data.template import Conversation, render_conversation, special_tokens_of, template_of, unused_arguments
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -83,9 +77,8 @@ def tokenize(
     asked = Conversation(without_marks(messages), row.tools, row.template_args)
     finder = Finder(tokenizer, asked, learning.thinking, row.where)
     # why answers are not learned, by what is known before rendering
-    counts = {"answers": len(finder.answers), TOO_LONG: 0}
-    for reason in skipped.values():
-        counts[reason] = counts.get(reason, 0) + 1
+    counts = Counter(answers=len(finder.answers))
+    counts.update(skipped.values())
     conversation.require_answer(finder.messages, row.where)  # without reasoning that is left out
     # documents before they are cut to max_length
     learnable = set(finder.answers) - skipped.keys()
@@ -95,9 +88,9 @@ def tokenize(
         texts = _answers(finder, learnable, max_length, counts, split=learning.split_turns)
     counts["reasoning_left_out"] = len(finder.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
     # cut, dropped or refused, as too_long says; what is left is counted
-    fitted = [_fit(row, text, tokenizer, max_length, too_long) for text in texts]
+    fitted = [fit(row, text, tokenizer, max_length, too_long) for text in texts]
     counts[TOO_LONG] += sum(text.answers for text, one in zip(texts, fitted, strict=True) if not one.examples)
-    counts["answers_learned"] = counts["answers"] - sum(counts.get(name, 0) for name in NOT_LEARNED)
+    counts["answers_learned"] = counts["answers"] - sum(counts[name] for name in NOT_LEARNED)
     examples = [example for one in fitted for example in one.examples]
     counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
@@ -110,41 +103,34 @@ def tokenize(
     return Tokenized([], "dropped_no_target", counts, "none of its answers is to be learned")
 
 
-class _Text(NamedTuple):
+class Text(NamedTuple):
     """A document before it is cut to its length."""
 
     ids: np.ndarray
     is_target: np.ndarray
-    answers: int
+    answers: int = 0
     "number of answers that are learned in it"
-    reasoned: set[int]
+    reasoned: Set[int] = frozenset()
     "answers whose reasoning stands in it, or would stand in documents that are left out as too long"
     rest: bool | None = None
     "Whether the text that was not tokenized, as it lies far beyond max_length, has targets; None: all was tokenized."
 
 
-def _answers(
-    finder: Finder,
-    learnable: set[int],
-    max_length: int,
-    counts: dict[str, int],
-    *,
-    split: bool,
-) -> list[_Text]:
+def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Counter[str], *, split: bool) -> list[Text]:
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
     would be rendered once for each of its turns, for nothing."""
-    tokenizer, found, left = finder.tokenizer, list[_Text](), set(learnable)
+    tokenizer, found, left = finder.tokenizer, list[Text](), set(learnable)
     while left:
         last = max(left)
         document = finder.document(last, left)
         encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
-        counts[BORDER] = counts.get(BORDER, 0) + len(shared)
+        counts[BORDER] += len(shared)
         spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
         number = len(document.spans.keys() - shared)
         learned = _ended(tokenizer, encoded, tokens_inside(sorted(spans), encoded))
         rest = None if encoded.complete else bool(spans)
-        found.append(_Text(*learned, number, finder.reasoned(last, document.spans), rest))
+        found.append(Text(*learned, number, finder.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
         if not split:
             break
@@ -171,13 +157,8 @@ def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_toke
 
 
 def _everything(
-    finder: Finder,
-    skipped: dict[int, str],
-    max_length: int,
-    counts: dict[str, int],
-    *,
-    split: bool,
-) -> list[_Text]:
+    finder: Finder, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
+) -> list[Text]:
     """Return the documents of a conversation of which every token is learned except answers that are marked as not to be.
 
     With `split`, an answer whose reasoning the template leaves out of the whole text ends a further document of its own;
@@ -189,13 +170,13 @@ def _everything(
     apart = finder.reasons - reasoned - skipped.keys() if split else set()
     before = _answers(finder, apart, max_length, counts, split=split)
     encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
-    counts[BORDER] = counts.get(BORDER, 0) + len(shared - skipped.keys())
+    counts[BORDER] += len(shared - skipped.keys())
     hidden = skipped.keys() | shared
     spans = [span for k, parts in document.spans.items() if k in hidden for span in parts]
     is_target = ~tokens_inside(sorted(spans), encoded)
     number = len(set(finder.answers) - hidden - apart)
     learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped)
-    return [*before, _Text(*learned, number, reasoned, None if encoded.complete else True)]
+    return [*before, Text(*learned, number, reasoned, None if encoded.complete else True)]
 
 
 def _ended(
@@ -265,7 +246,7 @@ def prompt_of(row: Row, k: int, tokenizer: PreTrainedTokenizerBase) -> list[int]
     return render_prompt(row.messages[:k], tokenizer, row.tools, row.template_args)
 
 
-def _fit(row: Row, text: _Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:
+def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:
     """Cut a document to max_length, drop it or refuse it, as `too_long` says."""
     ids, is_target = text.ids, text.is_target
     is_long = len(ids) > max_length + 1

@@ -26,7 +26,8 @@ class Batch:
     """A micro-batch: B rows of T positions, D document slots, P projected positions, and counts on the host.
 
     Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE. If n
-    ranks share the rows, C = T / n positions of each row are local; else C = T.
+    ranks share the rows, C = T / n positions of each row are local, with context parallelism two chunks of it
+    ("chunks:" below, see shard.RowShard); else C = T.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -237,9 +238,7 @@ def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarra
 
 def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
     """Return the running sum from 0, the total repeated in unused slots: int32 [slots + 1]."""
-    starts = np.full(slots + 1, sizes.sum(), np.int32)
-    starts[: len(sizes) + 1] = np.concatenate([[0], np.cumsum(sizes)])
-    return starts
+    return np.pad(np.cumsum(sizes), (1, slots - len(sizes)), constant_values=(0, sizes.sum())).astype(np.int32)
 
 
 def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: BatchShape) -> np.ndarray:
@@ -248,9 +247,7 @@ def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: BatchShape) -> np.n
     padding = [np.arange(r * row_length + n, (r + 1) * row_length, max_doc_length) for r, n in enumerate(used)]
     all_starts = np.sort(np.concatenate([starts, *padding]))
     assert len(all_starts) <= max_docs, f"{len(all_starts)} documents in {max_docs} slots"
-    cu_seqlens = np.full(max_docs + 1, len(used) * row_length, dtype=np.int32)
-    cu_seqlens[: len(all_starts)] = all_starts
-    return cu_seqlens
+    return _starts(np.diff(all_starts, append=len(used) * row_length), max_docs)
 
 
 def _target_index(is_target: np.ndarray) -> np.ndarray:
@@ -268,8 +265,8 @@ def warm_up_batch(
     shard: RowShard = FULL_ROW,
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
-    """Make the worst case of a declared shape: random tokens, documents as long as allowed, every position a target
-    as far as the most documents of a row reach.
+    """Make the worst case of a declared shape: random tokens, as many and as long documents as a row may hold, every
+    position of them a target.
 
     Args:
         made_up: gives so many documents something to encode.
@@ -278,7 +275,6 @@ def warm_up_batch(
     row = ([shape.max_doc_length] * whole + [rest] * (rest > 0))[: shape.docs_per_row]
     sizes = row * rows
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))
-    numbers = np.arange(len(sizes)).reshape(rows, len(row))
-    recipe = tuple(map(tuple, numbers.tolist()))
+    recipe = tuple(map(tuple, np.arange(len(sizes)).reshape(rows, len(row)).tolist()))
     examples = Examples.of(ids, sizes, made_up(len(sizes)))
     return collate(examples, recipe, shape, shard=shard)

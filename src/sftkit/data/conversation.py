@@ -136,12 +136,11 @@ def _message(message: object, where: str) -> Message:
 
 def _content(message: Message, where: str) -> str:
     """Return a message's content as one string."""
-    calls_tools = message["role"] == "assistant" and "tool_calls" in message
     content = message.get("content")
     if isinstance(content, str):
         return content
     if content is None:
-        if calls_tools:
+        if message["role"] == "assistant" and "tool_calls" in message:
             return ""
         state = "null" if "content" in message else "missing"
         raise DataError(
@@ -196,9 +195,7 @@ def _arguments(function: Message) -> object:
 
 def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tuple[str, ...]) -> None:
     """Refuse a special token in messages, tools or template arguments."""
-    pattern = _pattern(special_tokens)
-    if pattern is None:
-        return
+    pattern = special_pattern(special_tokens)
     for i, message in enumerate(messages):
         for text in _strings(message):
             if found := pattern.search(text):
@@ -219,9 +216,10 @@ def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tu
 
 
 @lru_cache(maxsize=8)
-def _pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+def special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern that finds the next special token of a text, the longest if several begin there."""
     by_length = sorted((token for token in special_tokens if token), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, by_length))) if by_length else None
+    return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 
 
 def _strings(value: object) -> Iterable[str]:

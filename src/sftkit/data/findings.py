@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from sftkit.data.types import Finding
-from sftkit.errors import DataError
+from sftkit.data.types import Finding, Kind
 from sftkit.runtime.words import counted
 
 MAX_TEXT = 500
@@ -22,29 +21,17 @@ Tally = dict[tuple[str, str], Finding]
 "(kind, reason) -> what was found, in the order in which it was first met."
 
 
-def add(tally: Tally, finding: Finding) -> None:
-    """Count rows; the example that is there already stays."""
-    known = tally.get((finding.kind, finding.reason))
-    tally[finding.kind, finding.reason] = finding if known is None else replace(known, rows=known.rows + finding.rows)
-
-
-def skipped(error: DataError) -> Finding:
-    """Return the finding of one row that was left out."""
-    return Finding("skipped", error.reason, 1, _short(str(error)))
-
-
-def dropped(note: str, where: str) -> Finding:
-    """Return the finding of one row that was left out although nothing is wrong with it.
+def add(tally: Tally, kind: Kind, reason: str, where: str, rows: int = 1) -> None:
+    """Count rows; the example that is there already stays.
 
     Args:
-        note: Tokenized.note, one of DROPPED.
+        kind, reason: as in Finding.
+        where: file:line of the first of them, and what is wrong there.
     """
-    return Finding("dropped", DROPPED[note], 1, _short(where))
-
-
-def accepted_findings(reason: str, where: str) -> Finding:
-    """Return the finding of one row that is learned from, although it is odd."""
-    return Finding("accepted", reason, 1, _short(where))
+    first = where.replace("\n", "\\n")  # as in errors.DataError
+    first = first if len(first) <= MAX_TEXT else f"{first[:MAX_TEXT]}..."
+    known = tally.get((kind, reason), Finding(kind, reason, 0, first))
+    tally[kind, reason] = replace(known, rows=known.rows + rows)
 
 
 def sort_findings(tally: Tally, repeat: int = 1) -> tuple[Finding, ...]:
@@ -74,8 +61,3 @@ def without_logging() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
-
-
-def _short(words: str) -> str:
-    words = words.replace("\n", "\\n")  # as in errors.DataError
-    return words if len(words) <= MAX_TEXT else f"{words[:MAX_TEXT]}..."

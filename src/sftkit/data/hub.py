@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from sftkit.config.paths import similar_paths
 from sftkit.config.schema import SourceConfig
@@ -28,14 +29,21 @@ def load_from_hub(source: SourceConfig) -> HubDataset | Path:
 
     # for the whole process: lines of our own say what takes long
     datasets.disable_progress_bars()
-    if hub_answers():
-        return _load_dataset(source)
+    load = partial(datasets.load_dataset, source.path, source.subset, split=source.split)
+    if not hub_answers():
+        try:
+            with offline():
+                return cast(HubDataset, load())
+        except Exception:
+            return _snapshot(source)
     try:
-        with offline():
-            dataset: HubDataset = datasets.load_dataset(source.path, source.subset, split=source.split)
-            return dataset
-    except Exception:
-        return _snapshot(source)
+        return cast(HubDataset, load())
+    except Exception as error:  # anything that datasets, pyarrow or the hub client may raise
+        reason = str(error).strip() or type(error).__name__
+        raise ConfigError(
+            f"data source {source.path} (subset {source.subset or 'none'}, split {source.split}): {reason}. "
+            f"Neither a local file or folder of that name exists{similar_paths(source.path)}"
+        ) from error
 
 
 def check_dataset(source: SourceConfig) -> None:
@@ -46,21 +54,6 @@ def check_dataset(source: SourceConfig) -> None:
     """
     if reason := unavailable_reason(source.path, "dataset"):
         raise _missing(source, reason)
-
-
-def _load_dataset(source: SourceConfig) -> HubDataset:
-    """Load a dataset over the network."""
-    import datasets
-
-    try:
-        found: HubDataset = datasets.load_dataset(source.path, source.subset, split=source.split)
-        return found
-    except Exception as error:  # anything that datasets, pyarrow or the hub client may raise
-        reason = str(error).strip() or type(error).__name__
-        raise ConfigError(
-            f"data source {source.path} (subset {source.subset or 'none'}, split {source.split}): {reason}. "
-            f"Neither a local file or folder of that name exists{similar_paths(source.path)}"
-        ) from error
 
 
 def _snapshot(source: SourceConfig) -> Path:

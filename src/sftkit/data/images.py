@@ -40,9 +40,8 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
     Raises:
         DataError: a file is no picture.
     """
-    different = list(dict.fromkeys(names))
-    number = {name: i for i, name in enumerate(different)}
-    index = np.fromiter((number[name] for name in names), np.int64, len(names))
+    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    different, index = list(number), np.array([number[name] for name in names])
     file = cache_dir / f"images-{_key(different, size)}.npy"
     array = _opened(file, (len(different), *size))
     if array is None:
@@ -107,13 +106,13 @@ def _written(file: Path, names: Sequence[str], size: ImageSize) -> np.ndarray:
         file.parent.mkdir(parents=True, exist_ok=True)
         _filled(temporary, names, size)
         os.replace(temporary, file)
-        found = _opened(file, (len(names), *size))
+        if (found := _opened(file, (len(names), *size))) is not None:
+            return found
     except OSError as error:
         log.warning("%s: cannot write the cache (%s), every start will read the pictures", file, error)
-        found = None
     finally:
         temporary.unlink(missing_ok=True)
-    return _read(np.zeros((len(names), *size), np.uint8), names, size) if found is None else found
+    return _read(np.zeros((len(names), *size), np.uint8), names, size)
 
 
 def _filled(file: Path, names: Sequence[str], size: ImageSize) -> None:

@@ -19,8 +19,7 @@ from sftkit.config.schema import DataConfig, source_label
 from sftkit.data import sources
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.collate import Batch, collate
-from sftkit.data.epoch import GlobalBatch
-from sftkit.data.order import Order, with_segment
+from sftkit.data.epoch import GlobalBatch, Order, with_segment
 from sftkit.data.pack import BatchShape, Layout, PlanSegment
 from sftkit.data.shard import ALL_ROWS, RankRows, check_row_shard
 from sftkit.data.types import Examples, Tokenized, listed
@@ -91,8 +90,9 @@ class StepDataset(Dataset[StepBatches]):
     def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:
         """Build the batches of one (step, epoch, global batch) for this rank."""
         step, epoch, batch = item
-        docs = [i for row in batch.rows for i in row]
-        lengths = self.lengths[docs]
+        docs = list(chain.from_iterable(batch.rows))
+        lengths, names = self.lengths[docs], self.examples.source_names
+        source_tokens = np.bincount(self.examples.source[docs], weights=lengths, minlength=len(names))
         shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
         mine = list(batch.micro_batches(self.layout, self.share.rank))
         return StepBatches(
@@ -105,16 +105,9 @@ class StepDataset(Dataset[StepBatches]):
             rank_skew=batch.rank_skew(self.layout),
             documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
             documents_in=tuple(sum(map(len, rows)) for rows in mine),
-            source_tokens=tuple(self._source_tokens(docs, lengths)),
+            source_tokens=tuple(source_tokens.astype(np.int64).tolist()),
             document_lengths=tuple(lengths.tolist()),
         )
-
-    def _source_tokens(self, docs: list[int], lengths: np.ndarray) -> list[int]:
-        """Return the document tokens of each source."""
-        sources = self.examples.source[docs]
-        found = np.bincount(sources, weights=lengths, minlength=len(self.examples.source_names))
-        tokens: list[int] = found.astype(np.int64).tolist()
-        return tokens
 
     def _made(self, step: int, mine: list[tuple[tuple[int, ...], ...]], shape: BatchShape) -> Iterator[Batch]:
         """Yield the micro-batches, and record in `at_work` which one this worker is making."""
@@ -166,7 +159,7 @@ class Batches:
         loader = DataLoader(
             self._dataset,
             batch_size=None,
-            sampler=_Lazy(self._items(first_step, last_step)),
+            sampler=self._items(first_step, last_step),
             num_workers=self._num_workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_leave_signals_to_the_main_process if self._num_workers else None,
@@ -199,12 +192,12 @@ class Batches:
         """Return what is known of a data worker that is gone."""
         # torch keeps its workers to itself, and does not always say what ended one.
         worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
+        by = "has ended"
         if worker is not None:
             worker.join(5.0)
-        by = "has ended"
-        if worker is not None and worker.exitcode is not None and worker.exitcode < 0:
-            by_signal = signal.Signals(-worker.exitcode)
-            by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
+            if (worker.exitcode or 0) < 0:
+                by_signal = signal.Signals(-worker.exitcode)
+                by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
         row = (self._dataset.at_work[:, 0] == pid).nonzero().flatten().tolist()
         step, number = self._dataset.at_work[row[0], 1:].tolist() if row else (0, 0)
         what = "It had nothing in hand"
@@ -227,23 +220,12 @@ def load_examples(
 
     `tokenize` is a partial over row; its function and arguments are part of the cache key.
     """
-    settings = {name: value for name, value in tokenize.keywords.items() if name != "tokenizer"}
     fingerprint = tokenizer_fingerprint(tokenize.keywords["tokenizer"])
-    key = f"{tokenize.func.__module__}.{tokenize.func.__qualname__} {sorted(settings.items())} {fingerprint}"
+    key = f"{tokenize.func.__module__}.{tokenize.func.__qualname__} {fingerprint}"
     with main_first:
         training = sources.load_sources(data.train, data, tokenize, key)
         validation = {source_label(source): sources.load_sources((source,), data, tokenize, key) for source in data.val}
     return training, validation
-
-
-class _Lazy:
-    """An iterator as a DataLoader sampler."""
-
-    def __init__(self, items: Iterator[tuple[int, int, GlobalBatch]]) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[tuple[int, int, GlobalBatch]]:
-        return self.items
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:

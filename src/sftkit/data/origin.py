@@ -81,8 +81,7 @@ def _builtin(source: SourceConfig) -> Origin:
     made = getattr(importlib.import_module(f"sftkit.data.demo.{module}"), name)
 
     def raw_rows() -> Iterator[RawRow]:
-        for i, item in enumerate(made(split)):
-            yield f"{source.path}[{split}]:{i}", as_row(item)
+        return ((f"{source.path}[{split}]:{i}", as_row(item)) for i, item in enumerate(made(split)))
 
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
     return Origin(partial(sliced, raw_rows, source), sys.version, beginning)  # docs: Python's own library

@@ -45,7 +45,7 @@ class DocumentLengths:
     lengths: np.ndarray
     "int [D] in positions, equal on all ranks"
     max_length: int
-    "most positions of a document: from the recipe, or inherited"
+    "most positions of a document: from the recipe, or from the run that the model comes from"
     encoded: bool = False
     "each document has an input for an encoder"
 
@@ -67,7 +67,8 @@ class Layout:
     docs_per_row: int = 1
     "the most documents in a row"
     budget_rows: int = 1
-    "bucketed: a micro-batch of shorter rows may take the positions of so many rows of max_length, on any number of ranks"
+    """bucketed: so many rows of max_length are replaced by as many shorter rows as fit in their positions; the same on
+    any number of ranks"""
     pad_multiple: int = 1
     "dynamic: what row lengths are a multiple of"
     encoded: bool = False
@@ -178,8 +179,8 @@ def make_layout(
         return _packed(plain, data.row_length or max_length, lengths)
     if data.layout == "bucketed":
         # Buckets are chosen with the batch sizes that the run began with.
-        begun = earlier[0]._asdict() if earlier else {}
-        first = replace(plain, **{name: begun[name] for name in ("global_batch_size", "budget_rows") if begun})
+        begun = earlier[0] if earlier else plain
+        first = replace(plain, global_batch_size=begun.global_batch_size, budget_rows=begun.budget_rows)
         return replace(plain, row_lengths=_bucket_lengths(first, data, lengths))
     if data.layout == "dynamic":
         return replace(plain, row_lengths=_warm_up_lengths(max_length, plain.pad_multiple))

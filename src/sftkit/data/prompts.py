@@ -20,11 +20,8 @@ from sftkit.errors import DataError
 _ASK = ({"role": "user", "content": "What is it?"}, {"role": "user", "content": "And then?"})
 PLAIN = ({"role": "assistant", "content": "This."}, {"role": "assistant", "content": "That."})
 _REASONED = tuple({**answer, "reasoning_content": f"Because of {i}."} for i, answer in enumerate(PLAIN))
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}],
-}
+_LOOK = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [_LOOK]}
 RESULT = {"role": "tool", "content": "seen"}
 PROBES: dict[str, list[Message]] = {
     "one turn": [_ASK[0], PLAIN[0]],

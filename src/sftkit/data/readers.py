@@ -8,6 +8,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -32,12 +33,8 @@ PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 IGNORED = ("readme", "license", "dataset_info", "dataset_infos", "config", "state", "sftkit")
 "First part of the names of files that are about the data, not data."
 SPLIT_WORDS = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     "test": "test",
 }
 
@@ -137,11 +134,8 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object; raises DuplicateKey if it has a key twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise DuplicateKey(f"an object has the key {json.dumps(key)} twice")
-            seen.add(key)
+        key = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise DuplicateKey(f"an object has the key {json.dumps(key)} twice")
     return made
 
 
@@ -242,21 +236,13 @@ def _elements(content: bytes) -> Iterator[bytes]:
     """Yield the elements of a JSON list as bytes, so that one which `loads` refuses is one bad row; of a list that
     breaks off, those that are complete."""
     text = content.decode(json.detect_encoding(content))
-    gap, decoder = re.compile(r"[\s,]*"), json.JSONDecoder()
-
-    def after_gap(at: int) -> int:
-        found = gap.match(text, at)
-        assert found is not None, "a gap may be empty"
-        return found.end()
-
-    at = after_gap(text.index("[") + 1)
-    while text[at : at + 1] not in ("]", ""):
+    after_gap, decoder, end = re.compile(r"[^\s,]"), json.JSONDecoder(), text.index("[") + 1
+    while (first := after_gap.search(text, end)) and first[0] != "]":
         try:
-            _, end = decoder.raw_decode(text, at)
+            _, end = decoder.raw_decode(text, first.start())
         except ValueError:
             return
-        yield text[at:end].encode()
-        at = after_gap(end)
+        yield text[first.start() : end].encode()
 
 
 def _parquet(path: Path) -> Iterator[RawRow]:
@@ -309,11 +295,8 @@ def _is_data(path: Path, root: Path) -> bool:
 
 def _split_of(relative: Path) -> str:
     """Return the split that the innermost part of a path names; train if none does."""
-    for part in reversed(relative.parts):
-        for word in re.split(r"[^a-z]+", part.lower()):
-            if word in SPLIT_WORDS:
-                return SPLIT_WORDS[word]
-    return "train"
+    words = (word for part in reversed(relative.parts) for word in re.split(r"[^a-z]+", part.lower()))
+    return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "train")
 
 
 def _has_part(relative: Path, subset: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from sftkit.data.readers import parse_json
@@ -133,9 +134,7 @@ def _completed(row: Row, raw: Raw) -> Row:
     `chat_template_kwargs`, arguments of the template."""
     if row.messages is None:
         return row
-    system, args = raw.get("system"), raw.get("chat_template_kwargs")
-    if system is not None and not isinstance(system, str):
-        raise DataError(f"{row.where}: system is {type(system).__name__}, expected text", reason="column is not text")
+    system, args = _text(raw, "system", row.where) if "system" in raw else "", raw.get("chat_template_kwargs")
     if args is not None and not isinstance(args, dict):
         raise DataError(
             f"{row.where}: chat_template_kwargs is {type(args).__name__}, expected an object",
@@ -147,7 +146,7 @@ def _completed(row: Row, raw: Raw) -> Row:
             reason="malformed template arguments",
         )
     row = replace(row, template_args=args or None)
-    if not system or not system.strip() or not isinstance(row.messages, list):
+    if not system.strip() or not isinstance(row.messages, list):
         return row
     first = row.messages[0] if row.messages and isinstance(row.messages[0], dict) else {}
     if first.get("role") in ("system", "developer"):
@@ -178,32 +177,34 @@ def _conversations(raw: Raw, where: str) -> Row:
     return Row(where, messages=messages, tools=_tools(raw, where))
 
 
-def _instruction(raw: Raw, where: str) -> Row:
-    """Convert Alpaca (input, output) and Dolly (context, response): the extra text goes below the instruction."""
-    answer = "output" if "output" in raw else "response"
-    extra = raw.get("input" if answer == "output" else "context", "")
-    question = _text(raw, "instruction", where)
-    if isinstance(extra, str) and extra.strip():
-        question = f"{question}\n\n{extra}"
-    return Row(where, messages=_turns(question, _text(raw, answer, where)))
+def _question(question: str, answer: str, extra: str | None = None) -> Callable[[Raw, str], Row]:
+    """Return a converter of questions with answers as published: Alpaca (input, output) and Dolly (context, response),
+    whose extra text goes below the instruction, and GSM8K, with reasoning and calculator marks in the answer."""
+
+    def make(raw: Raw, where: str) -> Row:
+        asked, more = _text(raw, question, where), raw.get(extra) if extra else None
+        if isinstance(more, str) and more.strip():
+            asked = f"{asked}\n\n{more}"
+        return Row(where, messages=_turns(asked, _text(raw, answer, where)))
+
+    return make
 
 
 def _prompt(raw: Raw, where: str) -> Row:
     """Convert prompt and completion (or response): two texts, or two lists of messages. Of the
     prompt nothing is learned."""
     answer = "completion" if "completion" in raw else "response"
-    sides = {"prompt": "user", answer: "assistant"}
-    messages: list[JsonObject] = []
-    for column, role in sides.items():
+    sides: list[list[JsonObject]] = []
+    for column, role in (("prompt", "user"), (answer, "assistant")):
         value = raw[column]
         if not isinstance(value, str | list):
             raise DataError(
                 f"{where}: {column} is {type(value).__name__}, expected text or a list of messages",
                 reason="column is not text",
             )
-        messages += [{"role": role, "content": value}] if isinstance(value, str) else value
-    given = len(messages) - (1 if isinstance(raw[answer], str) else len(raw[answer]))
-    return Row(where, messages=messages, tools=_tools(raw, where), context_messages=given)
+        sides.append([{"role": role, "content": value}] if isinstance(value, str) else value)
+    given, learned = sides
+    return Row(where, messages=[*given, *learned], tools=_tools(raw, where), context_messages=len(given))
 
 
 def _choices(raw: Raw, where: str) -> Row:
@@ -226,11 +227,6 @@ def _choices(raw: Raw, where: str) -> Row:
     return Row(where, messages=_turns(multiple_choice(question, choices), _letter(index)))
 
 
-def _question(raw: Raw, where: str) -> Row:
-    """Convert GSM8K: the answer with its reasoning and calculator marks, as published."""
-    return Row(where, messages=_turns(_text(raw, "question", where), _text(raw, "answer", where)))
-
-
 def _plain(column: str) -> Callable[[Raw, str], Row]:
     """Return a converter of rows of plain text."""
     return lambda raw, where: Row(where, text=_text(raw, column, where))
@@ -238,8 +234,8 @@ def _plain(column: str) -> Callable[[Raw, str], Row]:
 
 def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
     """Return a converter of pictures with captions. A picture is a file, relative to the row's own, or the name of a
-    generated one; captions are one text or several. A text beside the name of a file that is not there may be any text:
-    corpora have file names too."""
+    generated one; captions are one text or several. A record with `text` whose file does not exist counts as plain
+    text, as corpora have columns of file names too."""
 
     def make(raw: Raw, where: str) -> Row:
         name, said = _text(raw, image, where), raw[text]
@@ -262,21 +258,17 @@ def _missing(image: str, where: str) -> DataError:
 
 
 SHAPES: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
-    *(
-        ((image, text), _picture(image, text))
-        for image in ("image", "file_name")
-        for text in ("captions", "caption", "text")
-    ),
+    *((pair, _picture(*pair)) for pair in product(("image", "file_name"), ("captions", "caption", "text"))),
     (("messages",), _messages),
     (("conversations",), _conversations),
-    (("instruction", "output"), _instruction),
-    (("instruction", "response"), _instruction),
+    (("instruction", "output"), _question("instruction", "output", "input")),
+    (("instruction", "response"), _question("instruction", "response", "context")),
     (("prompt", "completion"), _prompt),
     (("prompt", "response"), _prompt),
     (("question", "choices", "answerKey"), _choices),
     (("question_stem", "choices", "answerKey"), _choices),
     (("question", "choices", "answer"), _choices),
-    (("question", "answer"), _question),
+    (("question", "answer"), _question("question", "answer")),
     (("text",), _plain("text")),
     (("content",), _plain("content")),
 )

@@ -18,8 +18,8 @@ class RowShard:
 
     kind: Literal["full", "columns", "chunks"]
     """columns (tensor parallel): the index-th of num_shards equal chunks, embedded and projected here; attention sees all.
-    chunks (context parallel): index and 2 num_shards - 1 - index of 2 num_shards, an early and a late one, since late
-    queries see more keys."""
+    chunks (context parallel): numbers index and 2 num_shards - 1 - index of 2 num_shards chunks, as late queries see
+    more keys."""
     index: int
     num_shards: int
 
@@ -33,8 +33,7 @@ class RowShard:
         assert row_length % self.multiple == 0, f"rows of {row_length} in {self.multiple} chunks"
         chunks = np.arange(row_length).reshape(self.multiple, -1)
         at = [self.index, self.multiple - 1 - self.index] if self.kind == "chunks" else [self.index]
-        columns: np.ndarray = chunks[at].ravel()
-        return columns
+        return chunks[at].ravel()
 
 
 FULL_ROW = RowShard("full", 0, 1)
@@ -69,9 +68,8 @@ def check_row_shard(layout: Layout, shard: RowShard) -> None:
         ConfigError: it does not; with the setting that decides the row length and the nearest values that do.
     """
     multiple = shard.multiple
-    split = f"{multiple} chunks of equal length (two for each of {shard.num_shards} context-parallel processes)"
-    if shard.kind == "columns":
-        split = f"{multiple} chunks of equal length (one for each of {multiple} tensor-parallel processes)"
+    each = "two for each of {} context" if shard.kind == "chunks" else "one for each of {} tensor"
+    split = f"{multiple} chunks of equal length ({each.format(shard.num_shards)}-parallel processes)"
     lengths = layout.row_lengths
     if layout.kind == "bucketed":  # a longer document of the validation data takes a row of max_length
         lengths = tuple(sorted({*lengths, layout.max_length}))

@@ -8,14 +8,10 @@ from sftkit.errors import DataError
 
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model"), "assistant"),
     "function_call": "function_call",
-    "observation": "tool",
-    "tool": "tool",
+    **dict.fromkeys(("observation", "tool"), "tool"),
 }
 
 
@@ -44,9 +40,5 @@ def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
     if len(named) < len(calls):
         raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
     functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in named]
-    return {
-        **rest,
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": function} for function in functions],
-    }
+    tool_calls = [{"type": "function", "function": function} for function in functions]
+    return {**rest, "role": "assistant", "content": "", "tool_calls": tool_calls}

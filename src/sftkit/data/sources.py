@@ -8,11 +8,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal
 
 import numpy as np
 
@@ -56,24 +57,19 @@ def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterato
         except DataError as error:
             if on_bad_row == "error":
                 raise
-            findings.add(tally, findings.skipped(error))
+            findings.add(tally, "skipped", error.reason, str(error))
     findings.log_findings(source_label(source), findings.sort_findings(tally))
 
 
 def opened(source: SourceConfig) -> Origin:
     """Find the source, or raise a ConfigError that says where it was looked for. Reads no rows."""
-    source_origin = origin.find_source(source)
-    return Origin(partial(_limited, source_origin.rows, source), source_origin.identity)
+    found = origin.find_source(source)
+    return Origin(lambda: islice(found.rows(), source.max_rows), found.identity)
 
 
 def parse(raw: RawRow) -> Row:
     """Convert a raw row to a Row; raises a DataError for a bad one."""
     return rows.convert(readers.parsed(raw), raw[0])
-
-
-def _limited(raw_rows: Callable[[], Iterator[RawRow]], source: SourceConfig) -> Iterator[RawRow]:
-    """Return the first max_rows rows."""
-    return islice(raw_rows(), source.max_rows)
 
 
 # ---- tokenizing ------------------------------------------------------------------------------------------------------
@@ -99,41 +95,43 @@ class _TokenizedRows:
         self.num_bytes += other.num_bytes
         self.encoder_sources += other.encoder_sources
         self.counts += other.counts
-        for finding in other.tally.values():
-            findings.add(self.tally, finding)
+        for one in other.tally.values():
+            findings.add(self.tally, one.kind, one.reason, one.first, one.rows)
+
+
+TokenizeChunks = Callable[[Iterable[list[RawRow]]], Iterator[_TokenizedRows]]
 
 
 def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, cache_key: str) -> Examples:
     """Return all documents of the sources, source after source, from the cache on disk if they are there. What was
     found in their rows is reported either way.
 
-    `cache_key` names what the caller has bound into `tokenize`: tokenizer, template and task. A source that yields no
+    `cache_key` names what else the caller has put into `tokenize`: tokenizer, template and task. A source that yields no
     document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
-    names = _names(sources)
-    origins = [opened(source) for source in sources]
-    folder = Path(data.cache_dir) / cache.data_key(_description(sources, origins, data, tokenize, cache_key))
+    names, origins = _names(sources), [opened(source) for source in sources]
+    bound = [(name, value) for name, value in getattr(tokenize, "keywords", {}).items() if name != "tokenizer"]
+    # All that the tokenized data depends on, besides the code.
+    description = {
+        "sources": [[asdict(source), one.identity] for source, one in zip(sources, origins, strict=True)],
+        "cache_key": cache_key,
+        "max_length": data.max_length,
+        "too_long": data.too_long,
+        "on_bad_row": data.on_bad_row,
+        "bound": str(sorted(bound)),
+    }
+    folder = Path(data.cache_dir) / cache.data_key(description)
     examples = cache.load_cached_examples(folder)
     if examples is None:
-        examples = cache.save_cached_examples(folder, _tokenized(sources, names, origins, data, tokenize))
+        parts = []
+        with _chunk_tokenizer(tokenize, data) as tokenize_chunks:
+            for name, source, source_rows in zip(names, sources, origins, strict=True):
+                with working(f"tokenizing {name}"):
+                    parts.append(_tokenize_source(source, source_rows, tokenize_chunks))
+        examples = cache.save_cached_examples(folder, _joined(parts, names, sources))
     for name, told in examples.findings.items():
         findings.log_findings(name, told)
     return examples
-
-
-def _tokenized(
-    sources: Sequence[SourceConfig], names: tuple[str, ...], origins: list[Origin], data: DataConfig, tokenize: Tokenize
-) -> Examples:
-    run = _Pool(tokenize, data) if data.num_proc > 1 else None
-    try:
-        parts = []
-        for name, source, source_rows in zip(names, sources, origins, strict=True):
-            with working(f"tokenizing {name}"):
-                parts.append(_tokenize_source(source, source_rows, data, tokenize, run))
-    finally:
-        if run is not None:
-            run.close()
-    return _joined(parts, names, sources)
 
 
 def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
@@ -145,41 +143,18 @@ def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
     return names
 
 
-def _description(
-    sources: Sequence[SourceConfig], origins: list[Origin], data: DataConfig, tokenize: Tokenize, cache_key: str
-) -> dict[str, object]:
-    """Return all that the tokenized data depends on, besides the code, for the cache key."""
-    bound = getattr(tokenize, "keywords", {})
-    plain = {name: value for name, value in bound.items() if isinstance(value, int | float | str | None)}
-    return {
-        "sources": [[asdict(source), one.identity] for source, one in zip(sources, origins, strict=True)],
-        "cache_key": cache_key,
-        "max_length": data.max_length,
-        "too_long": data.too_long,
-        "on_bad_row": data.on_bad_row,
-        "bound": plain | {name: asdict(value) for name, value in bound.items() if isinstance(value, chat.Learning)},
-    }
-
-
-def _tokenize_source(
-    source: SourceConfig, source_origin: Origin, data: DataConfig, tokenize: Tokenize, pool: _Pool | None
-) -> _TokenizedRows:
+def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunks: TokenizeChunks) -> _TokenizedRows:
     """Tokenize all rows of a source; refuses one without documents."""
-    chunks = _chunks(source_origin.rows())
-    done = pool.map(chunks) if pool else (_tokenize_chunk(tokenize, data.on_bad_row, chunk) for chunk in chunks)
     total = _TokenizedRows()
-    for chunk_rows in done:
+    for chunk_rows in tokenize_chunks(_chunks(source_origin.rows())):
         total.add(chunk_rows)
     if not total.counts["rows"]:
         raise readers.no_rows(source)
     if not total.lengths:
         became = ", ".join(f"{total.counts[c]} {words}" for c, words in BECAME.items() if total.counts[c])
-        findings_text = "".join(
-            f". {findings.finding_text(finding)}" for finding in findings.sort_findings(total.tally)
-        )
-        raise DataError(
-            f"data source {source.path}: nothing to learn in its {counted(total.counts['rows'], 'row')} ({became}){findings_text}"
-        )
+        told = "".join(f". {findings.finding_text(finding)}" for finding in findings.sort_findings(total.tally))
+        rows_read = counted(total.counts["rows"], "row")
+        raise DataError(f"data source {source.path}: nothing to learn in its {rows_read} ({became}){told}")
     return total
 
 
@@ -195,18 +170,18 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             if on_bad_row == "error":
                 raise DataError(f"{error} ({rows.BAD_ROW_ADVICE})", error.reason) from None
             part.counts["skipped_bad"] += 1
-            findings.add(part.tally, findings.skipped(error))
+            findings.add(part.tally, "skipped", error.reason, str(error))
             continue
         # What became of the row: learned from, dropped, or learned from although something was odd.
         part.counts.update(result.counts)
         if result.note:
             part.counts[result.note] += 1
         if result.note in findings.DROPPED:
-            findings.add(part.tally, findings.dropped(result.note, f"{row.where}: {result.details}"))
+            findings.add(part.tally, "dropped", findings.DROPPED[result.note], f"{row.where}: {result.details}")
         if result.examples:
             part.counts.update(ROLE_COUNTS[message["role"]] for message in row.messages or ())
             for reason, where in result.odd.items():
-                findings.add(part.tally, findings.accepted_findings(reason, where))
+                findings.add(part.tally, "accepted", reason, where)
         # Its documents.
         for example in result.examples:
             part.counts["documents"] += 1
@@ -230,7 +205,8 @@ def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 def _joined(parts: list[_TokenizedRows], names: tuple[str, ...], sources: Sequence[SourceConfig]) -> Examples:
     """Concatenate the documents of all sources, with those of `repeat` passes."""
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
-    encoder_sources = [name for _, part in repeated for name in part.encoder_sources]
+    count_names = (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
+    by_name = list(zip(names, parts, sources, strict=True))
     lengths = np.concatenate([np.asarray(part.lengths, dtype=np.int64) for _, part in repeated])
     return Examples(
         ids=np.concatenate([ids for _, part in repeated for ids in part.ids]),
@@ -239,80 +215,70 @@ def _joined(parts: list[_TokenizedRows], names: tuple[str, ...], sources: Sequen
         num_bytes=np.concatenate([np.asarray(part.num_bytes, dtype=np.int64) for _, part in repeated]),
         source=np.concatenate([np.full(len(part.lengths), i, dtype=np.int16) for i, part in repeated]),
         source_names=names,
-        counts={
-            name: {
-                count: part.counts[count] * source.repeat
-                for count in (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
-            }
-            for name, part, source in zip(names, parts, sources, strict=True)
-        },
-        findings={
-            name: findings.sort_findings(part.tally, source.repeat)
-            for name, part, source in zip(names, parts, sources, strict=True)
-        },
-        encoder_sources=encoder_sources,
+        counts={n: {count: part.counts[count] * one.repeat for count in count_names} for n, part, one in by_name},
+        findings={name: findings.sort_findings(part.tally, source.repeat) for name, part, source in by_name},
+        encoder_sources=[name for _, part in repeated for name in part.encoder_sources],
     )
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-class _Worker(TypedDict, total=False):
-    """What a worker process was started with."""
-
-    tokenize: Tokenize
-    on_bad_row: OnBadRow
+_worker: dict[str, Callable[[list[RawRow]], _TokenizedRows]] = {}
+"What a worker process was started with."
 
 
-_worker: _Worker = {}
+@contextmanager
+def _chunk_tokenizer(tokenize: Tokenize, data: DataConfig) -> Iterator[TokenizeChunks]:
+    """Yield what tokenizes chunks in order: in this process or in data.num_proc others, which end with the block."""
+    tokenize_chunk = partial(_tokenize_chunk, tokenize, data.on_bad_row)
+    if data.num_proc == 1:
+        yield partial(map, tokenize_chunk)
+        return
+    executor = ProcessPoolExecutor(
+        data.num_proc,
+        # not fork: threads of this process, of torch or a tokenizer, may hold locks
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(tokenize_chunk,),
+    )
+    try:
+        yield partial(_in_processes, executor, data.num_proc)
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
 
 
-class _Pool:
-    """Worker processes that tokenize chunks; results come back in order, and only a few chunks are ahead of them."""
-
-    def __init__(self, tokenize: Tokenize, data: DataConfig) -> None:
-        self.processes, self.max_waiting = data.num_proc, 4 * data.num_proc
-        self.executor = ProcessPoolExecutor(
-            data.num_proc,
-            # not fork: threads of this process, of torch or a tokenizer, may hold locks
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(tokenize, data.on_bad_row),
-        )
-
-    def map(self, chunks: Iterable[list[RawRow]]) -> Iterator[_TokenizedRows]:
-        """Yield the parts of the chunks in order. Raises WorkerError, with what was being
-        tokenized, if a process is gone."""
-        waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
-        before = oom_kills()
-        try:
-            for chunk in chunks:
-                with starting_processes():
-                    tokenized = self.executor.submit(_work, chunk)
-                waiting.append((tokenized, f"{chunk[0][0]} to {chunk[-1][0]}"))
-                if len(waiting) > self.max_waiting:
-                    yield waiting[0][0].result()
-                    waiting.popleft()
-            while waiting:
+def _in_processes(
+    executor: ProcessPoolExecutor, processes: int, chunks: Iterable[list[RawRow]]
+) -> Iterator[_TokenizedRows]:
+    """Yield the parts of the chunks in order; only a few chunks are ahead of them. Raises WorkerError, with what was being
+    tokenized, if a process is gone."""
+    waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
+    before = oom_kills()
+    try:
+        for chunk in chunks:
+            with starting_processes():
+                tokenized = executor.submit(_work, chunk)
+            waiting.append((tokenized, f"{chunk[0][0]} to {chunk[-1][0]}"))
+            if len(waiting) > 4 * processes:
                 yield waiting[0][0].result()
                 waiting.popleft()
-        except BrokenProcessPool as error:
-            left = [rows for future, rows in waiting if not future.done() or future.exception() is not None]
-            raise WorkerError(
-                f"a process that tokenizes crashed or was killed (then {likely_cause(signal.SIGKILL, before)}). These rows were "
-                f"in hand: {'; '.join(left[: self.processes])}. Fewer processes (data.num_proc) take less memory"
-            ) from error
+        while waiting:
+            yield waiting[0][0].result()
+            waiting.popleft()
+    except BrokenProcessPool as error:
+        left = [rows for future, rows in waiting if not future.done() or future.exception() is not None]
+        raise WorkerError(
+            f"a process that tokenizes crashed or was killed (then {likely_cause(signal.SIGKILL, before)}). These rows were "
+            f"in hand: {'; '.join(left[:processes])}. Fewer processes (data.num_proc) take less memory"
+        ) from error
 
-    def close(self) -> None:
-        """Wait for the worker processes to end."""
-        self.executor.shutdown(wait=True, cancel_futures=True)
 
-
-def _start_worker(tokenize: Tokenize, on_bad_row: OnBadRow) -> None:
+def _start_worker(tokenize_chunk: Callable[[list[RawRow]], _TokenizedRows]) -> None:
     for number in SIGNALS:  # the main process decides
         signal.signal(number, signal.SIG_IGN)
-    _worker["tokenize"], _worker["on_bad_row"] = tokenize, on_bad_row
+    _worker["tokenize"] = tokenize_chunk
 
 
 def _work(chunk: list[RawRow]) -> _TokenizedRows:
-    return _tokenize_chunk(_worker["tokenize"], _worker["on_bad_row"], chunk)
+    return _worker["tokenize"](chunk)

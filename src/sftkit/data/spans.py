@@ -4,18 +4,10 @@ not."""
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 
 from sftkit.data.conversation import Message, answer_core, function_of
 from sftkit.data.template import Span
 from sftkit.errors import DataError
-
-
-@lru_cache(maxsize=8)
-def special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the next special token of a text, the longest if several begin there."""
-    by_length = sorted((token for token in special_tokens if token), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 
 
 def within(span: Span, marks: list[Span]) -> list[Span]:
@@ -47,86 +39,37 @@ def required_texts(message: Message) -> list[str]:
 
 def common_prefix(texts: list[str]) -> str:
     """Return what all texts begin with."""
-    shortest, longest = min(texts), max(texts)  # in the order of the alphabet, so all others share what these two do
-    return shortest[: common_length(shortest, longest)]
+    first, last = min(texts), max(texts)  # in the order of the alphabet, so all others share what these two do
+    return first[: next((i for i, (x, y) in enumerate(zip(first, last, strict=False)) if x != y), len(first))]
 
 
-def common_length(a: str, b: str) -> int:
-    """Return how many leading characters two texts share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+FAULTS = {
+    "template refuses it": "the chat template refuses this conversation: {error}",
+    "template does not render the answer": "messages[{k}]: the chat template does not render {missing!r} as part of this "
+    "answer, so it could not be learned. Use a template that renders it (tool calls need a template that knows them): "
+    "model.chat_template",
+    "template does not render the reasoning": "messages[{k}]: the chat template does not render the reasoning of this "
+    "answer, so it could not be learned. Set data.thinking=off to leave reasoning out, or take a template that renders it: "
+    "model.chat_template",
+    "template opens a thinking block before an answer without reasoning": "messages[{k}]: the chat template opens a thinking "
+    "block before every answer, and this one has no reasoning. Set data.thinking=learn_empty to learn that the block is closed "
+    "at once, or take a template that does not open it: model.chat_template",
+    "template renders the prompt differently": "messages[{k}]: the prompt that the chat template makes for this answer is "
+    "not how it renders the conversation: after {shared!r} the prompt has {prompt!r}, the conversation {text!r}. Use a "
+    "template with {{% generation %}} marks: model.chat_template",
+    "marked answer cannot be found": "messages[{k}]: this answer is marked as not to be learned, but the chat template "
+    "renders it otherwise in the middle of a conversation, so where it stands is not known: take the record out",
+    "no end-of-turn token": "messages[{k}]: no end-of-turn token {token!r} after this answer",
+    "template marks no answer": "messages[{k}]: the chat template marks no part of this answer",
+    "template cannot begin with an answer": "messages[0]: the chat template cannot begin with an answer",
+}
+"Reason -> what is wrong with a conversation or one of its answers, messages[k]."
 
 
-def template_refuses(where: str, error: Exception) -> DataError:
-    """Return the DataError for a conversation that the template refuses."""
-    return DataError(f"{where}: the chat template refuses this conversation: {error}", reason="template refuses it")
+def fault(where: str, reason: str, **words: object) -> DataError:
+    """Return the DataError for one of FAULTS.
 
-
-def not_rendered(where: str, k: int, missing: str) -> DataError:
-    """Return the DataError for an answer of which the template leaves out `missing`."""
-    shown = missing if len(missing) <= 40 else missing[:40] + "..."
-    return DataError(
-        f"{where}: messages[{k}]: the chat template does not render {shown!r} as part of this answer, so it could not "
-        "be learned. Use a template that renders it (tool calls need a template that knows them): model.chat_template",
-        reason="template does not render the answer",
-    )
-
-
-def reasoning_not_rendered(where: str, k: int) -> DataError:
-    """Return the DataError for an answer whose reasoning the template leaves out."""
-    return DataError(
-        f"{where}: messages[{k}]: the chat template does not render the reasoning of this answer, so it could not be learned. "
-        "Set data.thinking=off to leave reasoning out, or take a template that renders it: model.chat_template",
-        reason="template does not render the reasoning",
-    )
-
-
-def opened_without_reasoning(where: str, k: int) -> DataError:
-    """Return the DataError for an answer without reasoning where the prompt opens a thinking block."""
-    return DataError(
-        f"{where}: messages[{k}]: the chat template opens a thinking block before every answer, and this one has no reasoning. "
-        "Set data.thinking=learn_empty to learn that the block is closed at once, or take a template that does not open it: "
-        "model.chat_template",
-        reason="template opens a thinking block before an answer without reasoning",
-    )
-
-
-def prompt_differs(where: str, k: int, text: str, prompt: str) -> DataError:
-    """Return the DataError for a prompt that is not how the rendered conversation begins."""
-    at = common_length(text, prompt)
-    return DataError(
-        f"{where}: messages[{k}]: the prompt that the chat template makes for this answer is not how it renders the "
-        f"conversation: after {text[max(0, at - 20) : at]!r} the prompt has {prompt[at : at + 20]!r}, the conversation "
-        f"{text[at : at + 20]!r}. Use a template with {{% generation %}} marks: model.chat_template",
-        reason="template renders the prompt differently",
-    )
-
-
-def marked_not_found(where: str, k: int) -> DataError:
-    """Return the DataError for an answer that is not to be learned and cannot be found."""
-    return DataError(
-        f"{where}: messages[{k}]: this answer is marked as not to be learned, but the chat template renders it otherwise in the "
-        "middle of a conversation, so where it stands is not known: take the record out",
-        reason="marked answer cannot be found",
-    )
-
-
-def no_end_of_turn(where: str, k: int, token: str) -> DataError:
-    """Return the DataError for an answer that no end-of-turn token follows."""
-    return DataError(
-        f"{where}: messages[{k}]: no end-of-turn token {token!r} after this answer", reason="no end-of-turn token"
-    )
-
-
-def nothing_marked(where: str, k: int) -> DataError:
-    """Return the DataError for an answer that the template's marks leave out."""
-    return DataError(
-        f"{where}: messages[{k}]: the chat template marks no part of this answer", reason="template marks no answer"
-    )
-
-
-def cannot_begin_with_an_answer(where: str) -> DataError:
-    """Return the DataError for a template that cannot render a conversation without a question."""
-    return DataError(
-        f"{where}: messages[0]: the chat template cannot begin with an answer",
-        reason="template cannot begin with an answer",
-    )
+    Args:
+        words: what its text names.
+    """
+    return DataError(f"{where}: {FAULTS[reason].format(**words)}", reason=reason)

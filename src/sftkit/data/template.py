@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,12 +20,8 @@ from sftkit.errors import ConfigError, DataError
 Span = tuple[int, int]
 "Character positions [start, end) in the rendered text."
 
-FIRST_QUESTION, FIRST_ANSWER, SECOND_QUESTION, SECOND_ANSWER = (
-    "first question",
-    "first answer",
-    "second question",
-    "second answer",
-)
+FIRST_QUESTION, FIRST_ANSWER = "first question", "first answer"
+SECOND_QUESTION, SECOND_ANSWER = "second question", "second answer"
 _REASONED = "first reasoning"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 "Fields of a message that published data keeps the reasoning before an answer in."
@@ -68,11 +64,6 @@ class Template:
     def end_tokens(self) -> tuple[str, ...]:
         """Return the special tokens that end an answer, in the middle of a conversation and at its end."""
         return tuple(dict.fromkeys(token for token in (self.end_within, self.end_last) if token))
-
-    @property
-    def header(self) -> str:
-        """Return what add_generation_prompt adds without further arguments."""
-        return self.headers[0]
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool = False) -> Template:
@@ -124,12 +115,8 @@ def render_conversation(
         if marks:
             return _render_marked(source, messages, variables)
         texts, _ = render_jinja_template([messages], chat_template=source, **variables)
-    except (
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-    ) as error:  # what a template does with what it did not expect
+    # What a template does with what it did not expect.
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise TemplateError(f"{type(error).__name__}: {error}") from error
     return texts[0], []
 
@@ -177,8 +164,9 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         {"role": "assistant", "content": SECOND_ANSWER},
     ]
 
-    def rendered(messages: list[Message]) -> str:
-        return render_conversation(tokenizer, source, Conversation(messages))[0]
+    def rendered(messages: list[Message], *, prompt: bool = False, **args: bool) -> str:
+        asked = Conversation(messages, args=args)
+        return render_conversation(tokenizer, source, asked, add_generation_prompt=prompt)[0]
 
     try:
         # Where questions and answers stand; a template may render the last turn in another way.
@@ -188,9 +176,9 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         asked, answered = _find(text, FIRST_QUESTION), _find(text, FIRST_ANSWER)
         asked_again, answered_again = _find(text, SECOND_QUESTION), _find(text, SECOND_ANSWER)
         # How a prompt may begin an answer, and what becomes of reasoning in a message or in its text.
-        argument = _thinking_argument(tokenizer, source, conversation[:1])
-        headers = tuple(dict.fromkeys(_headers(tokenizer, source, conversation[:1], argument)))
-        key = _reasoning_key(tokenizer, source, conversation[:2])
+        argument = _thinking_argument(rendered, source, conversation[:1])
+        headers = tuple(dict.fromkeys(_headers(rendered, conversation[:1], argument)))
+        key = _reasoning_key(rendered, source, conversation[:2])
         thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{FIRST_ANSWER}"}
         keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
         # A template is append-only if a later turn changes nothing of an earlier one, its reasoning included.
@@ -221,45 +209,30 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
     )
 
 
-def _headers(
-    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message], argument: str | None
-) -> list[str]:
+def _headers(rendered: Callable[..., str], question: list[Message], argument: str | None) -> list[str]:
     """Return what add_generation_prompt adds: without arguments, with thinking requested, and with it turned off."""
     found = []
     for args in ({}, *({argument: value} for value in (True, False) if argument)):
-        question, prompt = (
-            render_conversation(tokenizer, source, Conversation(messages, args=args), add_generation_prompt=add)[0]
-            for add in (False, True)
-        )
-        found.append(prompt[len(question) :] if prompt.startswith(question) else "")
+        asked, prompt = rendered(question, **args), rendered(question, prompt=True, **args)
+        found.append(prompt[len(asked) :] if prompt.startswith(asked) else "")
     return found
 
 
-def _thinking_argument(tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]) -> str | None:
+def _thinking_argument(rendered: Callable[..., str], source: str, question: list[Message]) -> str | None:
     """Return the argument whose value changes the prompt; None if none does. A message's field
     of the same name does not."""
     for name in THINKING_ARGUMENTS:
-        if re.search(rf"\b{name}\b", source):
-            on, off = (
-                render_conversation(
-                    tokenizer, source, Conversation(messages, args={name: value}), add_generation_prompt=True
-                )[0]
-                for value in (True, False)
-            )
+        if uses(source, name):
+            on, off = (rendered(question, prompt=True, **{name: value}) for value in (True, False))
             if on != off:
                 return name
     return None
 
 
-def _reasoning_key(tokenizer: PreTrainedTokenizerBase, source: str, answered: list[Message]) -> str | None:
+def _reasoning_key(rendered: Callable[..., str], source: str, answered: list[Message]) -> str | None:
     """Return the field whose text is rendered when the answer is the last message; None if none is."""
-    for key in REASONING_KEYS:
-        if (
-            key in source
-            and _REASONED in render_conversation(tokenizer, source, Conversation(_with_reasoning(answered, key)))[0]
-        ):
-            return key
-    return None
+    known = (key for key in REASONING_KEYS if key in source)
+    return next((key for key in known if _REASONED in rendered(_with_reasoning(answered, key))), None)
 
 
 def _with_reasoning(messages: list[Message], key: str) -> list[Message]:
@@ -282,9 +255,10 @@ def with_arguments(source: str, args: Mapping[str, object]) -> str:
     if not args:
         return source
     values = {name: json.dumps(value, ensure_ascii=False).replace("#", "\\u0023") for name, value in args.items()}
+    values |= {name: "none" for name, value in args.items() if value is None}  # as Jinja writes null
     lines = "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(v)} %}}{{%- endif %}}"
-        for name, v in values.items()
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value} %}}{{%- endif %}}"
+        for name, value in values.items()
     )
     noted = json.dumps(dict(args), sort_keys=True).replace("#", "\\u0023")
     return f"{{#- arguments: {noted} -#}}{lines}{{#- end -#}}{{{{ '' }}}}{source}"
@@ -313,11 +287,6 @@ def unused_arguments(row: Row, template: Template) -> dict[str, str]:
         return {}
     names = ", ".join(name for name, value in unused.items() if value is not None)
     return {"template argument without effect": f"{row.where}: chat_template_kwargs: the chat template has no {names}"}
-
-
-def _jinja(value: str) -> str:
-    """Return a JSON value as Jinja writes it: true, false and none."""
-    return "none" if value == "null" else value
 
 
 def _find(text: str, part: str) -> Span:

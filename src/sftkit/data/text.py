@@ -23,8 +23,7 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -
         return Tokenized([], "dropped_no_target", details="an empty text")
     ids = _ids(text, tokenizer)
     chunks = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
-    examples = [chat.document(chunk, np.ones(len(chunk), dtype=bool), tokenizer) for chunk in chunks]
-    documents = [example for example in examples if example is not None]
+    documents = [one for chunk in chunks if (one := chat.document(chunk, np.ones(len(chunk), bool), tokenizer))]
     return Tokenized(documents) if documents else Tokenized([], "dropped_no_target", details="a text without tokens")
 
 

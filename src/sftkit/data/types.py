@@ -1,4 +1,4 @@
-"""The shapes that data takes on its way from a row to a batch."""
+"""The types of data on its way from a record to a batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Row:
     template_args: JsonObject | None = None
     "Arguments of the chat template for this conversation, such as enable_thinking."
     image: str | None = None
-    "File of a picture, or the name of a generated one; beside a text a name of which there is no such file."
+    "File of a picture, or the name of a generated one. Beside `text`: a file name in the record, of which no file exists."
     captions: tuple[str, ...] = ()
     "What the picture shows, each a document of its own."
 
@@ -65,11 +65,14 @@ class Tokenized:
     "what is odd in it, although it is learned from: reason -> where, and what"
 
 
+Kind = Literal["skipped", "dropped", "accepted"]
+
+
 @dataclass(frozen=True)
 class Finding:
     """Rows of a source with the same fault or oddity."""
 
-    kind: Literal["skipped", "dropped", "accepted"]
+    kind: Kind
     "left out as bad, left out although nothing is wrong with it, or learned from like any other"
     reason: str
     "the same few words for all of them"
@@ -119,9 +122,8 @@ and the messages of each role in conversations that are learned from, see source
         """Make documents that take `sizes` positions each, one after the other in ids [N], every token a target."""
         offsets = np.concatenate([[0], np.cumsum(np.asarray(sizes) + 1)])
         zeros = np.zeros(len(sizes), dtype=np.int64)
-        names = ("made up",)
         arrays = (ids.astype(np.int32), np.ones(len(ids), bool), offsets, zeros, zeros.astype(np.int16))
-        return cls(*arrays, names, {}, encoder_inputs=encoder_inputs)
+        return cls(*arrays, ("made up",), {}, encoder_inputs=encoder_inputs)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -149,8 +151,7 @@ and the messages of each role in conversations that are learned from, see source
     def num_targets(self) -> np.ndarray:
         """Return the target tokens of each document, int64 [D]; token 0 has no context and is never one."""
         sums = np.concatenate([[0], np.cumsum(self.is_target, dtype=np.int64)])
-        counts: np.ndarray = sums[self.offsets[1:]] - sums[self.offsets[:-1]]
-        return counts
+        return np.diff(sums[self.offsets])
 
 
 SHOWN = 5

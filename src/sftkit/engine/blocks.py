@@ -24,14 +24,14 @@ from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import Config
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
-from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check, hooks_check
+from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.stage_trial import measured_layers
 from sftkit.engine.step import TrainStep, optimizer_step
-from sftkit.engine.warmup import eager_loss, has_dropout, shape_runner, worst_case_batch
+from sftkit.engine.warmup import shape_runner, worst_case_batch
 from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.models.float8 import apply_fp8
@@ -49,7 +49,6 @@ from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.words import counted
-from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
 from sftkit.tracking.spikes import Spikes
 
@@ -57,11 +56,7 @@ log = logging.getLogger(__name__)
 
 
 def build(
-    cfg: Config,
-    training: Training,
-    rt: Runtime,
-    run_dir: Path,
-    on_plan: Callable[[MemoryPlan], None] = lambda _: None,
+    cfg: Config, training: Training, rt: Runtime, run_dir: Path, on_plan: Callable[[MemoryPlan], None] = lambda _: None
 ) -> Blocks:
     """Turn a model into an engine, in the one order that works; every rank calls it.
 
@@ -75,8 +70,8 @@ def build(
     check_options(cfg.compile)
     with ExitStack() as stack:  # an error on the way puts back what was set
         write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
-        # What the compiler will see: float8 layers, and attention. Compiled code is read before, since the choice of
-        # attention may run kernels.
+        # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention is
+        # chosen, which may run kernels.
         apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
         compile_cache.restore(cfg, orig_model, layout, rt)
         choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
@@ -131,6 +126,7 @@ class Blocks:
         attention, plan, wrapped = assembled.attention, assembled.plan, assembled.wrapped
         self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped
         self._layout, self.model, self.optimizer = layout, assembled.model, assembled.optimizer
+        self._train_step = TrainStep(wrapped, self.optimizer, self.model.objective, rt, cfg.optim.max_grad_norm)
         size = checkpoint_bytes(self.model.orig_model, plan)
         layers = wrapped.placement.layers if isinstance(wrapped, Pipelined) else None
         self.setup = Setup(attention.backend, attention.reason, plan.optim.name, plan.line, size, layers)
@@ -169,8 +165,7 @@ class Blocks:
             # graphs that are there.
             watch.warm_up_done()
             self._hooks = HookWatch(orig_model)
-            parameters = list(parameters_of(self.optimizer.param_groups))
-            sides = Sides(self.model, self._wrapped, parameters, rt)
+            sides = Sides(self.model, self._wrapped, list(parameters_of(self.optimizer.param_groups)), rt)
             same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         # Tell what was built and measured, and keep the compiled code.
         seconds = time.perf_counter() - started
@@ -186,18 +181,9 @@ class Blocks:
         self._write_logs()
         used = backend if self.compiled else eager
         checks = document_checks(check, orig_model.dtype, used, allowed.logits)
-        checks += [gradients_check(same, allowed, used), self._compiled_check(losses, eager)]
+        compared = compiled_against_eager(rt, self.model, layout, losses if self.compiled else {}, eager)
+        checks += [gradients_check(same, allowed, used), compared]
         return WarmUp(self.compiled, seconds, checks)
-
-    def _compiled_check(self, losses: dict[tuple[int, int], float], eager: str) -> Check:
-        """Compare the loss of the warm-up's largest batch with one that is computed without the compiler."""
-        orig_model = self.model.orig_model
-        if not self.compiled or has_dropout(orig_model):
-            return compiled_check(None, None, orig_model.dtype)
-        shape = self._layout.shapes[-1]
-        batch = worst_case_batch(self._rt, orig_model, self._layout, *shape)
-        with stagewise(orig_model):
-            return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
 
     def _stage_seconds(self, pipelined: Pipelined) -> str:
         """Time the stages of a pipeline and return lines about them for the console."""
@@ -219,8 +205,8 @@ class Blocks:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Forbid compilation within the context, as compile.on_recompile says, and explain an
-        error that memory ran out."""
+        """Forbid compilation within the context, as compile.on_recompile says, and turn an out-of-memory error into
+        advice."""
         on_recompile = self._cfg.compile.on_recompile if self.compiled else "warn"
         contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
         with contract, oom_advice(self._plan, self._cfg, self._layout):
@@ -229,11 +215,9 @@ class Blocks:
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
-        """Run the compiled forward and backward passes and update: gradients are summed in fp32, exchanged once, and
-        clipped inside the update."""
-        max_norm = self._cfg.optim.max_grad_norm
-        train_step = TrainStep(self._wrapped, self.optimizer, self.model.objective, self._rt, max_norm)
-        return optimizer_step(train_step, batches, learning_rate, stop=stop, spikes=spikes)
+        """Run the forward and backward passes of all micro-batches and one update, which clips; see
+        engine.step.optimizer_step."""
+        return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
 
     @property
     def watch(self) -> CompileWatch:
@@ -251,22 +235,9 @@ class Blocks:
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Return what the compiler did on all ranks, from its own records."""
         assert self._hooks is not None, "warm_up comes first"
-        watch = self.watch
-        own = records_of(watch, self._hooks.unheeded())
+        own = records_of(self.watch, self._hooks.unheeded())
         records = self._records.exchanged(own) if error is None else self._records.known(own)
-        counts = watch.counts()
-        graphs = int(counts["compile/graphs"]) if self.compiled else None
-        counts |= {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
-        return EngineReport(
-            counts,
-            [
-                ("recompile", list(records.recompile_kinds)),
-                ("fallback", list(records.fallback_kinds)),
-                ("graph_break", list(records.graph_break_reasons)),
-                ("hook", list(records.hooks)),
-            ],
-            [*compile_checks(graphs, watch.evaluations, records, error), hooks_check(records.hooks)],
-        )
+        return report_of(self.watch.counts(), self.watch.evaluations, records, error, compiled=self.compiled)
 
     def close(self) -> None:
         """Write the compiler's summary and put its settings back; a full disk costs only the summary."""

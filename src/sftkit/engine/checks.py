@@ -7,13 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from sftkit.compile.records import Records
+from sftkit.data.pack import Layout
+from sftkit.engine.engine import EngineReport
 from sftkit.engine.gradient_check import GradientCheck
 from sftkit.engine.gradient_samples import GradientDifference
 from sftkit.engine.roundings import MAX_LIMIT, MAX_SCALE_LIMIT, RoundingLimits
 from sftkit.engine.self_check import DocumentCheck
+from sftkit.engine.warmup import eager_loss, has_dropout, worst_case_batch
 from sftkit.errors import RecompileError
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.parallel.stagewise import stagewise
+from sftkit.runtime.start import Runtime
 from sftkit.runtime.words import counted
 from sftkit.tracking.checks import Check
+from sftkit.tracking.tracker import EventKind
 
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
 "Limit of the relative difference between two ways to compute the loss of a dozen targets, by the dtype of the weights."
@@ -109,6 +116,23 @@ def compiled_check(compiled: float | None, eager: float | None, dtype: torch.dty
     return Check("Compiled step computes what eager does", off < limit, found, f"equal to {limit:.0e}", how)
 
 
+def compiled_against_eager(
+    rt: Runtime, model: ModelWithLoss, layout: Layout, losses: dict[tuple[int, int], float], eager: str
+) -> Check:
+    """Compare the loss of the warm-up's largest batch with one that is computed without the compiler.
+
+    Args:
+        losses: as shape_runner fills them; empty: nothing is compiled.
+        eager: attention backend without the compiler.
+    """
+    orig_model, shape = model.orig_model, layout.shapes[-1]
+    if not losses or has_dropout(orig_model):
+        return compiled_check(None, None, orig_model.dtype)
+    batch = worst_case_batch(rt, orig_model, layout, *shape)
+    with stagewise(orig_model):
+        return compiled_check(losses[shape], eager_loss(model, batch, eager), orig_model.dtype)
+
+
 def compile_checks(graphs: int | None, evaluations: int, records: Records, error: BaseException | None) -> list[Check]:
     """Return the checks of what the compiler did, from torch's own records.
 
@@ -140,6 +164,28 @@ def compile_checks(graphs: int | None, evaluations: int, records: Records, error
             "the same records, before and after each evaluation",
         ),
     ]
+
+
+def report_of(
+    counts: dict[str, float], evaluations: int, records: Records, error: BaseException | None, *, compiled: bool
+) -> EngineReport:
+    """Return the report of an engine.
+
+    Args:
+        counts: of CompileWatch, on this rank.
+        evaluations, records, error: as compile_checks takes them.
+        compiled: whether the steps are.
+    """
+    graphs = int(counts["compile/graphs"]) if compiled else None
+    events: list[tuple[EventKind, list[str]]] = [
+        ("recompile", list(records.recompile_kinds)),
+        ("fallback", list(records.fallback_kinds)),
+        ("graph_break", list(records.graph_break_reasons)),
+        ("hook", list(records.hooks)),
+    ]
+    checks = [*compile_checks(graphs, evaluations, records, error), hooks_check(records.hooks)]
+    counts = counts | {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
+    return EngineReport(counts, events, checks)
 
 
 def hooks_check(unheeded: Sequence[str]) -> Check:

@@ -20,13 +20,13 @@ from sftkit.config.graph_passes import CHECKPOINTING
 from sftkit.config.schema import Config
 from sftkit.data.loader import StepBatches
 from sftkit.data.pack import Layout
-from sftkit.engine.checks import compile_checks, compiled_check, document_checks, gradients_check, hooks_check
+from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import TrainStep, optimizer_step
-from sftkit.engine.warmup import eager_loss, has_dropout, shape_runner, worst_case_batch
+from sftkit.engine.warmup import shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.graph.captured import CapturedModel
 from sftkit.graph.distribute import check_device, check_possible, distribute_for_graph
@@ -43,20 +43,14 @@ from sftkit.parallel.fsdp import Sharding
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
 from sftkit.tracking.spikes import Spikes
-from sftkit.tracking.tracker import EventKind
 
 log = logging.getLogger(__name__)
 
 
 def build(
-    cfg: Config,
-    training: Training,
-    rt: Runtime,
-    run_dir: Path,
-    on_plan: Callable[[MemoryPlan], None] = lambda _: None,
+    cfg: Config, training: Training, rt: Runtime, run_dir: Path, on_plan: Callable[[MemoryPlan], None] = lambda _: None
 ) -> GraphEngine:
     """Turn a model into an engine; every rank calls it. Where there are several processes its weights are sharded.
 
@@ -124,6 +118,7 @@ class GraphEngine:
         size = checkpoint_bytes(model.orig_model, plan)
         self.setup = Setup(attention.backend, attention.reason, plan.optim.name, plan.line, size)
         self.captured = CapturedModel(model, cfg.graph.passes, saves_memory=plan.activation_memory_budget < 1.0)
+        self._train_step = TrainStep(self.captured, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
         self.compiled = False
         "after the warm-up: whether steps run captured graphs"
         self._at_close = at_close
@@ -151,13 +146,13 @@ class GraphEngine:
         self.optimizer.warm_up(compiled=self.compiled)
         watch.warm_up_done()
         self._hooks = HookWatch(orig_model, captured=self.compiled)
-        parameters = list(parameters_of(self.optimizer.param_groups))
-        sides = Sides(self.model, self.captured, parameters, rt)
+        sides = Sides(self.model, self.captured, list(parameters_of(self.optimizer.param_groups)), rt)
         same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         seconds = time.perf_counter() - started
         self._print_setup(print_line, seconds)
         checks = document_checks(check, orig_model.dtype, backend, allowed.logits)
-        checks += [gradients_check(same, allowed, backend), self._compiled_check(losses, eager)]
+        compared = compiled_against_eager(rt, self.model, layout, losses if self.compiled else {}, eager)
+        checks += [gradients_check(same, allowed, backend), compared]
         return WarmUp(self.compiled, seconds, checks)
 
     def _capture(self) -> bool:
@@ -201,15 +196,6 @@ class GraphEngine:
                     run_shape(rows, row_length)
                 model.zero_grad(set_to_none=True)
 
-    def _compiled_check(self, losses: dict[tuple[int, int], float], eager: str) -> Check:
-        """Run the warm-up's largest batch again, without the graph."""
-        orig_model = self.model.orig_model
-        if not self.compiled or has_dropout(orig_model):
-            return compiled_check(None, None, orig_model.dtype)
-        shape = self._layout.shapes[-1]
-        batch = worst_case_batch(self._rt, orig_model, self._layout, *shape)
-        return compiled_check(losses[shape], eager_loss(self.model, batch, eager), orig_model.dtype)
-
     def _print_setup(self, print_line: Callable[[str], None], seconds: float) -> None:
         """Say what was captured and what each pass made of it, for the console."""
         layout = self._layout
@@ -241,9 +227,7 @@ class GraphEngine:
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
         """Run the captured forward and backward passes, whose gradients are exchanged in each, and one update."""
-        max_norm = self._cfg.optim.max_grad_norm
-        train_step = TrainStep(self.captured, self.optimizer, self.model.objective, self._rt, max_norm)
-        return optimizer_step(train_step, batches, learning_rate, stop=stop, spikes=spikes)
+        return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
 
     @property
     def watch(self) -> CompileWatch:
@@ -271,15 +255,7 @@ class GraphEngine:
         counts = watch.counts()
         counts["compile/graphs"] += captured.num_graphs
         counts["compile/seconds"] = round(counts["compile/seconds"] + captured.seconds, 3)
-        counts |= {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
-        graphs = int(counts["compile/graphs"]) if self.compiled else None
-        events: list[tuple[EventKind, list[str]]] = [
-            ("recompile", list(records.recompile_kinds)),
-            ("fallback", list(records.fallback_kinds)),
-            ("hook", list(records.hooks)),
-        ]
-        checks = [*compile_checks(graphs, watch.evaluations, records, error), hooks_check(records.hooks)]
-        return EngineReport(counts, events, checks)
+        return report_of(counts, watch.evaluations, records, error, compiled=self.compiled)
 
     def close(self) -> None:
         """Put the compiler's settings back, and drop the graphs: CUDA graphs must go before the communicators in them."""

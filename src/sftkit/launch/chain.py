@@ -35,9 +35,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
         ConfigError: what is wrong with, and missing for, any of the three.
     """
     if not folder.is_dir() and not Path(shipped(str(folder))).is_dir():
-        complete = [
-            recipe.parent for recipe in map(Path, shipped_recipes()) if recipe.stem == next(iter(CHAIN_SCRIPTS))
-        ]
+        complete = [recipe.parent for recipe in map(Path, shipped_recipes()) if recipe.stem == CHAIN[0]]
         raise ConfigError(
             f"{folder}: no such folder; the chain takes one with {', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, "
             f"such as {', '.join(map(str, complete))}"
@@ -82,10 +80,8 @@ def is_evaluated(sft: Config) -> bool:
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
         newest = latest_checkpoint(run_dir)
         manifest = digest(newest) if newest is not None else None
-        return manifest is not None and (settings["manifest"], settings["max_examples"]) == (
-            manifest,
-            sft.eval.max_examples,
-        )
+        same_limit = settings["max_examples"] == sft.eval.max_examples
+        return manifest is not None and settings["manifest"] == manifest and same_limit
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
@@ -99,6 +95,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     """
     trained = {stage: json.loads((run_dir / SUMMARY).read_text()) for stage, run_dir in runs.items()}
     families = json.loads((runs["sft"] / FINAL / RESULTS).read_text())[0]
+    accuracies = [name for name in families["metrics"] if name.startswith("acc/")]
     before = format(trained["sft"]["evals_at_start"].get("eval/families/acc", float("nan")), ".3f")
 
     def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:
@@ -121,17 +118,13 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("tokens/s", metric("metrics", "perf/tok_per_sec", ",.0f")),
         row("seconds in steps", lambda s: f"{s['train_seconds']:.0f}"),
         row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
-        row("graphs / recompiles", lambda s: graphs(s["metrics"])),
+        row("graphs / recompiles", lambda s: "{compile/graphs:.0f} / {compile/recompiles:.0f}".format(**s["metrics"])),
         f"  {'checks passed / failed':<28}" + "".join(f"{checks(run_dir):>12}" for run_dir in runs.values()),
         "",
         f"  held-out accuracy, mean of families, {families['examples']} instances:",
         f"    {before} before SFT, {families['value']:.3f} after "
         f"(95 % interval {families['low']:.3f} to {families['high']:.3f})",
-        *(
-            f"    {name.removeprefix('acc/'):<26}{value:6.3f}"
-            for name, value in families["metrics"].items()
-            if name.startswith("acc/")
-        ),
+        *(f"    {name.removeprefix('acc/'):<26}{families['metrics'][name]:6.3f}" for name in accuracies),
         *nothing_learned(families, trained["sft"]["evals_at_start"]),
         "",
         *sample_lines(trained["sft"]["samples"]),
@@ -143,11 +136,6 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         f"  total       {seconds / 60:.1f} min",
     ]
     return "\n".join(lines)
-
-
-def graphs(metrics: dict[str, Any]) -> str:
-    """Return how many graphs were compiled and recompiled, of the last line of a run's metrics."""
-    return f"{metrics['compile/graphs']:.0f} / {metrics['compile/recompiles']:.0f}"
 
 
 def checks(run_dir: Path) -> str:

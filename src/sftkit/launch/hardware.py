@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 # How long the CPUs are watched for idle ones.
@@ -38,19 +38,11 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     if not gpus:
         return Hardware(0, cpu_cores(), idle_cores=idle_cores())
     in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
-    memory = None if in_parts else _smallest(_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits"))
+    mebibytes = [] if in_parts else _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    # Where memory is the host's a GPU answers [N/A].
+    known = mebibytes and all(line.isdecimal() for line in mebibytes)
+    memory = min(map(int, mebibytes)) * 2**20 if known else None
     return Hardware(gpus, cpu_cores(), names[0] if len(set(names)) == 1 else None, memory)
-
-
-def _smallest(mebibytes: Sequence[str]) -> int | None:
-    """Return the bytes of the smallest GPU; None where one does not say ([N/A] where memory is the host's).
-
-    Args:
-        mebibytes: a line for each GPU.
-    """
-    if not mebibytes or not all(line.isdecimal() for line in mebibytes):
-        return None
-    return min(map(int, mebibytes)) * 2**20
 
 
 def count_visible(listing: Sequence[str], visible: str | None) -> int:
@@ -60,23 +52,19 @@ def count_visible(listing: Sequence[str], visible: str | None) -> int:
         listing: lines of `nvidia-smi -L`.
         visible: CUDA_VISIBLE_DEVICES; None: not set.
     """
-    gpus = [line for line in listing if line.startswith("GPU ")]
+    gpus = sum(line.startswith("GPU ") for line in listing)
     if visible is None:
-        return len(gpus)
-    count = 0
-    for entry in (part.strip() for part in visible.split(",")):
-        by_index = entry.isdecimal() and int(entry) < len(gpus)
+        return gpus
+
+    def exists(entry: str) -> bool:
         by_uuid = entry.startswith(("GPU-", "MIG-")) and any(f"(UUID: {entry}" in line for line in listing)
-        if not (by_index or by_uuid):
-            break
-        count += 1
-    return count
+        return by_uuid or (entry.isdecimal() and int(entry) < gpus)
+
+    return len(list(takewhile(exists, map(str.strip, visible.split(",")))))
 
 
 def _nvidia_smi(*options: str) -> list[str]:
     """Return lines of output; none without the tool, or where it fails."""
-    if shutil.which("nvidia-smi") is None:
-        return []
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

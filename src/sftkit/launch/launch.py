@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +36,8 @@ from sftkit.rundir.lock import refuse_at_work
 from sftkit.rundir.status import stopped_by
 from sftkit.runtime.launcher import signal_env
 from sftkit.runtime.oom import likely_cause, oom_kills
-from sftkit.runtime.signals import heeded, torch_passes_on_once
+from sftkit.runtime.signals import handled_by, heeded, torch_passes_on_once
+from sftkit.runtime.words import counted
 
 CONFIGS = Path(shipped("accelerate_configs/")).absolute()
 "This folder's, if it has one, else those that came with sftkit."
@@ -73,18 +74,16 @@ def choose(
         ConfigError: the GPUs together have no room for it, or they are fewer than the stages.
     """
     env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}  # seconds to save after SIGTERM
-    cores = f"{hardware.cpu_cores} CPU core" + "s" * (hardware.cpu_cores != 1)
+    cores = counted(hardware.cpu_cores, "CPU core")
     if (stages or 1) > max(hardware.gpus, 1):
         found = f"this machine has {hardware.gpus or 'no'} GPU{'s' * (hardware.gpus > 1)}"
+        start = typed(".venv/bin/accelerate launch --config_file accelerate_configs/cpu_ddp.yaml")
         raise ConfigError(
             f"train.pipeline_stages={stages}: {found}: take fewer stages, or try them on the CPU: ACCELERATE_USE_CPU=true "
-            + typed(
-                f".venv/bin/accelerate launch --config_file accelerate_configs/cpu_ddp.yaml --num_processes {stages}"
-            )
-            + " SCRIPT RECIPE ..."
+            f"{start} --num_processes {stages} SCRIPT RECIPE ..."
         )
     if hardware.gpus == 0:
-        name, processes, found, note = "cpu.yaml", 1, "no GPU", ""
+        name, processes, found = "cpu.yaml", 1, "no GPU"
         free = hardware.cpu_cores if hardware.idle_cores is None else min(hardware.cpu_cores, hardware.idle_cores)
         env["OMP_NUM_THREADS"] = str(max(1, free))  # accelerate launch would set 1
         cores += f" ({hardware.cpu_cores - free} busy)" if free < hardware.cpu_cores else ""
@@ -94,20 +93,17 @@ def choose(
         # The most GPUs that leave each the same number of rows; some stay idle where no more of them divide the batch.
         shared = [n for n in range(1, hardware.gpus + 1) if _shares(global_batch_size, n, stages)]
         processes = max(shared)
-        found = f"{hardware.gpus} GPU" + "s" * (hardware.gpus > 1)
-        found += f" ({hardware.gpu_name})" if hardware.gpu_name else ""
+        found = counted(hardware.gpus, "GPU") + (f" ({hardware.gpu_name})" if hardware.gpu_name else "")
         note = f", {processes} processes" if processes > 1 else ""
         if processes < hardware.gpus:
-            note = (
-                f", {processes} of {hardware.gpus} GPUs: "
-                f"the most that {f'are pipelines of {stages} stages and ' * (stages != 1)}divide train.global_batch_size {global_batch_size}"
-            )
+            pipelines = f"are pipelines of {stages} stages and " * (stages != 1)
+            note = f", {processes} of {hardware.gpus} GPUs: the most that {pipelines}"
+            note += f"divide train.global_batch_size {global_batch_size}"
         # Shards only where a replica has no room: replicas exchange less.
-        _check_room(hardware, processes, replica)
-        reason = _sharding_reason(hardware, replica) if processes > 1 and stages == 1 else None
+        reason = _sharding_reason(hardware, processes, replica)
         several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if reason else "ddp.yaml"
         name = "single_gpu.yaml" if processes == 1 else several
-        if reason:
+        if name == "fsdp2.yaml":
             note += f"{': ' if processes == hardware.gpus else '; '}{reason}"
     summary = f"hardware: {found}, {cores} -> accelerate_configs/{name}{note}"
     return Launch(CONFIGS / name, processes, summary, {key: env[key] for key in env if key not in environ})
@@ -119,26 +115,22 @@ def _shares(global_batch_size: int, processes: int, stages: int | None) -> bool:
     return rest == 0 and global_batch_size % row_ranks == 0
 
 
-def _check_room(hardware: Hardware, processes: int, replica: Replica | None) -> None:
-    """Refuse a model whose weights, gradients and optimizer states are more than the GPUs that are taken hold together.
+def _sharding_reason(hardware: Hardware, processes: int, replica: Replica | None) -> str | None:
+    """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica, as far as is known.
 
     Raises:
-        ConfigError: with how many it would take.
+        ConfigError: weights, gradients and optimizer states are more than the GPUs that are taken hold together; with
+            how many it would take.
     """
     memory = hardware.gpu_memory_bytes
-    if replica is not None and memory is not None and replica.held_bytes > processes * memory:
+    if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
+        return None
+    if replica.held_bytes > processes * memory:
         raise ConfigError(
             f"{replica.describe()}, {replica.held_bytes / GIB:.0f} GiB of it without any rows, and {processes} "
             f"GPU{'s' * (processes > 1)} of {memory / GIB:.0f} GiB cannot hold that even sharded: take at least "
             f"{-(-replica.held_bytes // memory)} of them, a smaller model, or optim.name auto where another is set"
         )
-
-
-def _sharding_reason(hardware: Hardware, replica: Replica | None) -> str | None:
-    """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica, as far as is known."""
-    memory = hardware.gpu_memory_bytes
-    if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
-        return None
     return f"{replica.describe()}, a GPU has {memory / GIB:.0f} GiB"
 
 
@@ -156,7 +148,7 @@ def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
 def accelerate_launch() -> None:
     """Run `accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
 
-    As it comes, with a single process, it dies of a signal and leaves the script behind. With several processes torch's
+    By itself, with a single process, it ends at a signal and leaves the script running. With several processes torch's
     elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a process, the exit code says
     which.
     """
@@ -216,9 +208,8 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
         raise ConfigError(f"{script}: no such script. {hint}")
     # All that can be refused without a GPU or torch's seconds of import: recipe, data, model, a run at work.
-    cfg = read_config(
-        recipe, overrides, world_size=1, more=[run_dir_can_be_made, *input_rules(stage_of_script(script))]
-    )
+    rules = [run_dir_can_be_made, *input_rules(stage_of_script(script))]
+    cfg = read_config(recipe, overrides, world_size=1, more=rules)
     script = shipped(script)
     refuse_at_work(Path(cfg.run.dir))
     if line := finished(cfg):
@@ -248,36 +239,19 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
 
 def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     """Run a command with these variables added to the environment, wait for it through signals, and return its exit
-    code: 128 + the number of the signal that killed it, if one did."""
-    with _signals() as received:
-        child = subprocess.Popen(words, env=os.environ | dict(env or {}))
-        received.append(child)
-        code = child.wait()
-    return 128 - code if code < 0 else code
-
-
-@contextmanager
-def _signals():
-    """Pass signals on to a child while it runs. A Ctrl-C reaches it twice, from the terminal too, and counts as one.
-
-    Yields:
-        a list to which the child is added once it is started.
-    """
-    children: list[subprocess.Popen] = []
+    code: 128 + the number of the signal that killed it, if one did. A Ctrl-C reaches it twice, from the terminal too,
+    and counts as one."""
+    child: subprocess.Popen | None = None
 
     def pass_on(signum: int, _frame: object) -> None:
         leave_lost_terminal()
-        for child in children:
+        if child is not None:
             child.send_signal(signum)
 
-    listening = signal.set_wakeup_fd(-1)  # runtime/script.py would end this process and its children
-    before = {number: signal.signal(number, pass_on) for number in heeded()}
-    try:
-        yield children
-    finally:
-        signal.set_wakeup_fd(listening)
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+    with handled_by(pass_on):
+        child = subprocess.Popen(words, env=os.environ | dict(env or {}))
+        code = child.wait()
+    return 128 - code if code < 0 else code
 
 
 def demo() -> int:
@@ -290,11 +264,8 @@ def main() -> int:
     """Launch what the words of the command line name, and return the exit code."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        print_text(
-            typed(
-                f"{__doc__}\nSettings: .venv/bin/python SCRIPT --help. Other layouts: .venv/bin/accelerate launch --config_file ..."
-            )
-        )
+        other = "Settings: .venv/bin/python SCRIPT --help. Other layouts: .venv/bin/accelerate launch --config_file ..."
+        print_text(typed(f"{__doc__}\n{other}"))
         return 0
     if words[0] == "--demo":
         return demo() if len(words) == 1 else fail("--demo takes no further words: two processes on this CPU")

@@ -103,14 +103,12 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     Args:
         memory: train.memory.
     """
-    t, count = setup.topology, setup.layout.accumulation
+    shape, t, count = setup.shape, setup.topology, setup.layout.accumulation
     tokens = max(rows * length for rows, length in setup.layout.shapes)
     # Computed again in the backward pass is what the memory budget does not keep: at most one forward pass more, a
     # third of the work.
     again = 1.0 + (BUDGETS["speed"] - setup.budget) / BUDGETS["speed"] / 3
-    work = (
-        6.0 * setup.shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages
-    )  # seconds of a micro-batch
+    work = 6.0 * shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages  # seconds of a micro-batch
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
     alone, hidden = _exchanging(setup, machines, passes)
     # The share of a step in which a pipeline's slowest stage works: it fills and drains once for all micro-batches.
@@ -169,16 +167,9 @@ def _exchanging(setup: EstimateInputs, machines: Machines, passes: Mapping[str, 
 def _speed(among: str, t: Topology, machines: Machines) -> float:
     """Return the bytes per second of a group: ranks of a copy are neighbours, tensor and context ranks are
     nearest, stages farthest."""
-    own = machines.per_machine
-    within = {
-        "tensor": t.tensor <= own,
-        "context": t.context <= own,
-        "shards": t.shards * t.ranks_per_row <= own,
-        "ends": t.shards * t.ranks_per_row <= own,
-        "replicas": t.stage_ranks <= own,
-        "stages": t.world_size <= own,
-    }[among]
-    return machines.inside if within else machines.between
+    copy = t.shards * t.ranks_per_row
+    sizes = {"tensor": t.tensor, "context": t.context, "shards": copy, "ends": copy, "replicas": t.stage_ranks}
+    return machines.inside if sizes.get(among, t.world_size) <= machines.per_machine else machines.between
 
 
 def setups(
@@ -195,6 +186,8 @@ def setups(
         if rows % topology.row_ranks or (topology.ranks_per_row > 1 and row_length % (2 * topology.ranks_per_row)):
             continue
         share = rows // topology.row_ranks
+        # By the parameters that a token passes, as parallel.balance does.
+        layers = balanced(shape.blocks, *_work(shape), topology.stages) if topology.stages > 1 else ()
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
         held = dict.fromkeys(largest_divisor(share, limit) for limit in micro)
         for in_micro, (memory, budget), sharding in itertools.product(held, BUDGETS.items(), shardings):
@@ -206,14 +199,9 @@ def setups(
                     checkpointing=False,
                     topology=topology,
                     sharding=sharding,
+                    stage_layers=layers,
                 )
-                yield replace(setup, stage_layers=_layers(shape, topology.stages)), memory
-
-
-def _layers(shape: Shape, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage by the parameters that a token passes, as parallel.balance does; empty without
-    stages."""
-    return balanced(shape.blocks, *_work(shape), stages) if stages > 1 else ()
+                yield setup, memory
 
 
 def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int] = (1,)) -> list[OnPaper]:
@@ -223,9 +211,8 @@ def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Se
     for setup, memory in setups(shape, machines, rows, row_length, micro):
         fitting = on_paper(setup, memory, machines)
         t = setup.topology
-        if fitting.estimate.total <= USABLE * machines.memory_bytes and (
-            t not in best or fitting.share > best[t].share
-        ):
+        fits = fitting.estimate.total <= USABLE * machines.memory_bytes
+        if fits and (t not in best or fitting.share > best[t].share):
             best[t] = fitting
     return list(best.values())
 
@@ -245,24 +232,19 @@ def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) ->
     """
     if (size := of_fields(fields)) is None:
         return None
-    vocab, hidden, inner, blocks, heads = (
-        fields[name]
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    )
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     head_dim = fields.get("head_dim") or hidden // heads
-    key = (fields.get("num_key_value_heads") or heads) * head_dim
-    matrices = size.parameters - size.ends
     return Shape(
         parameters=parameters or size.parameters,
         ends=size.ends,
-        matrices=matrices,
-        blocks=blocks,
+        matrices=size.parameters - size.ends,
+        blocks=fields["num_hidden_layers"],
         hidden=hidden,
         query=heads * head_dim,
-        key=key,
-        inner=inner,
+        key=(fields.get("num_key_value_heads") or heads) * head_dim,
+        inner=fields["intermediate_size"],
         head_dim=head_dim,
-        vocab=vocab,
+        vocab=fields["vocab_size"],
     )
 
 
@@ -282,23 +264,16 @@ def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str 
     shape = shape_of_fields(fields, size and size.parameters)
     if shape is None:
         return None
-    fitting = ways(
-        shape, Machines(gpus, gpus, memory_bytes), cfg.train.global_batch_size, row_length, [cfg.train.micro_batch_size]
-    )
-    fitting = [
-        each
-        for each in fitting
-        if fields["model_type"] in SHARDABLE or each.setup.topology.ranks_per_row * each.setup.topology.stages == 1
-    ]
+    rows, micro = cfg.train.global_batch_size, [cfg.train.micro_batch_size]
+    fitting = ways(shape, Machines(gpus, gpus, memory_bytes), rows, row_length, micro)
+    if fields["model_type"] not in SHARDABLE:
+        fitting = [each for each in fitting if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
     own = next((each for each in fitting if each.config.partition(",")[0] == taken), None)
     if own is not None:
         return f"on paper: {taken} {_takes(own, memory_bytes)}"
-    best = choice(fitting)
-    instead = (
-        f"{best.config} {_takes(best, memory_bytes)}"
-        if best
-        else "nor does another layout; take shorter rows or more GPUs"
-    )
+    instead = "nor does another layout; take shorter rows or more GPUs"
+    if best := choice(fitting):
+        instead = f"{best.config} {_takes(best, memory_bytes)}"
     return f"on paper: rows of {row_length:,} positions do not fit with {taken}; {instead} (docs/parallelism.md)"
 
 

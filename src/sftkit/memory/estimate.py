@@ -235,11 +235,8 @@ def _staged(s: EstimateInputs, pipeline_rank: int) -> Estimate:
     """Return the peak of the process at a rank of a pipeline."""
     m, width, pipeline_size = s.shape, WIDTH[s.precision], s.topology.stages
     tokens, count = max(rows * row_length for rows, row_length in s.layout.shapes), s.layout.accumulation
-    own, first, last = (
-        s.stage_layers[pipeline_rank::pipeline_size],
-        pipeline_rank == 0,
-        pipeline_rank == pipeline_size - 1,
-    )
+    own = s.stage_layers[pipeline_rank::pipeline_size]
+    first, last = pipeline_rank == 0, pipeline_rank == pipeline_size - 1
     shape = pipeline_rank_shape(s, pipeline_rank)
     # Activations: of the micro-batches that are in flight at once, and the hidden states sent between stages.
     alone = replace(s, shape=shape)
@@ -273,17 +270,11 @@ def pipeline_rank_shape(s: EstimateInputs, pipeline_rank: int) -> Shape:
     m, places = s.shape, s.topology.stages
     blocks = sum(s.stage_layers[pipeline_rank::places])
     embedding = m.vocab * m.hidden
-    ends = (embedding if pipeline_rank == 0 else 0) + (
-        max(m.ends - embedding, embedding) if pipeline_rank == places - 1 else 0
-    )
+    ends = embedding if pipeline_rank == 0 else 0
+    ends += max(m.ends - embedding, embedding) if pipeline_rank == places - 1 else 0
     share = blocks / m.blocks
-    return replace(
-        m,
-        parameters=round((m.parameters - m.ends) * share) + ends,
-        ends=ends,
-        matrices=round(m.matrices * share),
-        blocks=blocks,
-    )
+    parameters = round((m.parameters - m.ends) * share) + ends
+    return replace(m, parameters=parameters, ends=ends, matrices=round(m.matrices * share), blocks=blocks)
 
 
 def sums_in_fp32(layout: Layout, precision: str) -> bool:

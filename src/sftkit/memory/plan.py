@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -119,15 +119,13 @@ def make_plan(
     how = "gradient checkpointing" if checkpointing else kept
     line = _line(f"memory: {cfg.train.memory}, optimizer {name}, {how}", found, total_bytes)
     rt.print(line)
-    optim = replace(cfg.optim, name=name)
-    sharding = (sharding or Sharding()) if setup is None else setup.sharding
     plan = MemoryPlan(
-        optim=optim,
+        optim=replace(cfg.optim, name=name),
         activation_memory_budget=budget,
         setup=setup,
         estimate=found,
         total_bytes=total_bytes,
-        sharding=sharding,
+        sharding=(sharding or Sharding()) if setup is None else setup.sharding,
         earlier_gradient_bytes=earlier,
         line=line,
     )
@@ -145,7 +143,12 @@ def _checkpoints(cfg: Config, orig_model: PreTrainedModel) -> bool:
         return True
     if _recomputes(cfg.compile) or cfg.train.memory == "speed":
         return False
-    _enable_checkpointing(orig_model, cfg.train.memory)
+    if not orig_model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"train.memory={cfg.train.memory}: without compilation it takes gradient checkpointing, which "
+            f"{type(orig_model).__name__} does not have; set compile.enabled=true or train.memory=speed"
+        )
+    orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     return True
 
 
@@ -216,16 +219,6 @@ def activation_budget(cfg: Config) -> float:
     return BUDGETS[cfg.train.memory] if explicit is None else explicit
 
 
-def _enable_checkpointing(orig_model: PreTrainedModel, preset: str) -> None:
-    """Switch on transformers' gradient checkpointing. `preset`: the value of train.memory."""
-    if not orig_model.supports_gradient_checkpointing:
-        raise ConfigError(
-            f"train.memory={preset}: without compilation it takes gradient checkpointing, which "
-            f"{type(orig_model).__name__} does not have; set compile.enabled=true or train.memory=speed"
-        )
-    orig_model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
 def fits(estimate: Estimate, total_bytes: int | None) -> bool:
     """Return whether the device has room; True where its size is unknown."""
     return total_bytes is None or estimate.total <= USABLE * total_bytes
@@ -237,11 +230,8 @@ def _line(line: str, estimate: Estimate | None, total_bytes: int | None) -> str:
         return f"{line}; peak unknown: the model's config does not name its sizes"
     if total_bytes is None:
         return line
-    parts = ", ".join(
-        f"{field.name.replace('_', ' ')} {getattr(estimate, field.name) / GIB:.1f}"
-        for field in fields(estimate)
-        if getattr(estimate, field.name) >= 0.05 * GIB
-    )
+    large = {name: size for name, size in asdict(estimate).items() if size >= 0.05 * GIB}
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in large.items())
     return f"{line}; estimated peak {gib(estimate.total)} of {gib(total_bytes)} ({parts})"
 
 

@@ -62,12 +62,10 @@ def _smaller_batch(s: EstimateInputs, data: DataConfig) -> list[Option]:
     layout = s.layout
     share, half = layout.global_batch_size // layout.world_size, layout.micro_batch_size // 2
     if half:
-        rows = largest_divisor(share, half)
-        budget_rows = largest_divisor(layout.global_batch_size, half)
+        rows, budget_rows = largest_divisor(share, half), largest_divisor(layout.global_batch_size, half)
         smaller = replace(layout, micro_batch_size=rows, budget_rows=budget_rows)
         return [(f"train.micro_batch_size={rows}", replace(s, layout=smaller))]
-    longest = layout.row_lengths[-1]
-    halved = longest // 2
+    halved = layout.row_lengths[-1] // 2
     lengths = tuple(sorted({min(length, halved) for length in layout.row_lengths}))
     if layout.kind == "packed" and halved >= layout.max_length:
         return [(f"data.row_length={halved}", replace(s, layout=replace(layout, row_lengths=lengths)))]
@@ -85,14 +83,11 @@ def _recompute(s: EstimateInputs, cfg: Config) -> list[Option]:
     if cfg.compile.activation_memory_budget is not None:
         lower = [b for b in BUDGETS.values() if b < s.budget]
         return [(f"compile.activation_memory_budget={b}", replace(s, budget=b)) for b in lower]
-    options = []
-    for preset, budget in BUDGETS.items():
-        if budget < s.budget:
-            name = s.optimizer
-            if cfg.optim.name == "auto" and preset == "low":
-                name = automatic_optimizer(preset, s.precision, too_much=False, sharded=s.topology.sharded)
-            options.append((f"train.memory={preset}", replace(s, budget=budget, optimizer=name)))
-    return options
+    options = {preset: replace(s, budget=budget) for preset, budget in BUDGETS.items() if budget < s.budget}
+    if cfg.optim.name == "auto" and "low" in options:
+        name = automatic_optimizer("low", s.precision, too_much=False, sharded=s.topology.sharded)
+        options["low"] = replace(options["low"], optimizer=name)
+    return [(f"train.memory={preset}", after) for preset, after in options.items()]
 
 
 def smaller_states(s: EstimateInputs) -> list[Option]:
@@ -111,12 +106,10 @@ def _more_shards(s: EstimateInputs) -> list[Option]:
     """Return weights sharded over the processes there are, or over twice as many."""
     world_size = s.topology.world_size if not s.topology.sharded and s.topology.world_size > 1 else None
     number = world_size or 2 * s.topology.world_size
-    rows = s.layout.global_batch_size
-    if rows % number:
+    share, left = divmod(s.layout.global_batch_size, number)
+    if left:
         return []
-    layout = replace(
-        s.layout, world_size=number, micro_batch_size=largest_divisor(rows // number, s.layout.micro_batch_size)
-    )
+    layout = replace(s.layout, world_size=number, micro_batch_size=largest_divisor(share, s.layout.micro_batch_size))
     after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
     engine = "train.engine=blocks and " if s.topology.stages > 1 else ""
     return [(f"{engine}accelerate_configs/fsdp2.yaml on {number} GPUs", after)]

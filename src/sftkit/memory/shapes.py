@@ -26,9 +26,7 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig) -> Shape | Non
     """Return the sizes that a config names; None if it lacks one, or has several values for it."""
 
     def size(*names: str, default: int | None = None) -> int | None:
-        values = [getattr(config, name, None) for name in names]
-        given = [value for value in values if value is not None]
-        return given[0] if given else default
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
 
     hidden, heads, blocks = size("hidden_size"), size("num_attention_heads"), size("num_hidden_layers")
     if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(blocks, int)):

@@ -34,9 +34,8 @@ class CollectiveTraffic(NamedTuple):
 def ring_share(kind: str, ranks: int) -> float:
     """Return the bytes that a rank sends per byte of the whole tensor, by the bandwidth-optimal ring algorithm."""
     share = (ranks - 1) / ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": share, "send": 1.0}[
-        kind
-    ]
+    shares = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": share, "send": 1.0}
+    return shares[kind]
 
 
 def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
@@ -46,17 +45,12 @@ def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
     of a tied embedding between the ends of a pipeline.
     """
     if s.topology.stages > 1:
-        return max(
-            (_of_pipeline_rank(s, place) for place in range(s.topology.stages)),
-            key=lambda traffic: sum(e.sent for e in traffic),
-        )
-    traffic = _of_weights(s) if s.topology.sharded else [_gradients_of_replicas(s, s.shape.parameters)]
+        of_ranks = [_of_pipeline_rank(s, place) for place in range(s.topology.stages)]
+        return max(of_ranks, key=lambda traffic: sum(e.sent for e in traffic))
+    gradients = WIDTH[s.precision] * s.shape.parameters
+    replicas = CollectiveTraffic("all_reduce", "replicas", s.topology.replicas, gradients)
+    traffic = _of_weights(s) if s.topology.sharded else [replicas]
     return [each for each in [*traffic, *_of_tensor(s), *_of_context(s)] if each.ranks > 1]
-
-
-def _gradients_of_replicas(s: EstimateInputs, parameters: float) -> CollectiveTraffic:
-    """Return the exchange of the gradients of `parameters` parameters among replicas."""
-    return CollectiveTraffic("all_reduce", "replicas", s.topology.replicas, WIDTH[s.precision] * parameters)
 
 
 def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
@@ -67,10 +61,8 @@ def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
     gathers = (1, 1) if s.sharding.keep_weights else (2 * count, count)  # of ends none in the backward pass
     times = 1 if s.sharding.keep_gradients else count
     traffic = []
-    for among, ranks, size, gathered in (
-        ("shards", shards, body, gathers[0]),
-        ("ends", shards * t.tensor, m.ends, gathers[1]),
-    ):
+    parts = (("shards", shards, body, gathers[0]), ("ends", shards * t.tensor, m.ends, gathers[1]))
+    for among, ranks, size, gathered in parts:
         traffic.append(CollectiveTraffic("all_gather", among, ranks, width * size * gathered))
         traffic.append(CollectiveTraffic("reduce_scatter", among, ranks, REDUCED * size * times))
         traffic.append(CollectiveTraffic("all_reduce", "replicas", t.replicas, REDUCED * size / ranks * times))
@@ -86,32 +78,21 @@ def _of_tensor(s: EstimateInputs) -> list[CollectiveTraffic]:
     """Return what tensor ranks exchange: rows gathered before attention and feed-forward layer, reduced and scattered
     after them; the same backwards."""
     size = 4 * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
-    ranks = s.topology.tensor
-    return [
-        CollectiveTraffic("all_gather", "tensor", ranks, size),
-        CollectiveTraffic("reduce_scatter", "tensor", ranks, size),
-    ]
+    return [CollectiveTraffic(kind, "tensor", s.topology.tensor, size) for kind in ("all_gather", "reduce_scatter")]
 
 
 def _of_context(s: EstimateInputs) -> list[CollectiveTraffic]:
     """Return what context ranks exchange: keys and values of whole rows in each block, and their gradients."""
     size = 2 * s.shape.key / s.shape.hidden * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
-    ranks = s.topology.context
-    return [
-        CollectiveTraffic("all_gather", "context", ranks, size),
-        CollectiveTraffic("reduce_scatter", "context", ranks, size),
-    ]
+    return [CollectiveTraffic(kind, "context", s.topology.context, size) for kind in ("all_gather", "reduce_scatter")]
 
 
 def _of_pipeline_rank(s: EstimateInputs, pipeline_rank: int) -> list[CollectiveTraffic]:
     """Return what a process of a pipeline exchanges: hidden states on, gradients back, and what the copies or
     shards of its stages exchange."""
     t, pipeline_size = s.topology, s.topology.stages
-    sends = (
-        2 * len(s.stage_layers[pipeline_rank::pipeline_size])
-        - (pipeline_rank == 0)
-        - (pipeline_rank == pipeline_size - 1)
-    )
+    ends = (pipeline_rank == 0) + (pipeline_rank == pipeline_size - 1)
+    sends = 2 * len(s.stage_layers[pipeline_rank::pipeline_size]) - ends
     traffic = [CollectiveTraffic("send", "stages", 2, sends * s.layout.accumulation * _hidden_bytes(s))]
     own = replace(s, shape=pipeline_rank_shape(s, pipeline_rank), topology=replace(t, stages=1))
     if t.sharded:

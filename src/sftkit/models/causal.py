@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from sftkit.data.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import DataError
 from sftkit.models import auto_classes
-from sftkit.models.kind import Continuation, ids_of
-from sftkit.models.structure import decoder, logit_softcap, output_projection
-from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
-from sftkit.ops.linear_cross_entropy import Head
+from sftkit.models.kind import Continuation, ModelKind, ids_of
+from sftkit.models.structure import decoder
+from sftkit.ops.attention import documents_of, kernels_of, plain_attention
 
 
 def _model_inputs(inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
@@ -43,14 +41,14 @@ def decoded(
     Args:
         module: the decoder, or one with some of its layers. inputs: its arguments by name, besides the documents.
     """
-    with dense_kernels() if backend == "sdpa" else nullcontext():
+    with kernels_of(backend):
         outputs = module(**_model_inputs(inputs, batch, backend, context_group), **without_router_logits(module))
     hidden = outputs.last_hidden_state
     assert isinstance(hidden, torch.Tensor)
     return hidden
 
 
-class CausalLM:
+class CausalLM(ModelKind):
     """A model that `get_decoder` and `get_output_embeddings` of transformers take apart. See models.kind.ModelKind."""
 
     @property
@@ -96,10 +94,6 @@ class CausalLM:
         """Return no inputs: there is no encoder."""
         return {}
 
-    def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
-        """Return no further files."""
-        return {}
-
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
         """Return 0: there is no encoder."""
         return 0
@@ -115,11 +109,6 @@ class CausalLM:
     ) -> Tensor:
         """Return the decoder's last hidden states, [B, C, H]; documents of a row do not see each other."""
         return decoded(decoder(orig_model), batch.inputs, batch, backend, context_group)
-
-    def head(self, orig_model: PreTrainedModel) -> Head:
-        """Return the output projection and the soft cap of its logits."""
-        projection = output_projection(orig_model)
-        return Head(projection.weight, projection.bias, logit_softcap(orig_model))
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
         """Return the model itself: it needs nothing besides the tokens."""

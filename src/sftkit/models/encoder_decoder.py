@@ -6,8 +6,7 @@ A row of several documents has a place for the encoded input of each; boundaries
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -20,14 +19,13 @@ from sftkit.data.caption import start_id
 from sftkit.data.collate import OF_TOKENS, Batch
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.kind import Continuation
-from sftkit.models.structure import decoder, logit_softcap, output_projection
-from sftkit.ops.attention import dense_kernels, documents_of, plain_attention
+from sftkit.models.kind import ModelKind
+from sftkit.models.structure import decoder
+from sftkit.ops.attention import documents_of, kernels_of, plain_attention
 from sftkit.ops.cross_attention import input_boundaries
-from sftkit.ops.linear_cross_entropy import Head
 
 
-class EncoderDecoder(ABC):
+class EncoderDecoder(ModelKind):
     """Encode, then decode. See models.kind.ModelKind."""
 
     @abstractmethod
@@ -40,14 +38,6 @@ class EncoderDecoder(ABC):
         Args:
             inputs: those of a batch by name, [I, ...], without its tokens.
         """
-
-    @abstractmethod
-    def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
-        """Return what generates texts token by token. See models.kind.ModelKind."""
-
-    @abstractmethod
-    def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the same inputs as transformers' own forward pass and generation take them."""
 
     def scaled(self, orig_model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Return the decoder's hidden states, [B, C, H], as the head takes them: unchanged here."""
@@ -74,9 +64,8 @@ class EncoderDecoder(ABC):
         pooler = getattr(orig_model.get_encoder(), "pooler", None)
         if pooler is not None and next(pooler.parameters(), None) is not None:
             pooler.requires_grad_(requires_grad=False)
-            pooler.forward = (
-                _nothing  # and not pooler = None: checkpoints keep its weights, as transformers expects them
-            )
+            # And not pooler = None: checkpoints keep its weights, as transformers expects them.
+            pooler.forward = _nothing
 
     def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
         """Refuse models in parts and float8: these models are trained as replicas in the precision of the run."""
@@ -113,14 +102,9 @@ class EncoderDecoder(ABC):
     ) -> Tensor:
         """Return the decoder's last hidden states, [B, C, H]; texts of a row see neither each other
         nor each other's inputs."""
-        with dense_kernels() if backend == "sdpa" else nullcontext():
+        with kernels_of(backend):
             outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
         return self.scaled(orig_model, outputs.last_hidden_state)
-
-    def head(self, orig_model: PreTrainedModel) -> Head:
-        """Return the output projection and the soft cap of its logits."""
-        projection = output_projection(orig_model)
-        return Head(projection.weight, projection.bias, logit_softcap(orig_model))
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits of the whole model, [1, L, V]."""

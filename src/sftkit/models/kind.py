@@ -12,6 +12,7 @@ from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
+from sftkit.models.structure import logit_softcap, output_projection
 from sftkit.ops.linear_cross_entropy import Head
 
 
@@ -75,7 +76,8 @@ class ModelKind(Protocol):
         and generation take them."""
 
     def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
-        """Return the files, by name, that a checkpoint of such a model has beside config, weights and tokenizer."""
+        """Return the files, by name, that a checkpoint of such a model has beside config, weights and tokenizer: none here."""
+        return {}
 
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
         """Return S, the positions of an encoded input; 0 without an encoder. `length`: data.max_length."""
@@ -99,7 +101,9 @@ class ModelKind(Protocol):
         """
 
     def head(self, orig_model: PreTrainedModel) -> Head:
-        """Return the output projection, its weights gathered by whoever shards the model."""
+        """Return the output projection and the soft cap of its logits; weights are gathered by whoever shards the model."""
+        projection = output_projection(orig_model)
+        return Head(projection.weight, projection.bias, logit_softcap(orig_model))
 
     def continuation(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Continuation:
         """Return what generates texts token by token, each for one encoder input.

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import logging
 import os
+from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
 from sftkit.runtime.progress import working
+from sftkit.runtime.words import first_of
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +51,10 @@ TEXT_NAMES = {r"^(model\.)?language_model\.lm_head": "lm_head", r"^(model\.)?lan
 
 def load_options(path: str, model: ModelConfig) -> dict[str, object]:
     """Return the arguments for from_pretrained; with an unreachable hub only the local cache is used, at once."""
-    is_local = os.path.isdir(path)
     return {
         "revision": model.revision or "main",
         "trust_remote_code": model.trust_remote_code,
-        "local_files_only": is_local or not hub_answers(),
+        "local_files_only": os.path.isdir(path) or not hub_answers(),
     }
 
 
@@ -67,12 +68,7 @@ def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigErro
 
 
 def load_model(
-    model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    precision: str = "fp32",
-    *,
-    empty: bool = False,
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32", *, empty: bool = False
 ) -> PreTrainedModel:
     """Load or make the model with room for every token, its weights in the precision of the run: bf16 or fp32.
 
@@ -157,17 +153,28 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     if trained is not config:
         # Private: how names were mapped in loading. save_pretrained would map them back, to those of the whole model.
         orig_model._weight_conversions = None
-    missing = sorted(loading_info["missing_keys"])
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ConfigError(
-            f"{path}: no {', '.join(missing[:3])}{more} for {type(orig_model).__name__} in its files; copy or download the "
-            "model again"
-        )
-    if loading_info["mismatched_keys"]:
-        name, there, here = min(loading_info["mismatched_keys"])
-        raise ConfigError(f"{path}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json")
+    check_complete(path, type(orig_model), loading_info["missing_keys"], loading_info["mismatched_keys"])
     return orig_model
+
+
+def check_complete(
+    where: str | Path, model_class: type, missing: Set[str], mismatched: Set[tuple[str, torch.Size, torch.Size]]
+) -> None:
+    """Refuse files whose weights are not all of the model's.
+
+    Args:
+        missing, mismatched: as from_pretrained reports them, the latter with both shapes.
+
+    Raises:
+        ConfigError: a weight that is missing or of another shape.
+    """
+    if missing:
+        raise ConfigError(
+            f"{where}: no {first_of(sorted(missing))} for {model_class.__name__} in its files; copy or download the model again"
+        )
+    if mismatched:
+        name, there, here = min(mismatched)
+        raise ConfigError(f"{where}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json")
 
 
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
@@ -218,10 +225,7 @@ def _unknown_type(scratch: dict[str, object]) -> str | None:
 
 
 def from_scratch(
-    fields: dict[str, object],
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    precision: str = "fp32",
+    fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32"
 ) -> PreTrainedModel:
     """Make a model with random weights from a transformers config; vocabulary and special ids come from the tokenizer.
 
@@ -247,11 +251,10 @@ def resolve_max_length(
     precision: str,
     positions: int | None = None,
 ) -> tuple[int, str]:
-    """Return the row length, taken from the run that the model comes from unless it is set, and lines
-    that say what is inherited.
+    """Return max_length, taken from the run that the model comes from unless it is set, and lines that say so.
 
     Raises:
-        ConfigError: no row length anywhere, or one of more than `positions`, the most that the model has.
+        ConfigError: no max_length anywhere, or one above `positions`, the number that the model has.
     """
     length = max_length or (trained_length(Path(resolve(model.path))) if model.path else None)
     if length is None:

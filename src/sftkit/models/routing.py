@@ -8,6 +8,7 @@ it stays the same however rows are distributed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Routing:
         self.weight, self.has_loss, self._routers = weight, has_loss, routers
         self._load: Tensor | None = None
         for router in routers:
-            router.register_forward_hook(_count_and_loss_hook if has_loss else _count_hook)
+            router.register_forward_hook(partial(_count_hook, with_loss=has_loss))
 
     def begin(self, positions: Tensor | None) -> None:
         """Set the positions that are counted, before a forward pass of training, which the backward pass may repeat.
@@ -156,21 +157,16 @@ class Routing:
         return load
 
 
-def _count_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
-    """Leave in the router how many positions of each row it gave each expert, as a forward hook."""
-    if _COUNTED.positions is not None and router.training:
-        _record_counts(router, output, _COUNTED.positions, with_loss=False)
+def _count_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...], *, with_loss: bool) -> None:
+    """Leave in the router how many positions of each row it gave each expert, fp32 [B, E], as a forward hook.
 
-
-def _count_and_loss_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> None:
-    """Leave the same, and the sum of their probabilities, as a forward hook."""
-    if _COUNTED.positions is not None and router.training:
-        _record_counts(router, output, _COUNTED.positions, with_loss=True)
-
-
-def _record_counts(router: torch.nn.Module, output: tuple[Tensor, ...], positions: Tensor, *, with_loss: bool) -> None:
-    """Leave both counts in the router, fp32 [B, E]: the output of a router is its logits [B C, E],
-    weights and choice [B C, k]."""
+    Args:
+        output: of a router: its logits [B C, E], weights and choice [B C, k].
+        with_loss: leave the sum of their probabilities too.
+    """
+    positions = _COUNTED.positions
+    if positions is None or not router.training:
+        return
     first, _, last = output
     logits, choice = (first, last) if first.is_floating_point() else (last, first)  # Granite gives the choice first
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

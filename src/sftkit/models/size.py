@@ -17,8 +17,10 @@ from sftkit.runtime.hub import hub_answers
 
 T = TypeVar("T")
 GIB = 2**30
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_LARGEST_HEADER = 100 * 2**20
+"Bytes of a safetensors header; a longer one is damage."
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BESIDE = 1.25
 "A step takes at least a quarter more: activations, logits, buckets of the exchange."
@@ -113,14 +115,8 @@ def _read(model: ModelConfig, read: Callable[[Path], T]) -> T | None:
     try:
         folder = _folder(model.path or "", model.revision)
         return None if folder is None else read(folder)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        struct.error,
-    ):  # loading it will say what is wrong with it
+    # Loading it will say what is wrong with it.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None
 
 
@@ -151,14 +147,14 @@ def _text_fields(folder: Path) -> dict[str, Any]:
 def _of_folder(folder: Path) -> ModelSize | None:
     """Return the size by the index or the weights of a folder, else by its config."""
     text = _text_fields(folder)
-    if (folder / _INDEX).is_file():
-        metadata = json.loads((folder / _INDEX).read_text())["metadata"]
+    if (folder / INDEX_FILE).is_file():
+        metadata = json.loads((folder / INDEX_FILE).read_text())["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
         if "total_parameters" in metadata:
             return ModelSize(int(metadata["total_parameters"]), _ends(text, tied=True))
         return ModelSize(int(metadata["total_size"]) // width, _ends(text, tied=True)) if width else None
-    if (folder / _SINGLE).is_file():
-        return ModelSize(_elements(folder / _SINGLE), _ends(text, tied=True))
+    if (folder / SINGLE_FILE).is_file():
+        return ModelSize(num_elements(folder / SINGLE_FILE), _ends(text, tied=True))
     return of_fields(text)
 
 
@@ -174,10 +170,12 @@ def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
     return vocab * hidden * (1 if fields.get("tie_word_embeddings", tied) else 2)
 
 
-def _elements(path: Path) -> int:
+def num_elements(path: Path) -> int:
     """Return the number of elements of all tensors of a safetensors file, from its header."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
+        if size > _LARGEST_HEADER:
+            raise ValueError(f"{path}: a header of {size} bytes")
         header = json.loads(file.read(size))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 

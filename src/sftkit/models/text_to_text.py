@@ -9,7 +9,6 @@ import numpy as np
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
 
 from sftkit.config.schema import DataConfig
 from sftkit.data.types import EncoderInputs, Examples
@@ -58,10 +57,6 @@ class TextToText(EncoderDecoder):
         mask[1::2, length // 2 :] = False
         return EncoderInputs({IDS: ids, MASK: mask}, np.arange(documents))
 
-    def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
-        """Return no further files."""
-        return {}
-
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
         """Return data.max_length."""
         return length
@@ -77,21 +72,13 @@ class TextToText(EncoderDecoder):
         given = self.plain_inputs(orig_model, inputs)
         encoded = orig_model.get_encoder()(**given).last_hidden_state
 
-        def read(
-            *,
-            input_ids: Tensor,
-            attention_mask: Tensor,
-            past_key_values: Cache,
-            encoded: Tensor,
-            seen: Tensor,
-            **_: Any,
-        ) -> Any:
+        def read(*, encoded: Tensor, seen: Tensor, **call: Any) -> Any:
             return orig_model(
                 encoder_outputs=(encoded,),
                 attention_mask=seen,
-                decoder_input_ids=input_ids,
-                decoder_attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                decoder_input_ids=call["input_ids"],
+                decoder_attention_mask=call["attention_mask"],
+                past_key_values=call["past_key_values"],
                 use_cache=True,
             )
 

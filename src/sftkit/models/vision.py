@@ -24,7 +24,6 @@ from sftkit.errors import ConfigError
 from sftkit.models import auto_classes
 from sftkit.models.encoder_decoder import EncoderDecoder, require_inputs, special_ids
 from sftkit.models.kind import Continuation, ids_of
-from sftkit.models.structure import encoder
 from sftkit.ops.attention import plain_attention
 from sftkit.runtime.hub import hub_answers
 
@@ -128,13 +127,13 @@ class VisionToText(EncoderDecoder):
         try:
             # One picture is no shape of the run: compiled code would recompile for it.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), plain_attention(orig_model):
-                return int(_encoder(orig_model)(pixel_values=empty).last_hidden_state.shape[1])
+                return int(orig_model.get_encoder()(pixel_values=empty).last_hidden_state.shape[1])
         finally:
             orig_model.train(was_training)
 
     def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, None]:
         """Return all positions of the encoder in the decoder's size, [I, S, H]; none is padding."""
-        encoded = _encoder(orig_model)(**self.plain_inputs(orig_model, inputs)).last_hidden_state
+        encoded = orig_model.get_encoder()(**self.plain_inputs(orig_model, inputs)).last_hidden_state
         projection = getattr(orig_model, "enc_to_dec_proj", None)
         return (encoded if projection is None else projection(encoded)), None
 
@@ -174,13 +173,6 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
     for name in names:
         if said.get(name) is not None:
             setattr(config, name, [value / scale for value in said[name]])
-
-
-def _encoder(orig_model: PreTrainedModel) -> torch.nn.Module:
-    """Return the encoder, which the model must have."""
-    found = encoder(orig_model)
-    assert found is not None
-    return found
 
 
 def pixels_of(config: PretrainedConfig) -> Pixels:

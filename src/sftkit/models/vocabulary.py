@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.errors import ConfigError
@@ -70,8 +69,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
     )
     absent = tuple(token for token in tokens if token not in vocabulary)
     if absent:
-        grown = tokenizer.get_vocab()
-        ids = tuple(grown[token] for token in absent)
+        ids = tuple(map(tokenizer.get_vocab().__getitem__, absent))
         setattr(tokenizer, _ADDED, AddedTokens(absent, ids, max(vocabulary.values()) + 1))
 
 
@@ -160,8 +158,7 @@ def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
         source: a tensor or a safetensors slice, of `new.before` rows or more; may be `tensor` itself.
     """
     shard = local(tensor)
-    region = local_region(tensor) if isinstance(tensor, DTensor) else [(0, size) for size in tensor.shape]
-    (start, size), *columns = region
+    (start, size), *columns = local_region(tensor)
     others = tuple(slice(first, first + number) for first, number in columns)
     there = max(0, min(new.before - start, size))
     if source is not tensor and there:
@@ -190,9 +187,5 @@ def describe_added_tokens(orig_model: PreTrainedModel, tokenizer: PreTrainedToke
     names = ", ".join(f"{token} ({i})" for token, i in zip(added.tokens, added.ids, strict=True))
     rows = vocab_size(orig_model)
     grown = f"grow from {new.before:,} to {rows:,} rows" if rows > new.before else f"have room in their {rows:,} rows"
-    tied = (
-        "tied embedding and head"
-        if output_projection(orig_model).weight is embedding_of(orig_model)
-        else "embedding and head"
-    )
-    return f"added to the tokenizer: {names}; {tied} {grown}, new ones are the mean of the first {new.known:,}"
+    tied = output_projection(orig_model).weight is embedding_of(orig_model)
+    return f"added to the tokenizer: {names}; {'tied ' * tied}embedding and head {grown}, new ones are the mean of the first {new.known:,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,40 +13,43 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.load import TEXT_NAMES, load_options
+from sftkit.models.load import TEXT_NAMES, check_complete, load_options
 from sftkit.models.padding import rows_of_files
+from sftkit.models.size import INDEX_FILE, SINGLE_FILE
 from sftkit.models.vocabulary import NewRows, fill, new_rows, vocabulary_of
-from sftkit.ops.dtensor import local, local_region
+from sftkit.ops.dtensor import local, local_part
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import resolve
 from sftkit.runtime.progress import working
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+from sftkit.runtime.words import first_of
 
 
 def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
     """Allocate the parameters that are on the meta device; move buffers and real parameters to the device."""
-    # Private: what from_pretrained keeps in fp32, the bias that balances experts. Buffers are kept through `_buffers`,
-    # private too, because to_empty would leave them without the values that were computed.
+    # Private: what from_pretrained keeps in fp32, the bias that balances experts; and the table of a module's buffers.
     exact = set(orig_model._keep_in_fp32_modules_strict or ())
     for module in orig_model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device, torch.float32 if name in exact else None)
     if any(p.is_meta for p in orig_model.parameters()):
-        buffers = {id(module): dict(module._buffers) for module in orig_model.modules()}
-        orig_model.to_empty(device=device)
-        for module in orig_model.modules():
-            module._buffers.update(buffers[id(module)])
+        fill_with_memory(orig_model, device)
     else:
         orig_model.to(device)  # type: ignore[arg-type]
     orig_model.tie_weights()
+
+
+def fill_with_memory(module: torch.nn.Module, device: torch.device) -> None:
+    """Allocate memory for weights, or shards of them, that are on the meta device; buffers stay as they are."""
+    # Private, as above: to_empty would leave buffers without the values that were computed (torch 2.13).
+    buffers = {id(part): dict(part._buffers) for part in module.modules()}
+    module.to_empty(device=device)
+    for part in module.modules():
+        part._buffers.update(buffers[id(part)])
 
 
 def materialize_weights(orig_model: PreTrainedModel, source: ModelConfig | None, device: torch.device) -> None:
@@ -93,10 +97,7 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     if others:
         _load_full(orig_model, wanted, others, folder, grown)
         return
-    by_file: dict[Path, list[str]] = {}
-    for name in wanted:
-        by_file.setdefault(files[name], []).append(name)
-    for path, names in by_file.items():
+    for path, names in itertools.groupby(sorted(wanted, key=files.__getitem__), files.__getitem__):
         with _named_errors(path), safe_open(path, "pt") as file:
             for name in names:
                 _fill(wanted[name], file.get_slice(name), f"{path}: {name}", grown.get(id(wanted[name])))
@@ -104,18 +105,20 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
 
 def _files(folder: Path) -> dict[str, Path]:
     """Return weight name -> file."""
-    if (folder / _INDEX).is_file():
-        with _named_errors(folder / _INDEX):
-            names = json.loads((folder / _INDEX).read_text())["weight_map"]
+    if (folder / INDEX_FILE).is_file():
+        with _named_errors(folder / INDEX_FILE):
+            names = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
         outside = [file for file in names.values() if Path(file).name != file]
         if outside:
-            raise ConfigError(f"{folder / _INDEX}: {outside[0]!r} leads out of the folder; take the model's own files")
+            raise ConfigError(
+                f"{folder / INDEX_FILE}: {outside[0]!r} leads out of the folder; take the model's own files"
+            )
         return {name: folder / file for name, file in names.items()}
-    if (folder / _SINGLE).is_file():
-        with _named_errors(folder / _SINGLE), safe_open(folder / _SINGLE, "pt") as file:
-            return dict.fromkeys(file.keys(), folder / _SINGLE)
+    if (folder / SINGLE_FILE).is_file():
+        with _named_errors(folder / SINGLE_FILE), safe_open(folder / SINGLE_FILE, "pt") as file:
+            return dict.fromkeys(file.keys(), folder / SINGLE_FILE)
     raise ConfigError(
-        f"{folder}: no {_SINGLE} and no {_INDEX} in it; save the model with save_pretrained of transformers 5"
+        f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE} in it; save the model with save_pretrained of transformers 5"
     )
 
 
@@ -133,34 +136,31 @@ def _named_errors(path: Path) -> Iterator[None]:
 def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return name -> tensor to fill, a shared one under its first name; without those of other
     ranks (on the meta device)."""
-    seen: set[int] = set()
-    found = {}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in orig_model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen and not tensor.is_meta:
-            seen.add(id(tensor))
-            found[name] = tensor
-    return found
+        if not tensor.is_meta:
+            found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
-@torch.no_grad()
-def _fill(tensor: torch.Tensor, source: object, where: str, new: NewRows | None) -> None:
-    """Fill this rank's shard of a weight from a slice of its file; of a vocabulary that has grown, the new rows too."""
-    shape = tuple(source.get_shape())  # type: ignore[attr-defined]
+def _fill(tensor: torch.Tensor, source: Any, where: str, new: NewRows | None) -> None:
+    """Fill this rank's shard of a weight from a slice of its file, whose shape is checked."""
+    shape = tuple(source.get_shape())
     there = tuple(tensor.shape) if new is None else (new.before, *tensor.shape[1:])
     if shape != there:
         raise ConfigError(f"{where} is {list(shape)} and the model's is {list(there)}: take its own config.json")
-    if new is not None:
-        fill(tensor, source, new)
-        return
-    if not shape:
-        tensor.copy_(source[:])  # type: ignore[index]
-        return
-    region = local_region(tensor) if isinstance(tensor, DTensor) else [(0, size) for size in shape]
-    shard = source[tuple(slice(start, start + size) for start, size in region)]  # type: ignore[index]
-    local(tensor).copy_(shard)
+    _copy(tensor, source, new)
 
 
 @torch.no_grad()
+def _copy(tensor: torch.Tensor, source: Any, new: NewRows | None) -> None:
+    """Fill this rank's shard of a weight from all of it; of a vocabulary that has grown, the new rows too."""
+    if new is not None:
+        fill(tensor, source, new)
+    else:
+        local(tensor).copy_(local_part(source, tensor))
+
+
 def _load_full(
     orig_model: PreTrainedModel,
     wanted: dict[str, torch.Tensor],
@@ -174,12 +174,11 @@ def _load_full(
         grown: id of a tensor with rows that the files do not have -> which.
     """
     # The class before FSDP put its own in front, which cannot load.
-    plain = next(cls for cls in type(orig_model).__mro__ if not issubclass(cls, FSDPModule))
-    loader: Any = plain
+    plain: Any = next(cls for cls in type(orig_model).__mro__ if not issubclass(cls, FSDPModule))
     with _named_errors(folder / "config.json"):
         found_type = json.loads((folder / "config.json").read_text()).get("model_type")
     try:
-        whole, loading_info = loader.from_pretrained(
+        whole, loading_info = plain.from_pretrained(
             folder,
             dtype=orig_model.dtype,
             ignore_mismatched_sizes=True,
@@ -188,29 +187,12 @@ def _load_full(
         )
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{folder}: transformers cannot make {_some(others)} of {plain.__name__} out of its files: "
+            f"{folder}: transformers cannot make {first_of(others)} of {plain.__name__} out of its files: "
             f"{' '.join(str(error).split())[:300]}. Copy or download the model again"
         ) from error
     # What transformers would leave at random is an error here.
     saved = whole.state_dict()
-    missing = sorted(loading_info["missing_keys"] | (wanted.keys() - saved.keys()))
-    if missing:
-        raise ConfigError(f"{folder}: no {_some(missing)} for {plain.__name__} in its files")
-    if loading_info["mismatched_keys"]:
-        name, there, here = min(loading_info["mismatched_keys"])
-        raise ConfigError(
-            f"{folder}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json"
-        )
+    missing = loading_info["missing_keys"] | (wanted.keys() - saved.keys())
+    check_complete(folder, plain, missing, loading_info["mismatched_keys"])
     for name, tensor in wanted.items():
-        value = saved[name]
-        if id(tensor) in grown:
-            fill(tensor, value, grown[id(tensor)])
-            continue
-        if isinstance(tensor, DTensor):
-            value = value[tuple(slice(start, start + size) for start, size in local_region(tensor))]
-        local(tensor).copy_(value)
-
-
-def _some(names: list[str]) -> str:
-    """Return the first three names and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        _copy(tensor, saved[name], grown.get(id(tensor)))

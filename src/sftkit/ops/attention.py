@@ -2,14 +2,14 @@
 
 The boundaries travel as `documents`, a keyword argument of every layer, with fixed shapes whatever the documents are.
 transformers builds no mask for an attention name that it does not know, so nothing quadratic exists outside the
-reference kernel. Attention that is not causal, an encoder's and that of texts to what was encoded for them, gets its
-boundaries as the mask of its layers.
+reference kernel. Attention that is not causal, inside an encoder and from texts to its output, gets its boundaries as
+the attention_mask of its layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from sftkit.ops.cross_attention import bidirectional_attention
 from sftkit.ops.flash import document_attention
 from sftkit.ops.gather_rows import gather_rows
 from sftkit.ops.scores import Scores
+from sftkit.runtime.replaced import replaced
 
 _NAME = "sftkit"
 DENSE_KERNELS = [
@@ -61,29 +62,21 @@ def documents_of(batch: Batch, backend: str, context_group: str | None = None) -
         backend: one of attention.backend, never auto.
         context_group: name of the group of ranks whose chunks make whole rows, where batches are chunks.
     """
+    documents = Documents(backend, batch.max_doc_length)
     if batch.columns is not None:
-        return _documents_of_chunks(batch, backend, context_group)
+        assert context_group is not None, "batches of chunks need the group of their ranks"
+        documents = documents._replace(group=context_group)
     if backend == "reference":
-        return Documents(backend, batch.max_doc_length, mask=document_mask(batch.doc_ids))
+        mask = document_mask(batch.doc_ids)
+        return documents._replace(mask=mask if batch.columns is None else mask.index_select(2, batch.columns))
     if backend == "flex":
         doc_ids = flex.pad_to_blocks(batch.doc_ids)
-        return Documents(backend, batch.max_doc_length, doc_ids=doc_ids, blocks=flex.blocks_of(doc_ids))
+        return documents._replace(doc_ids=doc_ids, blocks=flex.blocks_of(doc_ids))
     if backend == "sdpa":
-        return Documents(backend, batch.max_doc_length)
-    return Documents(backend, batch.max_doc_length, cu_seqlens=batch.cu_seqlens)
-
-
-def _documents_of_chunks(batch: Batch, backend: str, group: str | None) -> Documents:
-    """Return the same for a batch of chunks of rows."""
-    assert group is not None, "batches of chunks need the group of their ranks"
-    assert batch.columns is not None
-    if backend == "reference":
-        mask = document_mask(batch.doc_ids).index_select(2, batch.columns)
-        return Documents(backend, batch.max_doc_length, mask=mask, group=group)
-    assert batch.cu_seqlens_q is not None
-    assert batch.cu_seqlens_k is not None
-    chunks = (batch.cu_seqlens_q, batch.cu_seqlens_k)
-    return Documents(backend, batch.max_doc_length, cu_seqlens=batch.cu_seqlens, group=group, chunks=chunks)
+        return documents
+    if batch.cu_seqlens_q is not None and batch.cu_seqlens_k is not None:  # of chunks
+        documents = documents._replace(chunks=(batch.cu_seqlens_q, batch.cu_seqlens_k))
+    return documents._replace(cu_seqlens=batch.cu_seqlens)
 
 
 def use_document_attention(orig_model: PreTrainedModel) -> None:
@@ -260,7 +253,8 @@ def _reference(
     """Return attention by a dense mask, [B, T, H, D]."""
     scale, window, softcap, dropout, bias = scores
     if window is not None:
-        mask = mask & _within(mask.shape[-1], window, mask.device)
+        positions = torch.arange(mask.shape[-1], device=mask.device)
+        mask = mask & (positions[:, None] - positions < window)
     grouped = key.shape[1] < query.shape[1]
     # torch's function has no soft cap, so with one the scores are computed here.
     if softcap is None:
@@ -276,12 +270,6 @@ def _reference(
     return (F.dropout(weights, dropout) @ value).transpose(1, 2)
 
 
-def _within(row_length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return bool [T, T], True where a key is at most `window` - 1 positions before the query, or after it."""
-    positions = torch.arange(row_length, device=device)
-    return positions[:, None] - positions[None, :] < window
-
-
 def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
     """Return bool [B, 1, T, T], True where query i may see key j: same document and j <= i.
 
@@ -293,26 +281,21 @@ def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
     return (causal & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
 
 
-@contextmanager
-def dense_kernels() -> Iterator[None]:
-    """Set the order in which backend sdpa looks for a kernel, within the context: cuDNN's is the fastest on Hopper."""
-    with sdpa_kernel(DENSE_KERNELS, set_priority=True):
-        yield
+def kernels_of(backend: str) -> AbstractContextManager[None]:
+    """Set the order in which backend sdpa looks for a kernel, within the context: cuDNN's is the fastest on Hopper. Other
+    backends have one."""
+    return sdpa_kernel(DENSE_KERNELS, set_priority=True) if backend == "sdpa" else nullcontext()
 
 
 @contextmanager
 def short_windows(orig_model: PreTrainedModel) -> Iterator[None]:
     """Make every sliding window of the model three positions long within the context, in its config and in its layers."""
-    owners: list[Any] = [orig_model.config.get_text_config(), *orig_model.modules()]
-    sizes = [(owner, getattr(owner, "sliding_window", None)) for owner in owners]
-    before = [(owner, size) for owner, size in sizes if type(size) is int and size > 0]
-    try:
-        for owner, _ in before:
-            owner.sliding_window = 3
+    with ExitStack() as stack:
+        for owner in (orig_model.config.get_text_config(), *orig_model.modules()):
+            size = getattr(owner, "sliding_window", None)
+            if type(size) is int and size > 0:
+                stack.enter_context(replaced(owner, "sliding_window", 3))
         yield
-    finally:
-        for owner, value in before:
-            owner.sliding_window = value
 
 
 def windows(config: PreTrainedConfig) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +16,9 @@ from transformers import PreTrainedModel
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.ops import flash
-from sftkit.ops.attention import dense_kernels, relative_positions, windows
+from sftkit.ops.attention import kernels_of, relative_positions, windows
 from sftkit.ops.flex import FLEX_BLOCK
-from sftkit.rundir.files import replace_shared
+from sftkit.rundir.files import read_object, replace_shared
 from sftkit.runtime.hardware import user_cache
 from sftkit.runtime.start import Runtime
 
@@ -45,18 +46,6 @@ class Execution(NamedTuple):
     "flex is an operator of a captured graph, which a CPU can compute too, with all scores in memory"
 
 
-class AttentionShape(NamedTuple):
-    """The sizes that the time of attention depends on."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rows: int
-    row_length: int
-    length: int
-    "of a document"
-
-
 def choose_backend(
     named: str, execution: Execution, orig_model: PreTrainedModel, layout: Layout, rt: Runtime
 ) -> AttentionChoice:
@@ -74,8 +63,7 @@ def choose_backend(
         execution = execution._replace(captured=False)
         choice = AttentionChoice(*rt.from_main(lambda: fastest(orig_model, layout, rt.device, execution)))
     else:
-        problem = unsupported_reason(named, orig_model, layout, rt.device, execution)
-        if problem:
+        if problem := unsupported_reason(named, orig_model, layout, rt.device, execution):
             raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
         choice = AttentionChoice(named, "named by the recipe")
     rt.print(f"attention {choice.backend}: {choice.reason}")
@@ -84,10 +72,7 @@ def choose_backend(
 
 def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, execution: Execution) -> tuple[str, str]:
     """Return (backend, why) of the fastest that can serve the run; where there are several, they are timed."""
-
-    def problem(backend: str) -> str | None:
-        return unsupported_reason(backend, orig_model, layout, device, execution)
-
+    problem = partial(unsupported_reason, orig_model=orig_model, layout=layout, device=device, execution=execution)
     able = [b for b in ("fa4", "varlen", "sdpa") if problem(b) is None]
     if not able:
         if problem("flex") is None:
@@ -106,11 +91,7 @@ def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, e
 
 
 def unsupported_reason(
-    backend: str,
-    orig_model: PreTrainedModel,
-    layout: Layout,
-    device: torch.device,
-    execution: Execution,
+    backend: str, orig_model: PreTrainedModel, layout: Layout, device: torch.device, execution: Execution
 ) -> str | None:
     """Return why a backend cannot serve a run, None if it can."""
     config = orig_model.config.get_text_config()
@@ -138,10 +119,9 @@ def unsupported_reason(
         return None if execution.compiled else "needs compile.enabled: without it, it is quadratic in memory"
     if softcap:
         return "has no soft cap of the scores, which this model needs"
-    problem = flash.unsupported_reason(backend, device, orig_model.dtype)
-    if problem:
+    if problem := flash.unsupported_reason(backend, device, orig_model.dtype):
         return problem
-    head_dim, _ = head_sizes(orig_model)
+    head_dim = head_sizes(orig_model)[0]
     fits = head_dim in (64, 96, 128) if backend == "fa4" else head_dim % 8 == 0 and head_dim <= 256
     return None if fits else f"has no kernel for heads of {head_dim}"
 
@@ -173,9 +153,9 @@ def _measured(
     heads = int(orig_model.config.get_text_config().num_attention_heads)
     rows, row_length = layout.shapes[-1]
     length = max(2 * row_length // layout.docs_per_row, 1) if layout.kind == "packed" else row_length
-    shape = AttentionShape(heads, heads // groups, head_dim, rows, row_length, length)
-    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {'/'.join(backends)}, {tuple(shape)}"
-    cached = read_cache()
+    shape = (heads, heads // groups, head_dim, rows, row_length, length)
+    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {'/'.join(backends)}, {shape}"
+    cached: dict[str, dict[str, float]] = read_object(cache_file())
     if key not in cached:
         times = {}
         for name in backends:
@@ -190,17 +170,8 @@ def _measured(
     return cached[key]
 
 
-def read_cache() -> dict[str, dict[str, float]]:
-    """Return milliseconds by backend, by machine and shape; empty if there is no file that can be read."""
-    try:
-        found = json.loads(cache_file().read_text())
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
 def write_cache(values: dict[str, dict[str, float]]) -> None:
-    """Write what read_cache reads; a disk that refuses it costs a warning."""
+    """Write milliseconds by backend, by machine and shape; a disk that refuses it costs a warning."""
     path = cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,8 +185,12 @@ def cache_file() -> Path:
     return user_cache() / "attention.json"
 
 
-def _milliseconds(backend: str, shape: AttentionShape, device: torch.device) -> float:
-    """Return milliseconds of forward and backward of attention, bf16."""
+def _milliseconds(backend: str, shape: tuple[int, ...], device: torch.device) -> float:
+    """Return milliseconds of forward and backward of attention, bf16.
+
+    Args:
+        shape: heads, those of keys, their size, rows, their length, that of a document.
+    """
     heads, kv_heads, head_dim, rows, row_length, length = shape
     positions = rows * row_length
     generator = torch.Generator(device).manual_seed(0)
@@ -229,7 +204,7 @@ def _milliseconds(backend: str, shape: AttentionShape, device: torch.device) -> 
 
         def attend() -> torch.Tensor:
             q, k, v = (x.unflatten(0, (rows, row_length)).transpose(1, 2) for x in (query, key, value))
-            with dense_kernels():
+            with kernels_of(backend):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads < heads)
     else:
         starts = torch.arange(0, positions, length, dtype=torch.int32, device=device)

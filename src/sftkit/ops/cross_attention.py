@@ -49,11 +49,7 @@ def input_boundaries(
 
 
 def bidirectional_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scores: Scores,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
 ) -> torch.Tensor:
     """Return attention without an order, [B, T, H, D]: within an input, or from a text to what was encoded for it.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,13 +13,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_region(param: DTensor) -> list[tuple[int, int]]:
-    """Return (start, size) in each dimension of the part of the whole that this rank holds.
+def local_region(param: torch.Tensor) -> list[tuple[int, int]]:
+    """Return (start, size) in each dimension of the part of the whole that this rank holds; of no DTensor all of it.
 
     The mesh's first dimension shards first; but strided shards, which FSDP2 makes of tensor-parallel ones, are sharded
     by the last dimension first. Sizes are those of torch.chunk.
     """
     region = [(0, size) for size in param.shape]
+    if not isinstance(param, DTensor):
+        return region
     coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None
     strided = any(hasattr(place, "split_factor") for place in param.placements)
@@ -35,6 +36,14 @@ def local_region(param: DTensor) -> list[tuple[int, int]]:
     return region
 
 
-def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor of this shape, in elements."""
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+def local_part(whole: Any, param: torch.Tensor) -> Any:
+    """Return the part of a whole tensor, or of a safetensors slice, that this rank holds of `param`."""
+    return whole[tuple(slice(start, start + size) for start, size in local_region(param))]
+
+
+def as_sharded(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a shard as part of a DTensor that is sharded like `param`; where that is whole, the shard itself."""
+    if not isinstance(param, DTensor):
+        return shard
+    mesh, placements = param.device_mesh, param.placements
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -123,17 +123,8 @@ def document_attention(  # noqa: PLR0913 - an operator takes tensors and numbers
 
 
 @document_attention.register_fake
-def _(  # noqa: PLR0913 - as the operator
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_length: int,
-    scale: float,
-    window: int,
-    kernel: str,
-    causal: bool = True,  # noqa: FBT001, FBT002 - as above
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     positions, heads, _ = query.shape
     out = query.new_empty(positions, heads, value.shape[-1])
@@ -157,7 +148,6 @@ def document_attention_backward(  # noqa: PLR0913 - an operator takes tensors an
     causal: bool = True,  # noqa: FBT001, FBT002 - as above
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of `document_attention` by query, key and value, in their shapes and dtypes."""
-    starts = (cu_seqlens, cu_seqlens_k)
     if kernel == "fa4":
         grads = fa4()._flash_attn_bwd(
             query,
@@ -174,7 +164,7 @@ def document_attention_backward(  # noqa: PLR0913 - an operator takes tensors an
             max_seqlen_q=max_length,
             max_seqlen_k=max_length,
         )
-        return _cleared(grads, *starts, causal=causal)
+        return _cleared(grads, cu_seqlens, cu_seqlens_k, causal=causal)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grads = torch.ops.aten._flash_attention_backward(
         grad,
@@ -195,7 +185,7 @@ def document_attention_backward(  # noqa: PLR0913 - an operator takes tensors an
         window_size_left=window - 1 if window else -1,
         window_size_right=0 if causal else -1,
     )
-    return _cleared(grads, *starts, causal=causal)
+    return _cleared(grads, cu_seqlens, cu_seqlens_k, causal=causal)
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -212,25 +202,8 @@ def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Ten
 
 
 @document_attention_backward.register_fake
-def _(  # noqa: PLR0913 - as the operator
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_length: int,
-    scale: float,
-    window: int,
-    kernel: str,
-    causal: bool = True,  # noqa: FBT001, FBT002 - as above
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.new_empty(tensor.shape)
-
-    return contiguous(query), contiguous(key), contiguous(value)
+def _(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Gradients:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -265,61 +238,37 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
 document_attention.register_autograd(_backward, setup_context=_save)
 
 
-class Keys(NamedTuple):
-    """Which keys the queries of a document see, as `document_attention` says."""
-
-    documents: int
-    max_length: int
-    window: int
-    causal: bool
-
-
-def _pair_flops(query_shape: Sequence[int], value_shape: Sequence[int], keys: Keys) -> int:
+def _pair_flops(  # noqa: PLR0913 - as the operator
+    query_shape: Sequence[int],
+    value_shape: Sequence[int],
+    cu_seqlens: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    max_length: int,
+    scale: float,
+    window: int,
+    kernel: str,
+    causal: bool = True,  # noqa: FBT001, FBT002 - as above
+) -> int:
     """Return the FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound.
 
     Not causal, for documents with equally many keys.
     """
     positions, heads, head_dim = query_shape
-    if not keys.causal:
-        return positions * heads * (head_dim + value_shape[-1]) * (value_shape[0] // keys.documents)
-    seen = min(keys.window or keys.max_length, keys.max_length)
-    return positions * heads * (head_dim + value_shape[-1]) * seen // 2
+    if not causal:
+        return positions * heads * (head_dim + value_shape[-1]) * (value_shape[0] // (cu_seqlens_k[0] - 1))
+    return positions * heads * (head_dim + value_shape[-1]) * min(window or max_length, max_length) // 2
 
 
 @register_flop_formula(torch.ops.sftkit.document_attention)
-def _forward_flops(  # noqa: PLR0913 - as the operator
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    cu_seqlens: Sequence[int],
-    cu_seqlens_k: Sequence[int],
-    max_length: int,
-    scale: float,
-    window: int,
-    kernel: str,
-    causal: bool = True,  # noqa: FBT001, FBT002 - as above
-    **kwargs: Any,
+def _forward_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *more: Any, out_shape: object, **named: Any
 ) -> int:
     """Count two products: scores and values."""
-    return 2 * _pair_flops(query, value, Keys(cu_seqlens_k[0] - 1, max_length, window, causal))
+    return 2 * _pair_flops(query, value, *more, **named)
 
 
 @register_flop_formula(torch.ops.sftkit.document_attention_backward)
-def _backward_flops(  # noqa: PLR0913 - as the operator
-    grad: Sequence[int],
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    out: Sequence[int],
-    lse: Sequence[int],
-    cu_seqlens: Sequence[int],
-    cu_seqlens_k: Sequence[int],
-    max_length: int,
-    scale: float,
-    window: int,
-    kernel: str,
-    causal: bool = True,  # noqa: FBT001, FBT002 - as above
-    **kwargs: Any,
-) -> int:
+def _backward_flops(*given: Any, out_shape: object, **named: Any) -> int:
     """Count five products: the scores again, and those of the gradients."""
-    return 5 * _pair_flops(query, value, Keys(cu_seqlens_k[0] - 1, max_length, window, causal))
+    _, query, _, value, _, _, *more = given
+    return 5 * _pair_flops(query, value, *more, **named)

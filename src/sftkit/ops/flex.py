@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from sftkit.ops.scores import Scores
+from sftkit.runtime.replaced import replaced
 
 FLEX_BLOCK = 128
 BEHIND_ROW = -2
@@ -39,16 +41,10 @@ _operator: Callable[[Call], torch.Tensor] | None = None
 "Called in place of torch's function; None: torch's own."
 
 
-@contextmanager
-def attention_as_operator(operator: Callable[[Call], torch.Tensor]) -> Iterator[None]:
+def attention_as_operator(operator: Callable[[Call], torch.Tensor]) -> AbstractContextManager[None]:
     """Call this function for attention within the context, for tracers other than torch.compile;
     it returns [B, H, T, Dv]."""
-    global _operator
-    before, _operator = _operator, operator
-    try:
-        yield
-    finally:
-        _operator = before
+    return replaced(sys.modules[__name__], "_operator", operator)
 
 
 def pad_to_blocks(doc_ids: torch.Tensor) -> torch.Tensor:
@@ -97,7 +93,7 @@ def attend_flex(
 
     Args:
         query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
-        documents: their ids and blocks, of whole_blocks and blocks_of.
+        documents: their ids and blocks, from pad_to_blocks and blocks_of.
         scores: without dropout and bias.
 
     Returns:

@@ -23,8 +23,7 @@ def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[tor
     Returns:
         [B, KV, T, D] each, T = C x ranks
     """
-    both = torch.stack([key, value])
-    parts = _all_gather(both.contiguous(), group).unflatten(-2, (2, -1))  # [n, 2, B, KV, 2, C/2, D]
+    parts = _all_gather(torch.stack([key, value]), group).unflatten(-2, (2, -1))  # [n, 2, B, KV, 2, C/2, D]
     early, late = parts.select(-3, 0), parts.select(-3, 1).flip(0)
     chunks = torch.cat([early, late])  # [2n, 2, B, KV, C/2, D], chunk by chunk
     rows = chunks.movedim(0, 3).flatten(3, 4)

@@ -7,8 +7,9 @@ Letters: N rows of hidden states, H their width, V the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.collate import IGNORE
+from sftkit.runtime.replaced import replaced
 
 
 class Head(NamedTuple):
@@ -58,16 +60,10 @@ _operator = False
 "Whether linear_nll calls its computation as one operator."
 
 
-@contextmanager
-def loss_as_operator() -> Iterator[None]:
+def loss_as_operator() -> AbstractContextManager[None]:
     """Make the chunks of a batch one operator for whoever traces within the context: no graph
     has their loop or kernel."""
-    global _operator
-    before, _operator = _operator, True
-    try:
-        yield
-    finally:
-        _operator = before
+    return replaced(sys.modules[__name__], "_operator", value=True)
 
 
 # Not compiled: the loss stays outside the compiler's graphs (compile.contract.compile_model).
@@ -140,25 +136,13 @@ def _linear_nll(  # noqa: PLR0913 - an operator takes tensors and numbers
     options = LossConfig(
         chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=label_smoothing, token_metrics=token_metrics
     )
-    flags = (wanted[0], wanted[1], wanted[2])
-    sums, *gradients = _sums_and_gradients(hidden, Head(head, bias, softcap, tokens), targets, options, flags)
+    sums, *gradients = _sums_and_gradients(hidden, Head(head, bias, softcap, tokens), targets, options, wanted)
     return [torch.stack(sums), *(gradient for gradient in gradients if gradient is not None)]
 
 
 @_linear_nll.register_fake
-def _(  # noqa: PLR0913 - as the operator
-    hidden: Tensor,
-    head: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    chunk_tokens: int,
-    z_loss: float,
-    label_smoothing: float,
-    token_metrics: bool,  # noqa: FBT001 - as above
-    softcap: float | None,
-    tokens: int | None,
-    wanted: Sequence[bool],
-) -> list[Tensor]:
+def _(hidden: Tensor, head: Tensor, *more: Any) -> list[Tensor]:
+    *_, wanted = more
     exact = torch.promote_types(hidden.dtype, torch.float32)
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     gradients = (d_hidden, head.new_empty(head.shape, dtype=exact), head.new_empty(len(head), dtype=exact))
@@ -166,7 +150,7 @@ def _(  # noqa: PLR0913 - as the operator
 
 
 def _called_as_operator(
-    hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: tuple[bool, bool, bool]
+    hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: Sequence[bool]
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
     """Return what `_sums_and_gradients` does, with its computation one node of a graph."""
     numbers = (options.chunk_tokens, options.z_loss, options.label_smoothing, options.token_metrics)
@@ -186,7 +170,7 @@ def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _sums_and_gradients(
-    hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: tuple[bool, bool, bool]
+    hidden: Tensor, head: Head, targets: Tensor, options: LossConfig, wanted: Sequence[bool]
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor | None]:
     """Return (the sums of LossSums, gradients of the loss by hidden, head and bias where wanted).
 

@@ -48,4 +48,9 @@ def mix32(x: torch.Tensor) -> torch.Tensor:
 
 def int32(bits: int) -> torch.Tensor:
     """Return the lowest 32 bits as a signed number, 0-d."""
-    return torch.tensor((bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1), dtype=torch.int32)
+    return torch.tensor(signed32(bits), dtype=torch.int32)
+
+
+def signed32(bits: int) -> int:
+    """Return the lowest 32 bits as a signed number."""
+    return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)

@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.ops.dtensor import contiguous_strides, local, local_region
+from sftkit.ops.dtensor import local, local_region
 from sftkit.optim.adamw_fused import FusedAdamW
 from sftkit.optim.formula import (
     Coefficients,
     RandomBits,
     WeightAndMoments,
     corrections,
+    numbers_of,
     scalars,
     update_exact,
     update_stochastic,
@@ -54,8 +55,7 @@ def first_element(param: torch.Tensor) -> int:
     """
     if not isinstance(param, DTensor):
         return 0
-    region = local_region(param)
-    return sum(start * stride for (start, _), stride in zip(region, contiguous_strides(param.shape), strict=True))
+    return sum(start * stride for (start, _), stride in zip(local_region(param), param.stride(), strict=True))
 
 
 def no_updates(param: torch.Tensor) -> torch.Tensor:
@@ -83,14 +83,7 @@ class AdamW(torch.optim.Optimizer):
     label = "AdamW"
     "First word of `kind`."
 
-    def __init__(
-        self,
-        groups: Groups,
-        optim: OptimConfig,
-        *,
-        seed: int = 0,
-        stochastic: bool = False,
-    ) -> None:
+    def __init__(self, groups: Groups, optim: OptimConfig, *, seed: int = 0, stochastic: bool = False) -> None:
         """Take parameter groups; of the settings only learning rate, betas and epsilon count.
 
         `stochastic`: round bf16 parameters and states stochastically instead of keeping masters.
@@ -125,12 +118,20 @@ class AdamW(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             group["attempts"] += 1
-        # Empty shards too: their updates are counted, and Muon gathers the shards of all ranks.
-        numbered = [Numbered(i, p, g) for i, (p, g) in enumerate(self._parameters()) if p.grad is not None]
+        self._update_all(clip)
+
+    def _update_all(self, clip: torch.Tensor | None) -> None:
+        """Update every parameter that has a gradient, as `step` says."""
+        numbered = self._numbered()
         if not numbered:
             return
         clip = torch.ones((), device=numbered[0].param.device) if clip is None else clip
         self._update(numbered, clip, self._corrected(numbered, clip))
+
+    def _numbered(self) -> list[Numbered]:
+        """Return the parameters that have a gradient, in the order of their update."""
+        # Empty shards too: their updates are counted, and Muon gathers the shards of all ranks.
+        return [Numbered(i, p, g) for i, (p, g) in enumerate(self._parameters()) if p.grad is not None]
 
     def _corrected(self, numbered: list[Numbered], clip: torch.Tensor) -> torch.Tensor:
         """Count an update of these parameters, unless it is left out; return their rows of
@@ -138,20 +139,14 @@ class AdamW(torch.optim.Optimizer):
         steps = [self._state_of(one.param, one.group)["step"] for one in numbered]
         # Private: one launch for all counts; torch's optimizers use these operators, and there are no public ones.
         torch._foreach_add_(steps, [(~clip.isnan()).to(steps[0].dtype)] * len(steps))
-        counts = torch.stack(steps)
-        rows, start = [], 0
-        for _, same in itertools.groupby(numbered, key=lambda one: id(one.group)):
-            members = list(same)
-            group, end = members[0].group, start + len(members)
-            rows.append(corrections(counts[start:end], group["lr"], tuple(group["betas"])))
-            start = end
-        return torch.cat(rows)
+        runs = [list(same) for _, same in itertools.groupby(numbered, key=lambda one: id(one.group))]
+        groups = [members[0].group for members in runs]
+        counts_of_runs = torch.stack(steps).split([len(members) for members in runs])
+        return torch.cat([corrections(n, g["lr"], g["betas"]) for n, g in zip(counts_of_runs, groups, strict=True)])
 
     def _parameters(self) -> Iterator[tuple[torch.nn.Parameter, Group]]:
-        """Yield each parameter with its group."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                yield param, group
+        """Return each parameter with its group."""
+        return ((param, group) for group in self.param_groups for param in group["params"])
 
     def _has_master(self, param: torch.Tensor) -> bool:
         """Return whether a parameter has an fp32 master weight."""
@@ -197,14 +192,13 @@ class AdamW(torch.optim.Optimizer):
             param, group, state = one.param, one.group, self.state[one.param]
             assert param.grad is not None
             weight, master = local(param).detach(), state.get("master")
-            lr, (beta1, beta2) = group["lr"], group["betas"]
             row = ParameterShard(
                 weight=weight if master is None else master,
                 rounded=None if master is None else weight,
                 grad=local(param.grad).contiguous(),
                 exp_avg=state["exp_avg"],
                 exp_avg_sq=state["exp_avg_sq"],
-                scalars=(lr * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"]),
+                scalars=numbers_of(group),
                 offset=first_element(param),
                 key=self._key(one),
             )
@@ -220,8 +214,7 @@ class AdamW(torch.optim.Optimizer):
         param, group, state = one.param, one.group, self.state[one.param]
         assert param.grad is not None
         weight, grad = flat(param), flat(param.grad)
-        numbers = scalars(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"])
-        by = Coefficients(clip, numbers, corrected)
+        by = Coefficients(clip, scalars(*numbers_of(group)), corrected)
         bits = RandomBits.of(first_element(param), self._key(one))
         master = state.get("master")
         stored = WeightAndMoments(weight if master is None else master, state["exp_avg"], state["exp_avg_sq"])
@@ -241,8 +234,7 @@ class AdamW(torch.optim.Optimizer):
                 for param in thrown:
                     param.grad = torch.zeros_like(param)
                 settings = {name: value for name, value in group.items() if name != "params"}
-                other = AdamW([{**settings, "params": thrown}], self._optim, stochastic=self.stochastic)
-                other.step()
+                AdamW([{**settings, "params": thrown}], self._optim, stochastic=self.stochastic).step()
 
     # Any, as in the protocol
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -46,11 +46,8 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
     def new_state(self, param: torch.Tensor, group: Group) -> State:
         """Return the states of a parameter before its first update, in 8 bits where it is large enough."""
         # Private, of torchao: the buffers that its step makes.
-        moments = {
-            "exp_avg": self._new_buffer(param, signed=True),
-            "exp_avg_sq": self._new_buffer(param, signed=False),
-        }
-        return {"step": torch.tensor(0.0), **moments}
+        exp_avg, exp_avg_sq = (self._new_buffer(param, signed=signed) for signed in (True, False))
+        return {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def step(self, closure: None = None) -> None:
         """Update at the learning rates of the groups. torchao wants them as tensors, the loop and
@@ -60,10 +57,9 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
         device = self.param_groups[0]["params"][0].device
         learning_rates = [float(group["lr"]) for group in self.param_groups]
         self._set_lr([torch.tensor(lr, dtype=torch.float32) for lr in learning_rates])
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            generator = (
-                torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-            )
+        on_cuda = device.type == "cuda"
+        with torch.random.fork_rng(devices=[device] if on_cuda else []):
+            generator = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
             generator.manual_seed(random_key(self.seed, updates) >> 1)
             super().step()
         self._set_lr(learning_rates)
@@ -73,20 +69,13 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
 
         torchao's function has static shapes, and is compiled also where nothing else is.
         """
-        seen = set()
-        for group in self.param_groups:
-            for param in group["params"]:
-                kind = (param.shape, param.dtype, param.device, group["weight_decay"])
-                if param.requires_grad and kind not in seen:
-                    seen.add(kind)
-                    self._compile_for(param, group)
-
-    def _compile_for(self, param: torch.nn.Parameter, group: Group) -> None:
-        """Compile the update of a parameter on a copy of it."""
-        copy = torch.nn.Parameter(torch.zeros_like(param))
-        copy.grad = torch.zeros_like(param)
-        options = {"params": [copy], "weight_decay": group["weight_decay"]}
-        AdamW8bit([options], group["lr"], group["betas"], group["eps"]).step()
+        trained = ((p, group) for group in self.param_groups for p in group["params"] if p.requires_grad)
+        kinds = {(p.shape, p.dtype, p.device, group["weight_decay"]): (p, group) for p, group in trained}
+        for param, group in kinds.values():
+            copy = torch.nn.Parameter(torch.zeros_like(param))
+            copy.grad = torch.zeros_like(param)
+            options = {"params": [copy], "weight_decay": group["weight_decay"]}
+            AdamW8bit([options], group["lr"], group["betas"], group["eps"]).step()
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> AdamW8bit:

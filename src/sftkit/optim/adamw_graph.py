@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.ops.rounding import elements, noise16, stochastic_round
+from sftkit.ops.rounding import elements, noise16, signed32, stochastic_round
 from sftkit.optim.adamw import AdamW, Numbered, flat
+from sftkit.optim.formula import numbers_of
 from sftkit.optim.protocol import Groups, parameters_of
 
 Tensors = Sequence[torch.Tensor]
@@ -153,28 +154,14 @@ class GraphAdamW(AdamW):
         self._gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         "Memory of the gradients, flat, where optim.static_gradients keeps it."
 
-    # torch's signature has a closure, as AdamW.step says.
-    @torch.no_grad()
-    def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
-        """Update as AdamW.step does, by the graph.
+    def _numbered(self) -> list[Numbered]:
+        """Return the parameters that have a gradient, those with a master weight first."""
+        return sorted(super()._numbered(), key=lambda one: not self._has_master(one.param))
 
-        If a parameter has no gradient, the others are updated without the graph.
-        """
-        assert closure is None
-        for group in self.param_groups:
-            group["attempts"] += 1
-        device = next(iter(parameters_of(self.param_groups))).device
+    def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+        """Update these parameters by the graph; if another has no gradient, without it."""
         whole = all(p.grad is not None for p in parameters_of(self.param_groups))
         run = self._graph if self._compiled and whole else partial(update_all, one_by_one)
-        self._run_all(run, torch.ones((), device=device) if clip is None else clip)
-
-    def _run_all(self, run: Update, clip: torch.Tensor) -> None:
-        """Update every parameter that has a gradient, those with a master weight first."""
-        numbered = [Numbered(i, p, g) for i, (p, g) in enumerate(self._parameters()) if p.grad is not None]
-        numbered.sort(key=lambda one: not self._has_master(one.param))
-        if not numbered:
-            return
-        corrected = self._corrected(numbered, clip)
         states = [self.state[one.param] for one in numbered]
         flats = [flat(one.param) for one in numbered]
         masters = [state["master"] for state in states if "master" in state]
@@ -189,12 +176,8 @@ class GraphAdamW(AdamW):
 
     def _tables(self, numbered: list[Numbered], corrected: torch.Tensor) -> Tables:
         """Return the tables of an update of these parameters."""
-        scalars, keys = [], []
-        for one in numbered:
-            group, (beta1, beta2) = one.group, one.group["betas"]
-            scalars.append((group["lr"] * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"]))
-            key = self._key(one)
-            keys.append((_signed(key), _signed(key >> 32)))
+        scalars = [numbers_of(one.group) for one in numbered]
+        keys = [(signed32(key), signed32(key >> 32)) for key in map(self._key, numbered)]
         device = corrected.device
         return Tables(_on_device(scalars, torch.float32, device), corrected, _on_device(keys, torch.int32, device))
 
@@ -240,14 +223,9 @@ class GraphAdamW(AdamW):
         for param in before:
             param.grad = torch.zeros_like(param)
         for _ in range(WARM_UP_CALLS):
-            self._run_all(self._graph, nan)
+            self._update_all(nan)
         for param, grad in before.items():
             param.grad = grad
-
-
-def _signed(bits: int) -> int:
-    """Return the lowest 32 bits as a signed number."""
-    return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
 
 
 def _on_device(values: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

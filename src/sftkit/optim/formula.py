@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from sftkit.ops.rounding import elements, int32, noise16, stochastic_round
+from sftkit.optim.protocol import Group
 
 
 class Scalars(NamedTuple):
@@ -22,11 +23,16 @@ class Scalars(NamedTuple):
     eps: torch.Tensor
 
 
+def numbers_of(group: Group) -> tuple[float, float, float, float]:
+    """Return the numbers of a group, in the order of Scalars."""
+    beta1, beta2 = group["betas"]
+    return group["lr"] * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"]
+
+
 @functools.lru_cache(maxsize=32)
-def scalars(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Scalars:
+def scalars(*numbers: float) -> Scalars:
     """Return the numbers of a group as tensors, the same objects for the same numbers."""
-    beta1, beta2 = betas
-    return Scalars(*(torch.tensor(x, dtype=torch.float32) for x in (lr * weight_decay, 1 - beta1, 1 - beta2, eps)))
+    return Scalars(*(torch.tensor(number, dtype=torch.float32) for number in numbers))
 
 
 def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> torch.Tensor:
@@ -96,11 +102,7 @@ def adamw(old: WeightAndMoments, grad: torch.Tensor, scalars: Scalars, corrected
 
 
 def update_exact(
-    stored: WeightAndMoments,
-    rounded: torch.Tensor | None,
-    grad: torch.Tensor,
-    by: Coefficients,
-    bits: RandomBits,
+    stored: WeightAndMoments, rounded: torch.Tensor | None, grad: torch.Tensor, by: Coefficients, bits: RandomBits
 ) -> None:
     """Update flat fp32 weight and moments in place; `rounded`, the bf16 parameter of a master weight, follows.
 

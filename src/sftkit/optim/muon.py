@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
-from sftkit.ops.dtensor import local, local_region
+from sftkit.ops.dtensor import as_sharded, local, local_part
 from sftkit.ops.rounding import stochastic_round
 from sftkit.optim.adamw import AdamW, Numbered, first_element, flat, no_updates
 from sftkit.optim.formula import RandomBits
@@ -36,51 +35,13 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if tall else x
 
 
-class Matrix(NamedTuple):
-    """A matrix of a block, and this rank's shard of what an update changes, fp32 [rows, columns]."""
-
-    param: torch.Tensor
-    "the parameter, whole or a DTensor"
-    weight: torch.Tensor
-    momentum_buffer: torch.Tensor
-
-
-def update_muon(matrix: Matrix, grad: torch.Tensor, *, lr: float, weight_decay: float, usable: torch.Tensor) -> None:
-    """Update fp32 matrices in place: Nesterov momentum, orthogonalized and scaled.
-
-    The scale gives the update the root mean square of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that
-    one learning rate serves both.
-
-    The update needs the whole matrix, so a sharded one is gathered, and each rank computes all of it.
-
-    Args:
-        grad: this rank's shard, fp32.
-        usable: bool 0-d; where False nothing changes.
-    """
-    param, weight, momentum_buffer = matrix
-    momentum = momentum_buffer.lerp(grad, 1 - MOMENTUM)
-    update = _local_shard(orthogonalized(_full_matrix(grad.lerp(momentum, MOMENTUM), param)), param)
-    new = (weight * (1 - lr * weight_decay)).add_(update, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
-    torch.where(usable, momentum, momentum_buffer, out=momentum_buffer)
-    torch.where(usable, new, weight, out=weight)
-
-
 def _full_matrix(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the whole matrix, gathered in bf16 if the parameter is sharded."""
     if not isinstance(param, DTensor):
         return shard
-    mesh, placements = param.device_mesh, param.placements
-    stride = (param.shape[1], 1)
-    return DTensor.from_local(
-        shard.bfloat16(), mesh, placements, run_check=False, shape=param.shape, stride=stride
-    ).full_tensor()
-
-
-def _local_shard(matrix: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a whole matrix."""
-    if not isinstance(param, DTensor):
-        return matrix
-    return matrix[tuple(slice(start, start + size) for start, size in local_region(param))]
+    sharded = as_sharded(shard.bfloat16(), param)
+    assert isinstance(sharded, DTensor)
+    return sharded.full_tensor()
 
 
 class Muon(AdamW):
@@ -108,18 +69,28 @@ class Muon(AdamW):
                 self._update_matrix(one, clip)
 
     def _update_matrix(self, one: Numbered, clip: torch.Tensor) -> None:
-        """Update one matrix of a block."""
-        param, group, state = one.param, one.group, self.state[one.param]
+        """Update one matrix of a block in place: Nesterov momentum, orthogonalized and scaled.
+
+        The scale gives the update the root mean square of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so
+        that one learning rate serves both.
+
+        The update needs the whole matrix, so a sharded one is gathered, and each rank computes all of it.
+        """
+        param, lr, state = one.param, one.group["lr"], self.state[one.param]
         assert param.grad is not None
-        shard = local(param)
+        shard, grad, usable = local(param), local(param.grad).float() * clip, ~clip.isnan()
         weight = state.get("master", flat(param)).view(shard.shape)
-        matrix = Matrix(param, weight, state["momentum_buffer"].view(shard.shape))
-        grad, usable = local(param.grad).float() * clip, ~clip.isnan()
-        update_muon(matrix, grad, lr=group["lr"], weight_decay=group["weight_decay"], usable=usable)
+        momentum_buffer = state["momentum_buffer"].view(shard.shape)
+        momentum = momentum_buffer.lerp(grad, 1 - MOMENTUM)
+        update = local_part(orthogonalized(_full_matrix(grad.lerp(momentum, MOMENTUM), param)), param)
+        decayed = weight * (1 - lr * one.group["weight_decay"])
+        new = decayed.add_(update, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
+        torch.where(usable, momentum, momentum_buffer, out=momentum_buffer)
+        torch.where(usable, new, weight, out=weight)
         if "master" in state:
             noise = RandomBits.of(first_element(param), self._key(one)).noise(state["master"])[0]
             rounded = stochastic_round(state["master"], noise).view(shard.shape)
-            shard.copy_(torch.where(clip.isnan(), shard, rounded))
+            shard.copy_(torch.where(usable, rounded, shard))
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Muon:

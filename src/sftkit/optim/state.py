@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from sftkit.ops.dtensor import local
-from sftkit.optim.protocol import Optimizer, State
+from sftkit.ops.dtensor import as_sharded, local
+from sftkit.optim.protocol import Group, Optimizer
 
 STEP, ATTEMPTS = "step", "attempts"
 
@@ -21,8 +20,10 @@ def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str,
     States that do not exist yet are made first, of zeros, so that a checkpoint can be loaded into them.
     """
     found: dict[str, torch.Tensor] = {}
-    for name, param in _named(optimizer, orig_model):
-        state = _state(optimizer, param)
+    for name, param, group in _named(optimizer, orig_model):
+        state = optimizer.state[param]
+        if not state:
+            state.update(optimizer.new_state(param, group))
         found[f"{STEP}.{name}"] = state[STEP].to(torch.int64)
         for key, value in state.items():
             if key != STEP:
@@ -38,33 +39,22 @@ def states_loaded(
     Args:
         steps: of the run so far, skipped ones included: an update was asked for in each.
     """
-    for name, param in _named(optimizer, orig_model):
+    for name, param, _ in _named(optimizer, orig_model):
         optimizer.state[param][STEP].copy_(tensors[f"{STEP}.{name}"])
     for group in optimizer.param_groups:
         if ATTEMPTS in group:
             group[ATTEMPTS] = steps
 
 
-def _named(optimizer: Optimizer, orig_model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return name and parameter of all that the optimizer updates."""
+def _named(optimizer: Optimizer, orig_model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter, Group]]:
+    """Return name, parameter and group of all that the optimizer updates."""
     names = {id(p): name for name, p in orig_model.named_parameters()}
-    return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
-
-
-def _state(optimizer: Optimizer, param: torch.nn.Parameter) -> State:
-    """Return the states of a parameter, made if there are none."""
-    state = optimizer.state[param]
-    if state:
-        return state
-    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
-    state.update(optimizer.new_state(param, group))
-    return state
+    return [(names[id(p)], p, group) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _as_parameter(key: str, value: torch.Tensor, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Return the tensors of one state, by name."""
-    if isinstance(value, DTensor):
-        value = value.to_local()
+    value = local(value)
     # torchao's: 8-bit codes and a scale per block of the shard
     codes, scale = getattr(value, "codes", None), getattr(value, "scale", None)
     if codes is not None and scale is not None:
@@ -74,9 +64,4 @@ def _as_parameter(key: str, value: torch.Tensor, param: torch.nn.Parameter) -> d
 
 def _shaped(value: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:
     """Return a state in the parameter's shape, sharded as that is."""
-    shard = value.view(local(param).shape)
-    if not isinstance(param, DTensor):
-        return shard
-    return DTensor.from_local(
-        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return as_sharded(value.view(local(param).shape), param)

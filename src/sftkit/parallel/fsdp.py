@@ -1,4 +1,4 @@
-"""Weights cut over the ranks with torch's FSDP2: compiled blocks one by one, embedding and head with them.
+"""Weights sharded over the ranks with torch's FSDP2: compiled blocks one by one, then embedding and head.
 
 Every weight is gathered before it is used and its gradient summed over the ranks in fp32, each keeping its shard. The model
 keeps its class and its parameter names; parameters are DTensors from then on.
@@ -27,7 +27,7 @@ class Meshes:
     """The process groups of a sharded run."""
 
     blocks: DeviceMesh
-    "what the weights of blocks are cut over by FSDP: [shards] or [replicas, shards]; context ranks count as shards"
+    "what FSDP shards the weights of blocks over: [shards] or [replicas, shards]; context ranks count as shards"
     rest: DeviceMesh
     "the same for embedding, final norm and head, where tensor-parallel ranks, which compute other positions, count too"
     tensor: DeviceMesh | None
@@ -45,21 +45,21 @@ def make_meshes(topology: Topology, device_type: str) -> Meshes:
     if t.tensor > 1:
         whole = mesh((t.replicas, "replicas"), (t.shards, "shards"), (t.tensor, "tensor"))
         rest = mesh((t.replicas, "replicas"), (t.shards * t.tensor, "shards"))
-        return Meshes(_without_one_replica(whole, t), _without_one_replica(rest, t), whole["tensor"], None)
+        return Meshes(without_one_replica(whole, t), without_one_replica(rest, t), whole["tensor"], None)
     whole = mesh((t.replicas, "replicas"), (t.shards * t.context, "shards"))
-    blocks = _without_one_replica(whole, t)
-    if t.context == 1:
-        return Meshes(blocks, blocks, None, None)
-    context = mesh((t.replicas * t.shards, "rows"), (t.context, "context"))["context"]
+    blocks = without_one_replica(whole, t)
+    context = mesh((t.replicas * t.shards, "rows"), (t.context, "context"))["context"] if t.context > 1 else None
     return Meshes(blocks, blocks, None, context)
 
 
-def _without_one_replica(mesh: DeviceMesh, topology: Topology) -> DeviceMesh:
+def without_one_replica(mesh: DeviceMesh, topology: Topology) -> DeviceMesh:
+    """Return the dimensions of a mesh that weights are sharded and replicated over: [shards] or [replicas, shards]."""
     return mesh["shards"] if topology.replicas == 1 else mesh["replicas", "shards"]
 
 
 def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision: str) -> None:
-    """Cut the weights of `model.orig_model` in place, after the blocks have been compiled (lazily) and before the optimizer.
+    """Shard the weights of `model.orig_model` in place, after the blocks are compiled (lazily) and before the optimizer
+    is built.
 
     Args:
         model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_chosen` become methods that gather what they need, as the
@@ -78,8 +78,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         )
     if meshes.tensor is not None:
         shard_matrices(orig_model, blocks, meshes.tensor)
-    reduce_dtype = torch.float32 if precision == "bf16" else None
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    policy = policy_of(precision)
     keep = sharding.keep_weights
     for block in blocks:
         fully_shard(block, mesh=meshes.blocks, mp_policy=policy, reshard_after_forward=not keep)
@@ -88,9 +87,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         sharded = fully_shard(module, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=not keep)
         sharded.set_unshard_in_backward(False)
     fully_shard(orig_model, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=False)
-    for fsdp_module in fsdp_modules(orig_model):
-        fsdp_module.set_gradient_divide_factor(1.0)
-        fsdp_module.set_force_sum_reduction_for_comms(True)
+    add_up_gradients(orig_model)
     orig_model._sharding = sharding  # type: ignore[assignment]
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
@@ -100,6 +97,18 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
 
 
+def policy_of(precision: str) -> MixedPrecisionPolicy:
+    """Return the policy for weights of this precision: gradients are summed in fp32."""
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if precision == "bf16" else None, cast_forward_inputs=False)
+
+
+def add_up_gradients(model: torch.nn.Module) -> None:
+    """Let the exchange of a sharded model add gradients up, undivided."""
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
 def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return embedding and head, unless they are one weight: then it belongs to the root, which keeps it for both."""
     embedding, projection = embedding_module(orig_model), output_projection(orig_model)
@@ -107,7 +116,7 @@ def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def _gather_in(owner: torch.nn.Module, model: torch.nn.Module, name: str) -> None:
-    """Make model.name a forward method of `owner` for FSDP: its weights are gathered before and let go after."""
+    """Make model.name a forward method of `owner` for FSDP: its weights are gathered before and freed after."""
     setattr(owner, name, getattr(model, name))
     register_fsdp_forward_method(owner, name)
     setattr(model, name, getattr(owner, name))

@@ -1,21 +1,20 @@
 """Micro-batches through the stages of a model, in the order of a schedule of torch.distributed.pipelining.
 
-Torch's stages and schedules send hidden states and their gradients, and say when which micro-batch is forward or backward. What
-they would do to a batch, to the loss and to gradients is ours: a stage takes each micro-batch whole, the loss is a sum over the
-divisor of the global batch, bf16 gradients add up in fp32, and what several ranks hold is exchanged once, at the end.
+Torch's stages and schedules send hidden states and their gradients, and order the passes. Batches, loss and gradients
+are not left to them: a stage takes each micro-batch whole, the loss is a sum over the divisor of the global batch, bf16
+gradients add up in fp32, and what several ranks hold is exchanged once, at the end.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -23,11 +22,12 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import ModelConfig
 from sftkit.data.collate import Batch
 from sftkit.models.structure import embedding_of
-from sftkit.models.weights import load_model_weights
+from sftkit.models.weights import fill_with_memory, load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
-from sftkit.parallel.stages import StageModule, Stages, fill_with_memory, shard_stage, split_layers
+from sftkit.parallel.fsdp import without_one_replica
+from sftkit.parallel.stages import StageModule, Stages, shard_stage, split_layers
 from sftkit.runtime.start import Runtime
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -38,14 +38,14 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 TIMES = 3
 "Passes of which the fastest is what a stage takes."
 FEW = 3
-"Micro-batches from which bf16 gradients add up in fp32: two of them make one rounding, with or without."
+"Micro-batches from which bf16 gradients add up in fp32: a sum of two is rounded once either way."
 
 
 class Pipelined(torch.nn.Module):
     """What the train step calls in place of a model: the stages of this rank, and the exchange with the others."""
 
     def __init__(self, model: ModelWithLoss, placement: Stages, stages: list[StageModule], schedule: str) -> None:
-        """Keep the stages. `stages`: of this rank, where they are sharded at all sharded."""
+        """Keep the stages. `stages`: of this rank, already sharded if the run shards weights."""
         super().__init__()
         self.model, self.placement, self.stages = model, placement, stages
         self.exchanges = True
@@ -86,14 +86,10 @@ class Pipelined(torch.nn.Module):
         except RuntimeError as error:  # torch's own words about shapes, with what was raised behind them
             raise error.__cause__ or error from None
         self._exchange()
-        totals_of_batches = self.stages[-1].totals
-        for each in totals_of_batches:
+        found = self.stages[-1].totals
+        for each in found:
             totals.add_(each)
-        return (
-            torch.stack([each[LOSS] for each in totals_of_batches])
-            if totals_of_batches
-            else totals.vector.new_zeros(count)
-        )
+        return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
 
     def seconds(self, batch: Batch, divisor: int) -> list[float]:
         """Return the seconds that each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
@@ -103,15 +99,6 @@ class Pipelined(torch.nn.Module):
             found[stage.number] = stage_seconds(stage, self.model, batch, divisor)
         dist.all_reduce(found, group=self.placement.group)
         return found.tolist()
-
-    @contextmanager
-    def exchanging(self, *, exchanges: bool) -> Iterator[None]:
-        """Add up the gradients of ranks that hold the same layers, or let each keep its own, within the context."""
-        before, self.exchanges = self.exchanges, exchanges
-        try:
-            yield
-        finally:
-            self.exchanges = before
 
     def _schedule_of(self, batch: Batch, num_micro_batches: int) -> Any:
         """Return torch's schedule for so many micro-batches of this shape; it has the memory for what arrives."""
@@ -185,19 +172,10 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _shards(rt: Runtime) -> DeviceMesh:
-    """Return the mesh that the weights of a stage are sharded over; every rank calls it."""
-    t = rt.topology
-    whole = init_device_mesh(
-        rt.device.type, (t.stages, t.replicas, t.shards), mesh_dim_names=("stages", "replicas", "shards")
-    )
-    return whole["shards"] if t.replicas == 1 else whole["replicas", "shards"]
-
-
 def into_stages(
     model: ModelWithLoss, source: ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
 ) -> Pipelined:
-    """Cut the model, in place, into stages, each on its rank; every rank calls it.
+    """Split the model, in place, into stages, each on its rank; every rank calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).
@@ -209,7 +187,9 @@ def into_stages(
     placement = split_layers(orig_model, layers, rt.topology, rt.device)
     stages = [StageModule(model, layers, number) for number in placement.own]
     if rt.topology.sharded:
-        mesh = _shards(rt)
+        t, names = rt.topology, ("stages", "replicas", "shards")
+        whole = init_device_mesh(rt.device.type, (t.stages, t.replicas, t.shards), mesh_dim_names=names)
+        mesh = without_one_replica(whole, t)
         for stage in stages:
             shard_stage(stage, mesh, rt.precision)
             if empty:

@@ -1,4 +1,5 @@
-"""A model cut between its layers: each rank of a pipeline keeps the weights of its stages, the others are on the meta device.
+"""A model split between its layers: each rank of a pipeline keeps the weights of its stages, the others are on the meta
+device.
 
 The transformers model stays as it is, with all its modules and names; a parameter without memory is another rank's. Embedding
 and first layers are the first stage; the last layers, the final norm and the head the last one. A weight that is embedding and
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from sftkit.config.topology import Topology
@@ -24,6 +25,7 @@ from sftkit.models.stages import Stages
 from sftkit.models.structure import decoder, decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Totals
+from sftkit.parallel.fsdp import add_up_gradients, policy_of
 
 
 def split_layers(
@@ -31,7 +33,7 @@ def split_layers(
 ) -> Stages:
     """Leave this rank the weights of its stages, on the device; every rank calls it.
 
-    Weights that were on the meta device get memory, but those that will be sharded; those of other stages lose it.
+    Weights on the meta device get memory, except those that will be sharded; weights of other stages lose theirs.
     """
     sizes = (topology.stages, topology.stage_ranks)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("stages", "alike"))
@@ -75,7 +77,8 @@ def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], pipeline_size
 
 
 def _ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of the first and the last rank of this rank's pipeline; None in one between them. Every rank calls it."""
+    """Return the group of the first and the last rank of this rank's pipeline; None on the ranks between them. Every
+    rank calls it."""
     found = None
     for ranks in mesh.mesh.T.tolist():
         group = dist.new_group([ranks[0], ranks[-1]])
@@ -85,7 +88,7 @@ def _ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 class StageModule(torch.nn.Module):
-    """Consecutive layers of a model as what a schedule calls, with one micro-batch after the other.
+    """Consecutive layers of a model. A schedule calls it with one micro-batch after the other.
 
     Between stages only hidden states travel; what else a micro-batch has, each stage takes from its own copy of it.
     """
@@ -99,7 +102,7 @@ class StageModule(torch.nn.Module):
         self.head = output_projection(orig_model) if self.is_last else None
         tied = self.head is not None and self.head.weight is embedding_module(orig_model).weight
         self.tied = embedding_module(orig_model) if tied and not self.is_first else None
-        "what has the head's weight too, so that sharding finds it"
+        "the embedding, if it shares the head's weight, so that sharding finds it"
         self._of = (model,)  # in a tuple, so that the layers of other stages are none of this module's
         self._batches: list[Batch] = []
         self._scale = 1.0
@@ -152,29 +155,15 @@ def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: 
 
 
 def shard_stage(stage: StageModule, mesh: DeviceMesh, precision: str) -> None:
-    """Cut the weights of a stage over the ranks with the same layers (FSDP2): gathered once a step, gradients exchanged once,
-    summed in fp32, as torch's schedules do it.
+    """Shard the weights of a stage over the ranks with the same layers (FSDP2): gathered once a step, gradients
+    exchanged once, summed in fp32, as torch's schedules do it.
 
     Args:
         mesh: [shards] or [replicas, shards].
         precision: of the weights.
     """
-    policy = MixedPrecisionPolicy(
-        reduce_dtype=torch.float32 if precision == "bf16" else None, cast_forward_inputs=False
-    )
+    policy = policy_of(precision)
     for block in stage.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def fill_with_memory(stage: StageModule, device: torch.device) -> None:
-    """Allocate memory for shards of weights that are on the meta device; buffers stay as they are."""
-    # Private, as in models.weights.make_room: to_empty would leave buffers without the values that were computed (torch 2.13).
-    buffers = {id(module): dict(module._buffers) for module in stage.modules()}
-    stage.to_empty(device=device)
-    for module in stage.modules():
-        module._buffers.update(buffers[id(module)])
+    add_up_gradients(stage)

@@ -8,7 +8,7 @@ gradients back the same way. Between passes nothing waits: the first stage is at
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from sftkit.models.stages import Stages, stages_of
 from sftkit.models.structure import decoder, decoder_blocks, embedding_module, output_projection
 
 IN_FLIGHT = 2
-"Hidden states that a rank may have sent and the next one not yet received: so far a stage runs ahead."
+"Maximum number of hidden states that were sent and not received yet: how far a stage may run ahead."
 
 Forward = Callable[..., Tensor]
 
@@ -46,8 +46,8 @@ def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
     try:
         with (
             _own_weights(orig_model),
-            _not_repeated(_receiving(orig_model, stages)),
-            _replaced(dict(_forwards(orig_model, links))),
+            _replaced("gradient_checkpointing", _not_repeated(orig_model, stages)),
+            _replaced("forward", dict(_forwards(orig_model, links))),
         ):
             yield
         links.finish()  # not after an error, which another rank may not have
@@ -67,19 +67,16 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
     parameters = [
         (module, name, p) for module in orig_model.modules() for name, p in module._parameters.items() if p is not None
     ]
-    sharded = [module for module in orig_model.modules() if isinstance(module, FSDPModule)]
-    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]
+    sharded: list[torch.nn.Module] = [module for module in orig_model.modules() if isinstance(module, FSDPModule)]
+    pre_hooks, hooks = ({module: OrderedDict[int, Any]() for module in sharded} for _ in range(2))
     try:
         for module, name, p in parameters:
             module._parameters[name] = full[id(p)]
-        for module in sharded:
-            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-        yield
+        with _replaced("_forward_pre_hooks", pre_hooks), _replaced("_forward_hooks", hooks):
+            yield
     finally:
         for module, name, p in parameters:
             module._parameters[name] = p
-        for module, before, after in hooks:
-            module._forward_pre_hooks, module._forward_hooks = before, after
 
 
 def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
@@ -92,40 +89,28 @@ def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Par
 
 
 @contextmanager
-def _replaced(forwards: dict[torch.nn.Module, Forward]) -> Iterator[None]:
-    """Let modules compute by these functions within the context; names, parameters and hooks of the modules stay."""
-    before = {module: vars(module).get("forward") for module in forwards}
+def _replaced(name: str, values: Mapping[torch.nn.Module, Any]) -> Iterator[None]:
+    """Let modules have other values of an attribute within the context."""
+    before = {module: vars(module)[name] for module in values if name in vars(module)}
     try:
-        for module, forward in forwards.items():
-            module.forward = forward
+        for module, value in values.items():
+            setattr(module, name, value)
         yield
     finally:
-        for module, own in before.items():
-            if own is None:
-                del module.forward
+        for module in values:
+            if module in before:
+                setattr(module, name, before[module])
             else:
-                module.forward = own
+                delattr(module, name)
 
 
-def _receiving(orig_model: PreTrainedModel, stages: Stages) -> list[torch.nn.Module]:
-    """Return the first layer of each stage but the first, before which hidden states are sent."""
-    blocks = list(decoder_blocks(orig_model))
-    return [blocks[sum(stages.layers[:stage])] for stage in range(1, len(stages.layers))]
-
-
-@contextmanager
-def _not_repeated(layers: list[torch.nn.Module]) -> Iterator[None]:
-    """Let layers keep their activations within the context, whatever gradient checkpointing says: a forward pass that a
-    backward pass repeats would wait for hidden states that nobody sends again."""
-    key = "gradient_checkpointing"  # what transformers sets and reads on each layer
-    before = {layer: vars(layer)[key] for layer in layers if key in vars(layer)}
-    try:
-        for layer in before:
-            setattr(layer, key, False)
-        yield
-    finally:
-        for layer, own in before.items():
-            setattr(layer, key, own)
+def _not_repeated(orig_model: PreTrainedModel, stages: Stages) -> dict[torch.nn.Module, bool]:
+    """Return gradient_checkpointing, which transformers sets and reads on each layer, as False for the first layer of each
+    stage but the first: a forward pass that a backward pass repeats would wait for hidden states that nobody sends
+    again."""
+    blocks = decoder_blocks(orig_model)
+    receiving = [blocks[sum(stages.layers[:stage])] for stage in range(1, len(stages.layers))]
+    return {layer: False for layer in receiving if "gradient_checkpointing" in vars(layer)}
 
 
 def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torch.nn.Module, Forward]]:
@@ -163,7 +148,8 @@ def _as_it_is(hidden: Tensor) -> Tensor:
 
 
 def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
-    """Stand in for a layer of another rank. In a cache it has its length, which positions and masks are made of, and no keys and values."""
+    """Stand in for a layer of another rank. In a cache it has the length, from which positions and masks are made, but
+    no keys and values."""
     cache = arguments.get("past_key_values")
     if cache is not None:
         nothing = hidden.new_empty(hidden.shape[0], 0, hidden.shape[1], 0)
@@ -197,7 +183,7 @@ class _Links:
         self._in_flight.append((self._work(dist.isend, value, peer), value))
 
     def finish(self, but: int = 0) -> None:
-        """Wait for what is on its way, for all but so many of it."""
+        """Wait for all tensors on their way but the newest `but`."""
         while len(self._in_flight) > but:
             self._in_flight.popleft()[0].wait()
 
@@ -214,7 +200,7 @@ class _Links:
 
 
 class _Passed(torch.autograd.Function):
-    """Hidden states from the rank of one stage to the rank of the next; on other ranks what is given."""
+    """Hidden states from the rank of one stage to the rank of the next; on other ranks the input itself."""
 
     @staticmethod
     def forward(ctx: Any, links: _Links, stage: int, hidden: Tensor) -> Tensor:
@@ -238,14 +224,10 @@ class _Logits(torch.autograd.Function):
     """Logits of the last stage on all ranks; those of the others are no part of what is learned."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_or_logits: Tensor, width: int, stages: Stages) -> Tensor:
-        """Return the logits on all ranks. `hidden_or_logits`: [..., V] in the last stage, [..., H] in others."""
-        ctx.last, ctx.shape = stages.last, hidden_or_logits.shape
-        logits = (
-            hidden_or_logits.contiguous()
-            if stages.last
-            else hidden_or_logits.new_empty(*hidden_or_logits.shape[:-1], width)
-        )
+    def forward(ctx: Any, own: Tensor, width: int, stages: Stages) -> Tensor:
+        """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [..., H] in others."""
+        ctx.last, ctx.shape = stages.last, own.shape
+        logits = own.contiguous() if stages.last else own.new_empty(*own.shape[:-1], width)
         dist.broadcast(logits, src=stages.last_rank, group=stages.group)
         return logits
 

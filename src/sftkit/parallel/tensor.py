@@ -1,4 +1,4 @@
-"""Tensor parallelism: the matrices of a block cut over ranks, activations between them cut by position.
+"""Tensor parallelism: the matrices of a block are sharded over ranks, activations between them by position.
 
 Ranks of a group hold the same rows. Each computes embedding, norms and loss for its own columns of them; attention and the
 feed-forward layer see whole rows and some of the heads and channels: an all-gather before, a reduce-scatter after
@@ -8,8 +8,8 @@ checks, turns that off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks
+from sftkit.runtime.replaced import replaced
 
 TENSOR_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose blocks have the layers below and no other."
@@ -41,26 +42,21 @@ class Activations:
         return Shard(1) if self.sequence_parallel else Replicate()
 
 
-@contextmanager
-def without_sequence_parallel(orig_model: PreTrainedModel) -> Iterator[None]:
+def without_sequence_parallel(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
     """Give every rank of a group all positions of its rows within the context: inputs of any length, as in decoding. A
     model without tensor parallelism stays as it is."""
     activations = getattr(orig_model, "_activations", None)
     if not isinstance(activations, Activations):
-        yield
-        return
-    before, activations.sequence_parallel = activations.sequence_parallel, False
-    try:
-        yield
-    finally:
-        activations.sequence_parallel = before
+        return nullcontext()
+    return replaced(activations, "sequence_parallel", value=False)
 
 
 def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mesh: DeviceMesh) -> None:
     """Turn the weights of the blocks into DTensors on the mesh, in place, and let them exchange activations.
 
     Raises:
-        ConfigError: an architecture that is not in MODEL_TYPES, or heads or channels that the ranks do not divide.
+        ConfigError: an architecture that is not in TENSOR_MODEL_TYPES, or heads or channels that the ranks do not
+            divide.
     """
     check_tensor_parallel(orig_model, mesh.size())
     activations = Activations()
@@ -106,8 +102,7 @@ def check_divides(orig_model: PreTrainedModel, size: int, *names: str) -> None:
     """
     config = orig_model.config.get_text_config()
     for name in names:
-        number = getattr(config, name)
-        if number % size:
+        if (number := getattr(config, name)) % size:
             raise ConfigError(
                 f"parallelism_config_tp_size={size} does not divide the model's {name}, {number}: take a size that does"
             )
@@ -119,12 +114,7 @@ def check_known(block: torch.nn.Module, size: int, known: Collection[str]) -> No
     Raises:
         ConfigError: the modules.
     """
-    modules = block.named_modules()
-    odd = [
-        name
-        for name, module in modules
-        if name not in known and next(module.parameters(recurse=False), None) is not None
-    ]
+    odd = [name for name, m in block.named_modules() if name not in known and list(m.parameters(recurse=False))]
     if odd:
         raise ConfigError(
             f"parallelism_config_tp_size={size}: a block has {', '.join(odd)}, which the tensor-parallel plan does not "
@@ -134,15 +124,13 @@ def check_known(block: torch.nn.Module, size: int, known: Collection[str]) -> No
 
 def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, param in list(module.named_parameters(recurse=False)):
-        along = placement
-        if name == "bias" and placement == Shard(1):
-            along = Replicate()
+        along = Replicate() if name == "bias" and placement == Shard(1) else placement
         distributed = distribute_tensor(param.data, mesh, [along], src_data_rank=None)
         module.register_parameter(name, torch.nn.Parameter(distributed, requires_grad=param.requires_grad))
 
 
 def _as_dtensor(mesh: DeviceMesh, placement: Callable[[], Placement]) -> Any:
-    """Return a hook that says of what whole the input is this rank's shard."""
+    """Return a hook that wraps the input, this rank's shard, as a DTensor."""
 
     def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (DTensor.from_local(inputs[0], mesh, [placement()], run_check=False), *inputs[1:])

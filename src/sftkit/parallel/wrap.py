@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
 
 import torch
 
@@ -14,9 +13,8 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.balance import layers_of_stages
 from sftkit.parallel.fsdp import Sharding, make_meshes, set_gradient_sync, shard
 from sftkit.parallel.pipeline import Pipelined, into_stages
+from sftkit.runtime.replaced import replaced
 from sftkit.runtime.start import Runtime
-
-Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def distribute(
@@ -46,7 +44,7 @@ def distribute(
     return model
 
 
-def replicate(model: Module, rt: Runtime) -> torch.nn.Module:
+def replicate(model: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
     """Return the model on the device, wrapped by DDP where there are several processes; it keeps its identity inside."""
     with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; 2.11 and Accelerate know only this name
         warnings.filterwarnings("ignore", message=".*broadcast_buffers")
@@ -56,10 +54,11 @@ def replicate(model: Module, rt: Runtime) -> torch.nn.Module:
 
 
 def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> AbstractContextManager[object]:
-    """Exchange gradients only in the last micro-batch of a step (`sync`); of a sharded model as its plan says. Of a pipeline
-    around all micro-batches of a step: whether they are exchanged."""
+    """Return a context for a micro-batch, with `sync` for the last one of a step: replicas exchange gradients only in
+    that one, shards as their plan says. For a pipeline it is a context for all micro-batches: `sync` says whether they
+    are exchanged at all."""
     if isinstance(model, Pipelined):
-        return model.exchanging(exchanges=sync)
+        return replaced(model, "exchanges", sync)
     if rt.topology.sharded:
         set_gradient_sync(model, last=sync)
         return nullcontext()
@@ -67,5 +66,6 @@ def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> Abstrac
 
 
 def gradient_scale(rt: Runtime) -> float:
-    """Return the factor that makes a sum over ranks of what the wrapper does with gradients: DDP averages, shards and stages add up."""
+    """Return the factor of the loss that makes gradients sums over ranks: DDP averages them, shards and stages add them
+    up."""
     return 1.0 if rt.topology.partial else float(rt.world_size)

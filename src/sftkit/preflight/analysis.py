@@ -151,12 +151,11 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     if analysis["roles"]:
         roles = ", ".join(f"{count:,} {role}" for role, count in analysis["roles"].items())
         shown.append(f"{'roles':<10}{roles} messages")
-        shown.append(f"{'chat':<10}template {template_text(analysis)}, end of turn learned in {end_text(analysis)}")
+        template = (analysis["template_sha256"] or "none")[:12]
+        shown.append(f"{'chat':<10}template {template}, end of turn learned in {end_text(analysis)}")
     own = own_layout(analysis)
-    shown.append(
-        f"{'layout':<10}{own['layout']}, {own['shapes']}: {own['padding_pct']:.1f} % padding, "
-        f"{counted(own['steps'], 'step')} an epoch"
-    )
+    padding = f"{own['padding_pct']:.1f} % padding"
+    shown.append(f"{'layout':<10}{own['layout']}, {own['shapes']}: {padding}, {counted(own['steps'], 'step')} an epoch")
     steps, _, measured = time_text(analysis["time"]).partition("; ")
     return [*shown, f"{'time':<10}{steps}", f"{'':<10}{measured}"]
 
@@ -164,9 +163,8 @@ def lines(analysis: dict[str, Any]) -> list[str]:
 def encoder_padding_text(analysis: dict[str, Any]) -> str:
     """Return what empty places cost an encoder in each layout, which its padding does not say; empty without an
     encoder."""
-    taken = [
-        f"{row['layout']} {row['taken_pct']:.1f} %" for row in analysis["layouts"] if row.get("taken_pct") is not None
-    ]
+    known = [row for row in analysis["layouts"] if row.get("taken_pct") is not None]
+    taken = [f"{row['layout']} {row['taken_pct']:.1f} %" for row in known]
     if not taken:
         return ""
     return (
@@ -185,11 +183,8 @@ def source_text(source: dict[str, Any]) -> str:
         "skipped_bad": "skipped as bad",
     }
     happened = "".join(f", {source[key]:,} {words}" for key, words in became.items() if source[key])
-    return (
-        f"{source['name']}: {counted(source['rows'], 'row')}, {counted(source['documents'], 'document')}, "
-        f"{counted(source['tokens'], 'token')}, "
-        f"{share:.1f} % targets{happened}"
-    )
+    counts = ", ".join(counted(source[f"{noun}s"], noun) for noun in ("row", "document", "token"))
+    return f"{source['name']}: {counts}, {share:.1f} % targets{happened}"
 
 
 def finding_lines(analysis: dict[str, Any]) -> list[str]:
@@ -199,11 +194,6 @@ def finding_lines(analysis: dict[str, Any]) -> list[str]:
     return [
         f"{source['name']}: {findings.finding_text(Finding(**one))}" for source in sources for one in source["findings"]
     ]
-
-
-def template_text(analysis: dict[str, Any]) -> str:
-    """Return the start of the chat template's hash."""
-    return analysis["template_sha256"][:12] if analysis["template_sha256"] else "none"
 
 
 def end_text(analysis: dict[str, Any]) -> str:
@@ -270,6 +260,7 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
 
 def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     rows, found = max(source["rows"], 1), []
+    skipped = ", ".join(f"{one['rows']:,} {one['reason']}" for one in source["findings"] if one["kind"] == "skipped")
     if 100.0 * source["truncated"] > TRUNCATED_PCT * rows:
         found.append(
             f"source {source['name']}: {source['truncated']:,} of {counted(source['rows'], 'row')} longer than data.max_length "
@@ -278,19 +269,14 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     reasons = {
         "dropped_too_long": f"longer than data.max_length ({max_length}): raise it, or set data.too_long=truncate",
         "dropped_no_target": "without a target: marked by the data, as the answers line says, or cut before the first one; then raise data.max_length or shorten the prompts",
-        "skipped_bad": f"bad ({_reasons(source)}): data.on_bad_row=error stops at the first",
+        "skipped_bad": f"bad ({skipped}): data.on_bad_row=error stops at the first",
     }
     dropped = sum(source[key] for key in reasons)
     if 100.0 * dropped > DROPPED_PCT * rows:
         reasons_text = "; ".join(f"{source[key]:,} {text}" for key, text in reasons.items() if source[key])
-        found.append(
-            f"source {source['name']}: {dropped:,} of {counted(source['rows'], 'row')} not used. {reasons_text}"
-        )
+        of_all = f"{dropped:,} of {counted(source['rows'], 'row')}"
+        found.append(f"source {source['name']}: {of_all} not used. {reasons_text}")
     return found
-
-
-def _reasons(source: dict[str, Any]) -> str:
-    return ", ".join(f"{one['rows']:,} {one['reason']}" for one in source["findings"] if one["kind"] == "skipped")
 
 
 def _padding_warning(analysis: dict[str, Any]) -> list[str]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +22,7 @@ from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
 from sftkit.memory.remedies import remedies
+from sftkit.rundir.files import read_object
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
 
 SAMPLE = 20_000
@@ -72,11 +74,8 @@ def layout_facts(
     scales = [1.0 if one is layout else scale for one in every]
     positions = [num_positions(plan, one) * s for plan, one, s in zip(plans, every, scales, strict=True)]
     part = plans[-1][: SAMPLE // layout.global_batch_size + 1]  # of dynamic: an epoch is shuffled, so it stands for all
-    eager = (
-        positions[-1]
-        * eager_positions(lengths if every[-1] is layout else some, part, every[-1])
-        / num_positions(part, every[-1])
-    )
+    documents = lengths if every[-1] is layout else some
+    eager = positions[-1] * eager_positions(documents, part, every[-1]) / num_positions(part, every[-1])
     return [
         {
             "layout": one.kind,
@@ -88,7 +87,6 @@ def layout_facts(
             "x_dynamic": count / positions[-1],
             "break_even": count / eager,
             "taken_pct": _taken_pct(plan, one) if one.encoded else None,
-            "tok_per_sec": None,
         }
         for one, plan, count, s in zip(every, plans, positions, scales, strict=True)
     ]
@@ -147,9 +145,8 @@ def measured_speeds(cfg: Config, here: tuple[str, int] | None) -> dict[str, Spee
     files = [file for folder in folders if (file := folder / METRICS_FILE).is_file()]
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         speed, kind = _speed(file), _comparable(file.with_name(CONFIG), cfg)
-        if speed is None or kind is None or (here and (speed.device, speed.world_size) != here):
-            continue
-        speeds.setdefault(kind, speed)
+        if speed and kind and here in (None, (speed.device, speed.world_size)):
+            speeds.setdefault(kind, speed)
     return speeds
 
 
@@ -157,17 +154,12 @@ def _speed(metrics: Path) -> Speed | None:
     """Return the speed that a metrics file has logged; None: it has none."""
     rates = []
     for line in metrics.read_text().split("\n"):
-        try:
+        with suppress(ValueError):  # cut short by a kill
             rates.append(json.loads(line).get("perf/tok_per_sec"))
-        except ValueError:  # cut short by a kill
-            continue
     rates = [rate for rate in rates if rate]
     if not rates:
         return None
-    try:
-        where = json.loads(metrics.with_name(ENVIRONMENT).read_text())
-    except (OSError, ValueError):
-        where = {}
+    where = read_object(metrics.with_name(ENVIRONMENT))
     return Speed(median(rates[len(rates) // 2 :]), str(metrics.parent), where.get("device"), where.get("world_size"))
 
 
@@ -212,16 +204,14 @@ def memory_facts(cfg: Config, layout: Layout, plan: MemoryPlan | None) -> dict[s
     """Return the estimated peak of a step on one GPU in GiB, by part; None where the model's sizes are unknown."""
     if plan is None or plan.estimate is None or plan.setup is None:
         return None
-    parts = {field.name: getattr(plan.estimate, field.name) / GIB for field in fields(plan.estimate)}
-    fitting = None if plan.total_bytes is None else fits(plan.estimate, plan.total_bytes)
     return {
         "topology": plan.setup.topology.describe(),
         "processes": plan.setup.topology.world_size,
         "optimizer": plan.optim.name,
         "estimated_gib": plan.estimate.total / GIB,
         "gpu_gib": None if plan.total_bytes is None else plan.total_bytes / GIB,
-        "fits": fitting,
-        "parts_gib": parts,
+        "fits": None if plan.total_bytes is None else fits(plan.estimate, plan.total_bytes),
+        "parts_gib": {name: size / GIB for name, size in asdict(plan.estimate).items()},
         "stages": _stages(plan.setup),
         "remedies": [remedy.text for remedy in remedies(plan, cfg, layout)[:3]],
     }
@@ -255,9 +245,8 @@ def disk_facts(
     Args:
         orig_model: on any device, also meta; None: sizes are unknown.
     """
-    folder = run_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    absolute = run_dir.absolute()
+    folder = next(each for each in (absolute, *absolute.parents) if each.exists())
     free = shutil.disk_usage(folder).free
     size = None if orig_model is None or plan is None else checkpoint_bytes(orig_model, plan)
     count = checkpoints_at_once(checkpoint, steps)

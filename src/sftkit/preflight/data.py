@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -48,14 +49,12 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
     while edges[-1] <= lengths.max():
         edges.append(edges[-1] * 2)
     counts, _ = np.histogram(lengths, bins=edges)
-    p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
+    percentiles = np.percentile(lengths, [50, 90, 99]).tolist()
     return {
         "edges": edges,
         "counts": counts.tolist(),
         "mean": float(lengths.mean()),
-        "p50": float(p50),
-        "p90": float(p90),
-        "p99": float(p99),
+        **dict(zip(("p50", "p90", "p99"), percentiles, strict=True)),
         "max": int(lengths.max()),
     }
 
@@ -63,10 +62,10 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
 def roles(examples: Examples) -> dict[str, int]:
     """Return the messages of each role in the conversations that are learned from, the most frequent first; empty for
     texts."""
-    totals = {
-        role: sum(counts.get(name, 0) for counts in examples.counts.values()) for role, name in ROLE_COUNTS.items()
-    }
-    return {role: total for role, total in sorted(totals.items(), key=lambda item: -item[1]) if total}
+    totals: Counter[str] = Counter()
+    for role, name in ROLE_COUNTS.items():
+        totals[role] = sum(counts.get(name, 0) for counts in examples.counts.values())
+    return {role: total for role, total in totals.most_common() if total}
 
 
 def of_conversations(examples: Examples) -> np.ndarray:
@@ -104,17 +103,13 @@ def duplicate_facts(
     Returns:
         duplicate_pct, of the training documents; validation_in_train, by source how many documents occur in training.
     """
-    once = _first_passes(training, sources)
-    seen = _fingerprints(training, once)
+    seen = _fingerprints(training, _first_passes(training, sources))
     distinct = set(seen)
     found = {
         name: sum(print_ in distinct for print_ in _fingerprints(examples, np.arange(len(examples))))
         for name, examples in validation.items()
     }
-    return {
-        "duplicate_pct": 100.0 * (1.0 - len(distinct) / len(seen)),
-        "validation_in_train": found,
-    }
+    return {"duplicate_pct": 100.0 * (1.0 - len(distinct) / len(seen)), "validation_in_train": found}
 
 
 def _first_passes(examples: Examples, sources: Sequence[SourceConfig]) -> np.ndarray:
@@ -136,9 +131,5 @@ def _fingerprints(examples: Examples, documents: np.ndarray) -> list[int]:
     """
     ids = np.asarray(examples.ids)
     starts, ends = examples.offsets[:-1][documents].tolist(), examples.offsets[1:][documents].tolist()
-    encoder_sources = (
-        [examples.encoder_sources[i] for i in documents.tolist()] if examples.encoder_sources else [""] * len(documents)
-    )
-    return [
-        hash((ids[start:end].tobytes(), name)) for start, end, name in zip(starts, ends, encoder_sources, strict=True)
-    ]
+    names = [examples.encoder_sources[i] if examples.encoder_sources else "" for i in documents.tolist()]
+    return [hash((ids[start:end].tobytes(), name)) for start, end, name in zip(starts, ends, names, strict=True)]

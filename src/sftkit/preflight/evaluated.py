@@ -11,7 +11,7 @@ from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.demo.builtin import FAMILIES
 
 _MAX_NAMES = 8
-"That a message lists."
+"Maximum number of names in a message."
 
 
 OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "token_f1", "low", "high"))
@@ -22,19 +22,15 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
     """Refuse a run that names, in checkpoint.best, a metric which it never writes: it would train to its end and keep
     no best checkpoint."""
     wanted, tasks = get("checkpoint.best"), get("eval.tasks")
-    if (
-        wanted is None or get("eval.every") is None or not (tasks or get("data.val"))
-    ):  # the last two have rules of their own
+    validation = get("data.val")
+    if wanted is None or get("eval.every") is None or not (tasks or validation):  # the last two have rules of their own
         return
-    names = validation_metrics(get("data.val"))
-    if get("eval.backend") == "lm_eval" and tasks:  # its names are known when it has run
-        if wanted.startswith("eval/"):
-            return
-    else:
-        names += task_metrics(tasks, get("eval.format"))
-    if stage == "caption" and get("data.val"):
+    names = validation_metrics(validation)
+    of_others = get("eval.backend") == "lm_eval" and tasks  # whose names are known when it has run
+    names += [] if of_others else task_metrics(tasks, get("eval.format"))
+    if stage == "caption" and validation:
         names += OF_CAPTIONS
-    if wanted not in names:
+    if wanted not in names and not (of_others and wanted.startswith("eval/")):
         yield "checkpoint.best", _unknown(wanted, names)
 
 

@@ -1,4 +1,4 @@
-"""Is there what a recipe starts from: data with columns that its stage learns from, the model, the run before? No
+"""Check that a recipe's inputs exist: data with columns that its stage learns from, the model, the run before. No
 torch.
 
 Launcher, chain and scripts read a recipe with these rules, so that whatever is missing stands in one report with
@@ -41,8 +41,7 @@ def _readable(row: Row) -> list[conversation.Message] | None:
 
 
 def _learnable(row: Row) -> None:
-    messages = _readable(row)
-    if messages is not None:
+    if (messages := _readable(row)) is not None:
         conversation.require_answer(messages, row.where)
 
 
@@ -70,15 +69,8 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
             known.
     """
     first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
-    return [
-        *first,
-        _tokenizer,
-        _chat_template,
-        *data_rules(stage),
-        _resume,
-        _eval_data,
-        partial(evaluated.best, stage=stage),
-    ]
+    last = _resume, _eval_data, partial(evaluated.best, stage=stage)
+    return [*first, _tokenizer, _chat_template, *data_rules(stage), *last]
 
 
 def data_rules(stage: str | None) -> list[Rule]:
@@ -138,7 +130,9 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     for raw in itertools.islice(origin.beginning(), min(FIRST_ROWS, source.max_rows or FIRST_ROWS)):
         seen += 1
         try:
-            _check_row(raw, require)
+            row = rows.convert(readers.parsed(raw), raw[0])
+            if require is not None:
+                require(row)
         except DataError as error:
             errors.append(error)
             if not skips:
@@ -159,13 +153,6 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
 def _is_empty(origin: Origin) -> bool:
     """Return whether small files, whose beginning has no row, have none at all in the part that is asked for."""
     return origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES and next(origin.rows(), None) is None
-
-
-def _check_row(raw: readers.RawRow, require: Callable[[Row], object] | None) -> None:
-    """Refuse a row that cannot be read, or not be learned from."""
-    row = rows.convert(readers.parsed(raw), raw[0])
-    if require is not None:
-        require(row)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -32,15 +32,14 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
     """
     name = el("div", el("h1", title), class_="title")
     header = el("header", el("div", name, details.warnings_section(analysis), headline_tiles(_tiles(analysis))))
-    costs = {
-        "Memory": memory_text(analysis),
-        "Disk": disk_text(analysis),
-        "Time": preflight.time_text(analysis["time"]),
-    }
-    notes = [f"Layouts: {layout_notes(analysis)}", *(f"{name}: {text}" for name, text in costs.items())]
-    parts = [
-        section("data", "Data", details.data_tables(analysis), [el("p", note, class_="soft small") for note in notes])
-    ]
+    notes = (
+        f"Layouts: {layout_notes(analysis)}",
+        f"Memory: {memory_text(analysis)}",
+        f"Disk: {disk_text(analysis)}",
+        f"Time: {preflight.time_text(analysis['time'])}",
+    )
+    small = [el("p", note, class_="soft small") for note in notes]
+    parts = [section("data", "Data", details.data_tables(analysis), small)]
     if samples:
         legend = (el("span", "learned", class_="t"), " · context · ", el("span", "special token", class_="s"))
         parts.append(section("samples", "Samples", el("p", legend, class_="soft"), list(map(_sample, samples))))

@@ -34,9 +34,8 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerBase:
     training = cfg.model.train_tokenizer
     if training is None:
         return load_tokenizer(cfg.model)
-    if training.sources is not None:
-        return new_tokenizer(cfg.model, training, cfg.data.train, cfg.data.on_bad_row)
-    with findings.without_logging():  # the same rows are tokenized next
+    # The rows of data.train are tokenized next.
+    with findings.without_logging() if training.sources is None else nullcontext():
         return new_tokenizer(cfg.model, training, cfg.data.train, cfg.data.on_bad_row)
 
 
@@ -77,18 +76,17 @@ def memory_plan(
     total = None if gpu_gib is None else int(gpu_gib * 2**30)
     if total is None and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
-    said_later = plan_log  # what it says and warns of is in the preflight
-    said_later.disabled = True
+    plan_log.disabled = True  # what it says and warns of is in the preflight
     try:
         with redirect_stdout(io.StringIO()):
             # make_plan asks a Runtime; with cpu=True Accelerate leaves GPUs alone.
             rt = Runtime(Accelerator(cpu=True), gpu_precision(cfg.train), topology)
             return make_plan(cfg, orig_model, layout, rt, Fixed(total))
     finally:
-        said_later.disabled = False
+        plan_log.disabled = False
 
 
-def row_length(
+def max_length_of(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, orig_model: PreTrainedModel | None, precision: str
 ) -> tuple[int, str]:
     """Return data.max_length, or that of the run before, and a line about where the run would start."""

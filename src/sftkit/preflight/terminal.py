@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from rich.box import HEAVY_HEAD
+from rich.box import HEAVY_HEAD, Box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +26,7 @@ from sftkit.runtime.words import counted
 BAR_WIDTH = 40
 WIDE = 110
 "Characters of a line in which a table of layouts has room for all of its columns."
+_SHAPES = "shapes (rows x positions)"
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -86,8 +87,7 @@ def runs(values: np.ndarray) -> list[tuple[int, int]]:
     Args:
         values: [n], not empty.
     """
-    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
-    return list(pairwise(edges))
+    return list(pairwise([0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]))
 
 
 def preview_title(preview: Preview) -> str:
@@ -128,23 +128,17 @@ def preflight_console() -> Console:
 def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
     """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets stand in for them."""
     plain = console.no_color or not console.is_terminal
-    for line in [
-        *preflight.lines(analysis),
-        f"{'memory':<10}{memory_text(analysis)}",
-        f"{'disk':<10}{disk_text(analysis)}",
-    ]:
+    costs = f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"
+    rows = [f"{'rows':<10}{line}" for line in preflight.finding_lines(analysis)]
+    for line in (*preflight.lines(analysis), *costs, *rows):
         console.print(line, markup=False, soft_wrap=True)
-    for line in preflight.finding_lines(analysis):
-        console.print(f"{'rows':<10}{line}", markup=False, soft_wrap=True)
     for warning in analysis["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     console.print(f"\n{_histogram(analysis['lengths'])}\n", markup=False, soft_wrap=True)
     console.print(layout_table(analysis, console.width))
     if samples:
-        legend = (
-            "[[targets]] <<|special|>>" if plain else "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
-        )
-        console.print(f"\n{legend}", markup=not plain)
+        coloured = "[green underline]targets[/] [dim]context[/] [reverse]special[/]"
+        console.print(f"\n{'[[targets]] <<|special|>>' if plain else coloured}", markup=not plain)
     for sample in samples:
         console.print(preview_text(sample, brackets=plain), soft_wrap=True)
 
@@ -162,14 +156,10 @@ def memory_text(analysis: dict[str, Any]) -> str:
     if memory is None:
         return "unknown: the sizes of the model are"
     least = memory["estimated_gib"] / 200  # what would not show in the sum is left out
-    parts = ", ".join(
-        f"{name.replace('_', ' ')} {preflight.size_text(gib)}"
-        for name, gib in memory["parts_gib"].items()
-        if gib >= least > 0
-    )
-    size = (
-        f" of {memory['gpu_gib']:.1f} GiB" if memory["gpu_gib"] else " (none is here; --gpu-gib compares it with one)"
-    )
+    shown = {name.replace("_", " "): gib for name, gib in memory["parts_gib"].items() if gib >= least > 0}
+    parts = ", ".join(f"{name} {preflight.size_text(gib)}" for name, gib in shown.items())
+    gpu = memory["gpu_gib"]
+    size = f" of {gpu:.1f} GiB" if gpu else " (none is here; --gpu-gib compares it with one)"
     total = preflight.size_text(memory["estimated_gib"])
     count = memory["processes"]
     where = "one GPU" if count == 1 else f"each of {count} GPUs ({memory['topology']})"
@@ -207,43 +197,38 @@ def layout_table(analysis: dict[str, Any], width: int) -> Group:
         width: characters of a line. Where a line has no room for all columns, shapes stand below the numbers, and tok/s
             is left out where no run has measured it.
     """
-    narrow = width < WIDE
-    measured = not narrow or any(row["tok_per_sec"] is not None for row in analysis["layouts"])
-    heads = ["padding", "steps", "positions", "x dynamic", "break-even", *(["tok/s"] if measured else [])]
-    table = Table(box=None if narrow else HEAVY_HEAD, padding=(0, 2, 0, 0) if narrow else (0, 1))
-    table.add_column("layout", no_wrap=True)
-    if not narrow:
-        table.add_column("shapes (rows x positions)")
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in analysis["layouts"]:
-        shapes = [] if narrow else [row["shapes"]]
-        table.add_row(_layout_name(row), *shapes, *_layout_numbers(row)[: len(heads)])
-    below = Table(box=None, padding=(0, 2, 0, 0))
-    if narrow:
-        below.add_column("layout", no_wrap=True)
-        below.add_column("shapes (rows x positions)")
-        for row in analysis["layouts"]:
-            below.add_row(_layout_name(row), row["shapes"])
+    cells = [_layout_cells(row) for row in analysis["layouts"]]
+    measured = width >= WIDE or any(row["tok_per_sec"] is not None for row in analysis["layouts"])
+    numbers = [head for head in list(cells[0])[2:] if head != "tok/s" or measured]
+
+    def table(heads: Sequence[str], box: Box | None) -> Table:
+        found = Table(box=box, padding=(0, 1) if box else (0, 2, 0, 0))
+        for head in heads:
+            found.add_column(head, justify="right" if head in numbers else "left", no_wrap=head != _SHAPES)
+        for row in cells:
+            found.add_row(*(row[head] for head in heads))
+        return found
+
     notes = Text(f"* the recipe's own. {layout_notes(analysis)}", style="dim")
     title = Text("layouts on this data (one epoch)", style="italic")
-    return Group(title, table, "", below, "", notes) if narrow else Group(title, table, notes)
+    if width >= WIDE:
+        return Group(title, table(["layout", _SHAPES, *numbers], HEAVY_HEAD), notes)
+    return Group(title, table(["layout", *numbers], None), "", table(["layout", _SHAPES], None), "", notes)
 
 
-def _layout_name(row: dict[str, Any]) -> str:
-    return f"{row['layout']} *" if row["own"] else row["layout"]
-
-
-def _layout_numbers(row: dict[str, Any]) -> list[str]:
+def _layout_cells(row: dict[str, Any]) -> dict[str, str]:
+    """Return the line of a layout, by column: its name, its shapes, then numbers."""
     speed = row["tok_per_sec"]
-    return [
-        f"{row['padding_pct']:.1f} %",
-        f"{row['steps']:,}",
-        f"{row['positions']:,}",
-        f"{row['x_dynamic']:.2f}",
-        f"{row['break_even']:.2f}",
-        "-" if speed is None else f"{speed:,.0f}",
-    ]
+    return {
+        "layout": f"{row['layout']} *" if row["own"] else row["layout"],
+        _SHAPES: row["shapes"],
+        "padding": f"{row['padding_pct']:.1f} %",
+        "steps": f"{row['steps']:,}",
+        "positions": f"{row['positions']:,}",
+        "x dynamic": f"{row['x_dynamic']:.2f}",
+        "break-even": f"{row['break_even']:.2f}",
+        "tok/s": "-" if speed is None else f"{speed:,.0f}",
+    }
 
 
 def layout_notes(analysis: dict[str, Any]) -> str:

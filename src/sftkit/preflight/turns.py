@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -50,12 +50,8 @@ def estimate_turns(
     excluded = facts["answers"].get(_excluded_count_name(targets), 0)
     if data.split_turns or not excluded:
         return None
-    tokenize = partial(
-        chat.tokenize,
-        tokenizer=tokenizer,
-        max_length=max_length,
-        too_long="truncate" if data.too_long == "error" else data.too_long,
-    )
+    too_long = "truncate" if data.too_long == "error" else data.too_long
+    tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=max_length, too_long=too_long)
     learning = chat.Learning(targets, data.thinking)
     found = [one for row in _sample(source) if (one := _added(row, tokenize, learning))]
     if not found:
@@ -74,15 +70,9 @@ def _sample(source: SourceConfig) -> list[Row]:
     """Return some of the first conversations with more than one answer, until they have ANSWERS, at random and
     always the same."""
     found = _several_answers(source)
-    chosen: list[Row] = []
-    answers = 0
-    for i in np.random.default_rng(0).permutation(len(found)):
-        if answers >= ANSWERS:
-            break
-        row, number = found[i]
-        chosen.append(row)
-        answers += number
-    return chosen
+    order = np.random.default_rng(0).permutation(len(found)).tolist()
+    before = accumulate((found[i][1] for i in order), initial=0)
+    return [found[i][0] for i, answers in zip(order, before, strict=False) if answers < ANSWERS]
 
 
 def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
@@ -91,7 +81,7 @@ def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
     if "%" in source.split or "-" in source.split:  # a slice that would read the whole file for its total
         source = replace(source, split=base_split(source.split))
     found: list[tuple[Row, int]] = []
-    try:
+    with suppress(OSError, ConfigError, DataError):
         for raw in islice(opened(source).rows(), ROWS_READ):
             with suppress(DataError):
                 row = parse(raw)
@@ -99,8 +89,6 @@ def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
                 answers = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
                 if len(answers) > 1:
                     found.append((row, len(answers)))
-    except (OSError, ConfigError, DataError):
-        pass
     return found
 
 

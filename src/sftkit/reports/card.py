@@ -14,9 +14,9 @@ import yaml
 from sftkit.models.auto_classes import CAPTIONS, TEXT_TO_TEXT
 from sftkit.reports.components import columns, value_text
 from sftkit.reports.details import SOURCES
-from sftkit.reports.evaluated import is_part, latest_evaluations
-from sftkit.reports.files import Report, Rows, dicts, drawable_number, mapping
-from sftkit.reports.numbers import duration, format_value, parameters
+from sftkit.reports.evaluated import EVALUATION_COLUMNS, is_part, latest_evaluations
+from sftkit.reports.files import Report, Rows, dicts, drawable_number, mapping, passed
+from sftkit.reports.numbers import NONE, duration, format_value, interval, parameters
 
 PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}
 "Name of a model's auto class -> the hub's name of its task; any other model generates text."
@@ -43,18 +43,9 @@ def model_card(report: Report, kept: Mapping[str, str]) -> str:
     Args:
         kept: what `licence` has read from the card that this one replaces.
     """
-    parts = [
-        f"# {md(report['run']['name'])}",
-        _what(report),
-        _use(report["run"]["auto_class"], drawable_number(report["preflight"].get("max_length"))),
-        _training(report),
-        _data(report),
-        _settings(report),
-        _proof(report),
-        _results(report),
-        _environment(report),
-        _licence(kept),
-    ]
+    usage = _use(report["run"]["auto_class"], drawable_number(report["preflight"].get("max_length")))
+    found = [section(report) for section in (_training, _data, _settings, _proof, _results, _environment)]
+    parts = [f"# {md(report['run']['name'])}", _what(report), usage, *found, _licence(kept)]
     return f"---\n{_header(report, kept)}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -134,9 +125,8 @@ def _what(report: Report) -> str:
     """Return the first sentence: what the model is, and what it starts from."""
     run = report["run"]
     size = f" with {parameters(run['parameters'])} parameters" if run["parameters"] else ""
-    start = (
-        f"`{run['base_model']}`" if run["base_model"] else md(run["model"] or "a model that its settings do not name")
-    )
+    named = md(run["model"] or "a model that its settings do not name")
+    start = f"`{run['base_model']}`" if run["base_model"] else named
     return f"A language model{size}, trained with sftkit. It starts from {start}."
 
 
@@ -168,14 +158,10 @@ def _use(auto_class: str | None, max_length: float | None = None) -> str:
 def _training(report: Report) -> str:
     """Return the section on steps, time and speed, with the command."""
     status, summary = report["status"], report["summary"]
-    rows = [
-        ["status", md(status.get("status"))],
-        ["optimizer steps", format_value(drawable_number(status.get("step")))],
-    ]
-    rows += [["tokens", format_value(summary["tokens"])]] if drawable_number(summary.get("tokens")) else []
-    rows += (
-        [["time in steps", duration(summary["train_seconds"])]] if drawable_number(summary.get("train_seconds")) else []
-    )
+    steps = format_value(drawable_number(status.get("step")))
+    rows = [["status", md(status.get("status"))], ["optimizer steps", steps]]
+    sums = (("tokens", "tokens", format_value), ("time in steps", "train_seconds", duration))
+    rows += [[name, words(summary[key])] for name, key, words in sums if drawable_number(summary.get(key))]
     rows += [[f"{row['name']} ({row['how']})", row["text"]] for row in report["headline"] if row["value"] is not None]
     command = f"\n\n{block(report['command'])}" if report["command"] else ""
     return f"## Training\n\n{grid(['', ''], rows, right=(1,))}{command}"
@@ -186,49 +172,34 @@ def _data(report: Report) -> str | None:
     found = dicts(report["preflight"].get("sources"))
     if found:
         head, cells = columns(found, SOURCES)
-        right = range(1, len(head))
-        return f"## Training data\n\n{grid(head, [[md(value) for value in row] for row in cells], right=right)}"
+        rows = [[md(value) for value in row] for row in cells]
+        return _table("Training data", head, rows, right=range(1, len(head)))
     sources = dicts(mapping(report["config"].get("data")).get("train"))
     rows = [[code(source.get("path")), md(source.get("split"))] for source in sources]
-    return f"## Training data\n\n{grid(['source', 'split'], rows)}" if rows else None
+    return _table("Training data", ["source", "split"], rows)
 
 
 def _settings(report: Report) -> str | None:
     """Return the section on settings that differ from the defaults; None without any."""
     rows = [[code(row["key"]), code(row["value"]), code(row["default"])] for row in report["config_changed"]]
-    return (
-        f"## Settings\n\nWhat differs from the defaults.\n\n{grid(['setting', 'value', 'default'], rows)}"
-        if rows
-        else None
-    )
+    return _table("Settings\n\nWhat differs from the defaults.", ["setting", "value", "default"], rows)
 
 
 def _proof(report: Report) -> str | None:
     """Return the section on the run's checks of itself; None without any."""
     rows = [
-        [
-            _WORDS[row["ok"] if isinstance(row.get("ok"), bool) else None],
-            *(md(row.get(key)) for key in ("name", "found", "expected")),
-        ]
-        for row in report["proof"]
+        [_WORDS[passed(row)], *(md(row.get(key)) for key in ("name", "found", "expected"))] for row in report["proof"]
     ]
-    return (
-        f"## Checks that the run made of itself\n\n{grid(['', 'check', 'found', 'expected'], rows)}" if rows else None
-    )
+    return _table("Checks that the run made of itself", ["", "check", "found", "expected"], rows)
 
 
 def _results(report: Report) -> str | None:
     """Return the section on evaluations; None without any."""
     rows = []
     for row in _scores(report):
-        interval = (
-            f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None and row["high"] is not None else "–"
-        )
-        cells = [row["value"], row["chance"], row["examples"], row["step"]]
-        value, *others = (format_value(cell) for cell in cells)
-        rows.append([md(row["task"]), md(row["metric"]), value, interval, *others])
-    head = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
-    return f"## Results\n\n{grid(head, rows, right=range(2, 7))}" if rows else None
+        value, *others = (format_value(row[key]) for key in ("value", "chance", "examples", "step"))
+        rows.append([md(row["task"]), md(row["metric"]), value, interval(row) or NONE, *others])
+    return _table("Results", EVALUATION_COLUMNS, rows, right=range(2, 7))
 
 
 def _environment(report: Report) -> str | None:
@@ -236,4 +207,9 @@ def _environment(report: Report) -> str | None:
     found = report["environment"]
     flat = {key: value for key, value in found.items() if not isinstance(value, dict | list)}
     rows = [[md(key.replace("_", " ")), md(value)] for key, value in (flat | mapping(found.get("packages"))).items()]
-    return f"## Environment\n\n{grid(['', ''], rows)}" if rows else None
+    return _table("Environment", ["", ""], rows)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str | None:
+    """Return a section that is a table; None without rows."""
+    return f"## {title}\n\n{grid(head, rows, right)}" if rows else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import axis_texts, format_value, log_ticks, ticks
+from sftkit.reports.numbers import axis_texts, format_value, interval, log_ticks, ticks
 
 Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
@@ -30,7 +31,7 @@ class Series:
     "colour and dashes, 0 to 5"
     other: bool = False
     "whether it belongs to the run that this one is compared with"
-    intervals: Sequence[tuple[float, float, float]] = field(default=())
+    intervals: Sequence[tuple[float, float, float]] = ()
     "(step, low, high)"
 
 
@@ -63,9 +64,7 @@ class Axis:
 
     def __call__(self, value: float) -> float:
         """Return the position of a value."""
-        low, high, at = (
-            (math.log(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
-        )
+        low, high, at = map(math.log if self.log else float, (self.low, self.high, value))
         return round(self.start + (self.end - self.start) * (at - low) / (high - low), 1)
 
     def ticks(self, num_ticks: int) -> list[float]:
@@ -103,15 +102,9 @@ def line_chart(
     ends = _range(min(values), max(values), 0.06, zero=axis.zero, log=axis.log)
     y = Axis(*ends, height - BOTTOM, TOP, axis.log)
     across = _line(LEFT, y(level), width - RIGHT, y(level), "level") if level is not None else None
-    return _drawing(
-        width,
-        height,
-        label,
-        _grid(x, y, width, height),
-        el("text", "step", x=width - RIGHT, y=height - 4, class_="axis", text_anchor="end"),
-        across,
-        [_series(one, x, y, line_class(one, shown)) for one in shown],
-    )
+    step = el("text", "step", x=width - RIGHT, y=height - 4, class_="axis", text_anchor="end")
+    lines = [_series(one, x, y, line_class(one, shown)) for one in shown]
+    return _drawing(width, height, label, _grid(x, y, width, height), step, across, lines)
 
 
 def _range(low: float, high: float, room: float, *, zero: bool = False, log: bool = False) -> tuple[float, float]:
@@ -129,17 +122,23 @@ def _range(low: float, high: float, room: float, *, zero: bool = False, log: boo
 
 def _grid(x: Axis, y: Axis, width: float, height: float) -> Html:
     """Draw horizontal lines with their values, and steps below; labels at the ends stay inside."""
-    rows, columns = y.ticks(4), x.ticks(5 if width < 500 else 9)
-    parts = []
-    for value, text in zip(rows, axis_texts(rows), strict=True):
-        parts.append(_line(LEFT, y(value), width - RIGHT, y(value), "grid"))
-        parts.append(el("text", text, x=LEFT - 6, y=y(value) + 4, class_="tick", text_anchor="end"))
+    columns = x.ticks(5 if width < 500 else 9)
+    parts = _levels(y, width)
     for value, text in zip(columns, axis_texts(columns), strict=True):
         if value == int(value):  # there is no half step
             parts.append(_line(x(value), height - BOTTOM, x(value), height - BOTTOM + 4, "base"))
             parts.append(el("text", text, x=x(value), y=height - BOTTOM + 16, class_="tick", text_anchor="middle"))
     parts.append(_line(LEFT, height - BOTTOM, width - RIGHT, height - BOTTOM, "base"))
     return join(parts)
+
+
+def _levels(y: Axis, width: float) -> list[Html]:
+    """Draw horizontal lines with their values."""
+    parts, values = [], y.ticks(4)
+    for value, text in zip(values, axis_texts(values), strict=True):
+        parts.append(_line(LEFT, y(value), width - RIGHT, y(value), "grid"))
+        parts.append(el("text", text, x=LEFT - 6, y=y(value) + 4, class_="tick", text_anchor="end"))
+    return parts
 
 
 def line_class(one: Series, series: Sequence[Series]) -> str:
@@ -161,17 +160,11 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     few = len(known) <= 24
     stride = -(-len(known) // _MAX_TITLES)
     told = known[::stride] + ([known[-1]] if (len(known) - 1) % stride else [])
-    dots = [
-        el(
-            "circle",
-            el("title", f"{one.label}, step {format_value(step)}: {format_value(value)}"),
-            cx=x(step),
-            cy=y(value),
-            r=2.6 if few else 5,
-            class_="dot" if few else "dot hidden",
-        )
-        for step, value in told
-    ]
+    radius, dot = (2.6, "dot") if few else (5, "dot hidden")
+    dots = []
+    for step, value in told:
+        title = el("title", f"{one.label}, step {format_value(step)}: {format_value(value)}")
+        dots.append(el("circle", title, cx=x(step), cy=y(value), r=radius, class_=dot))
     bars = [_line(x(step), y(low), x(step), y(high), "bar") for step, low, high in one.intervals]
     lines = [el("polyline", points=" ".join(segment)) for segment in segments if len(segment) > 1]
     return el("g", bars, lines, dots, class_=kind)
@@ -196,44 +189,35 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
         return x(min(max(value, x.low), x.high))
 
     # The grid, with its values below.
-    parts = [
-        join(
-            _line(x(v), 6, x(v), height - 24, "base" if lowest and not v else "grid"),
-            el("text", text, x=x(v), y=height - 8, class_="tick", text_anchor="middle"),
-        )
-        for v, text in zip(grid, axis_texts(grid), strict=True)
-    ]
+    parts = []
+    for v, text in zip(grid, axis_texts(grid), strict=True):
+        parts.append(_line(x(v), 6, x(v), height - 24, "base" if lowest and not v else "grid"))
+        parts.append(el("text", text, x=x(v), y=height - 8, class_="tick", text_anchor="middle"))
     # A row for each task.
     for index, row in enumerate(shown):
         at = 6 + pitch * (index + 0.5)
         name = str(row["name"])
-        parts.append(
-            el(
-                "g",
-                el("title", interval_text(row)),
-                el("text", name if len(name) <= 20 else name[:19] + "…", x=left - 8, y=at + 4, text_anchor="end"),
-                _line(clamped(row["low"]), at, clamped(row["high"]), at, "bar") if _has_interval(row) else None,
-                _line(clamped(row["chance"]), at - 7, clamped(row["chance"]), at + 7, "chance")
-                if row.get("chance") is not None
-                else None,
-                el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot"),
-                el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end"),
-                class_="s0",
-            )
-        )
+        drawn = [
+            el("title", interval_text(row)),
+            el("text", name if len(name) <= 20 else name[:19] + "…", x=left - 8, y=at + 4, text_anchor="end"),
+        ]
+        if interval(row):
+            drawn.append(_line(clamped(row["low"]), at, clamped(row["high"]), at, "bar"))
+        if row.get("chance") is not None:
+            drawn.append(_line(clamped(row["chance"]), at - 7, clamped(row["chance"]), at + 7, "chance"))
+        drawn += [
+            el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot"),
+            el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end"),
+        ]
+        parts.append(el("g", drawn, class_="s0"))
     return _drawing(width, height, label, parts)
 
 
 def interval_text(row: dict[str, Any]) -> str:
     """Return `arc_easy: 0.431, 95 % interval 0.40 to 0.46, chance 0.25`."""
-    interval = f", 95 % interval {row['low']:.3f} to {row['high']:.3f}" if _has_interval(row) else ""
+    ends = f", 95 % interval {interval(row)}" if interval(row) else ""
     chance = f", chance {row['chance']:.3g}" if row.get("chance") is not None else ""
-    return f"{row['name']}: {row['value']:.4g}{interval}{chance}"
-
-
-def _has_interval(row: dict[str, Any]) -> bool:
-    """Return whether a row has both ends of its interval."""
-    return row.get("low") is not None and row.get("high") is not None
+    return f"{row['name']}: {row['value']:.4g}{ends}{chance}"
 
 
 def histogram(
@@ -247,22 +231,16 @@ def histogram(
     bins = len(counts)
     x = Axis(0.0, float(bins), LEFT, width - RIGHT)  # all bins are equally wide, whatever their edges
     y = Axis(0.0, max(counts) * 1.06, height - BOTTOM, TOP)
-    place = _place(edges)
-    rows = y.ticks(4)
     # The grid with its values, then the bars, the marks, and as many labels of edges as have room.
-    parts: list[Any] = []
-    for value, text in zip(rows, axis_texts(rows), strict=True):
-        parts.append(_line(LEFT, y(value), width - RIGHT, y(value), "grid"))
-        parts.append(el("text", text, x=LEFT - 6, y=y(value) + 4, class_="tick", text_anchor="end"))
+    parts = _levels(y, width)
     gap = 1.0 if bins <= 80 else 0.0
     for index, count in enumerate(counts):
-        title = el(
-            "title", f"{format_value(edges[index])} to {format_value(edges[index + 1])} {unit}: {format_value(count)}"
-        )
+        ends = f"{format_value(edges[index])} to {format_value(edges[index + 1])}"
+        title = el("title", f"{ends} {unit}: {format_value(count)}")
         size = max(x(index + 1) - x(index) - gap, 0.5)
         parts.append(el("rect", title, x=x(index), y=y(count), width=size, height=y(0) - y(count), class_="column"))
     for name, value in marks.items():
-        at = x(place(value))
+        at = x(_place(value, edges))
         parts.append(el("g", el("title", f"{name}: {format_value(value)} {unit}"), _line(at, TOP, at, y(0), "mark")))
     texts = axis_texts(list(edges))
     stride = max(1, -(-bins * (max(map(len, texts)) * 7 + 14) // int(width - LEFT - RIGHT)))
@@ -273,17 +251,13 @@ def histogram(
     return _drawing(width, height, label, parts)
 
 
-def _place(edges: Sequence[float]) -> Callable[[float], float]:
-    """Return a function from a value to its place among the edges, in bins."""
-
-    def place(value: float) -> float:
-        for index in range(len(edges) - 1):
-            if value <= edges[index + 1]:
-                size = edges[index + 1] - edges[index]
-                return index + (min(max((value - edges[index]) / size, 0.0), 1.0) if size else 0.0)
-        return float(len(edges) - 1)
-
-    return place
+def _place(value: float, edges: Sequence[float]) -> float:
+    """Return the place of a value among the edges, in bins."""
+    index = bisect_left(edges, value, lo=1) - 1
+    if index == len(edges) - 1:
+        return float(index)
+    size = edges[index + 1] - edges[index]
+    return index + (max((value - edges[index]) / size, 0.0) if size else 0.0)
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:

@@ -6,13 +6,12 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from sftkit.config.commands import first_run
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
-from sftkit.reports.compare import compare_curves
+from sftkit.reports.compare import compare_curves, known, steady
 from sftkit.reports.evaluated import evaluations, final_evaluation, newest_samples
 from sftkit.reports.experts import load_of
 from sftkit.reports.files import (
@@ -29,27 +28,12 @@ from sftkit.reports.files import (
 from sftkit.reports.numbers import format_value
 from sftkit.reports.pays import own_words
 from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
+from sftkit.rundir import names
 from sftkit.rundir.killed import as_killed
-from sftkit.rundir.names import (
-    CONFIG,
-    ENVIRONMENT,
-    EVALS,
-    EVENTS,
-    EXPERTS,
-    METRICS_FILE,
-    PREFLIGHT,
-    PROOF,
-    REPORT,
-    SAMPLES,
-    STATUS,
-    SUMMARY,
-    is_archived,
-    step_of,
-)
 
 Curve = list[list[float | None]]
 """[step, value or null] in order of the steps."""
-MARKS_OF_A_RUN = (CONFIG, STATUS, METRICS_FILE)
+MARKS_OF_A_RUN = (names.CONFIG, names.STATUS, names.METRICS_FILE)
 "Files of which a run directory has at least one."
 MAX_RUNS = 5
 "Maximum number of runs that a message names."
@@ -75,9 +59,8 @@ def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
         kept = ("run", "headline", "curves", "last", "evaluations", "final", "config")
         report["against"] = {key: other[key] for key in kept}
         report["against"]["config_diff"] = differences(report["config"], other["config"])
-        report["against"]["comparison"] = compare_curves(
-            curves, its_curves, (machine_name(report["environment"]), machine_name(other["environment"]))
-        )
+        machines = machine_name(report["environment"]), machine_name(other["environment"])
+        report["against"]["comparison"] = compare_curves(curves, its_curves, machines)
     return report
 
 
@@ -115,9 +98,7 @@ def _runs_near(run_dir: Path) -> str:
 
 def runs_in(root: Path, levels: Sequence[str] = ("**/",)) -> list[Path]:
     """Return the runs under a folder, the last written first; `levels` are glob patterns of where."""
-    marks = [
-        f"{level}{name}" for level in levels for name in (STATUS, METRICS_FILE)
-    ]  # without config.yaml, which wandb writes too
+    marks = [f"{level}{name}" for level in levels for name in MARKS_OF_A_RUN[1:]]  # wandb writes config.yaml too
     paths = [path for mark in marks for path in root.glob(mark) if not _is_left_over(path.relative_to(root))]
     return list(dict.fromkeys(path.parent for path in sorted(paths, key=lambda path: -path.stat().st_mtime)))
 
@@ -135,7 +116,7 @@ def newest_run_under(root: Path) -> Path:
 
 def _is_left_over(path: Path) -> bool:
     """Return whether a file is of an archived run, or in a dashboard's own folder."""
-    return is_archived(path) or "wandb" in path.parts
+    return names.is_archived(path) or "wandb" in path.parts
 
 
 def run_of(folder: Path) -> Path | None:
@@ -149,22 +130,22 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     check_run(run_dir)
     # Every file of the run; `notes` says what cannot be read.
     notes: list[str] = []
-    settings = read_settings(run_dir / CONFIG, notes)
-    status = as_killed(run_dir, mapping(read_json(run_dir / STATUS, notes)))
-    environment = mapping(read_json(run_dir / ENVIRONMENT, notes))
-    summary = mapping(read_json(run_dir / SUMMARY, notes))
-    proof = mapping(read_json(run_dir / PROOF, notes))
-    preflight = mapping(read_json(run_dir / PREFLIGHT, notes))
-    metrics = read_rows(run_dir / METRICS_FILE, notes)
-    evals = read_rows(run_dir / EVALS, notes, optional=True)
-    samples = read_rows(run_dir / SAMPLES, notes, optional=True)
-    events = read_rows(run_dir / EVENTS, notes, optional=True)
+    settings = read_settings(run_dir / names.CONFIG, notes)
+    status = as_killed(run_dir, mapping(read_json(run_dir / names.STATUS, notes)))
+    environment = mapping(read_json(run_dir / names.ENVIRONMENT, notes))
+    summary = mapping(read_json(run_dir / names.SUMMARY, notes))
+    proof = mapping(read_json(run_dir / names.PROOF, notes))
+    preflight = mapping(read_json(run_dir / names.PREFLIGHT, notes))
+    metrics = read_rows(run_dir / names.METRICS_FILE, notes)
+    evals = read_rows(run_dir / names.EVALS, notes, optional=True)
+    samples = read_rows(run_dir / names.SAMPLES, notes, optional=True)
+    events = read_rows(run_dir / names.EVENTS, notes, optional=True)
     # What follows from them.
     folder = checkpoint(run_dir)
     full = curves_of(metrics) | curves_of(evals)
     last = {name: points[-1][1] for name, points in full.items()}
     world_size = drawable_number(environment.get("world_size"))
-    saved = step_of(folder.name) if folder else None
+    saved = names.step_of(folder.name) if folder else None
     last_step = float(saved) if saved is not None else drawable_number(status.get("step")) or 0.0
     report = {
         "run": {
@@ -191,7 +172,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "evaluations": evaluations(run_dir, evals, notes),
         "final": final_evaluation(run_dir, last_step, notes),
         "samples": newest_samples(samples),
-        "experts": load_of(mapping(read_json(run_dir / EXPERTS, notes, optional=True))),
+        "experts": load_of(mapping(read_json(run_dir / names.EXPERTS, notes, optional=True))),
         "preflight": preflight,
         "events": events,
         "config": settings,
@@ -207,7 +188,7 @@ def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:
     """Return where the report of the run that this one started from lies, relative to this one's;
     None: there is none here."""
     path = mapping(settings.get("model")).get("path")
-    page = Path(path) / REPORT if isinstance(path, str) else None
+    page = Path(path) / names.REPORT if isinstance(path, str) else None
     return os.path.relpath(page.resolve(), run_dir.resolve()) if page is not None and page.is_file() else None
 
 
@@ -226,11 +207,8 @@ def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, s
     None for a run that is not compiled, or that has not ended and has logged no second in the compiler, and for a backend that
     makes no faster code, as those for debugging.
     """
-
-    def known(name: str) -> list[float]:
-        return [value for _, value in curves.get(name, []) if value is not None]
-
-    windows, hits, inside = known("perf/step_seconds"), known("compile/cache_hits"), known("compile/seconds")
+    metrics = ("perf/step_seconds", "compile/cache_hits", "compile/seconds")
+    windows, hits, inside = (list(known(curves, metric).values()) for metric in metrics)
     # Where no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
     spent = inside[-1] if inside else drawable_number(summary.get("warm_up_seconds"))
     generated = mapping(settings.get("compile")).get("backend", "inductor") == "inductor"
@@ -257,12 +235,10 @@ def curves_of(rows: Rows) -> dict[str, Curve]:
     curves: dict[str, dict[float, float | None]] = {}
     for row in rows:
         step = drawable_number(row.get("step"))
+        if step is None:
+            continue
         for name, value in row.items():
-            if (
-                step is not None
-                and name not in ("step", "time")
-                and (value is None or drawable_number(value) is not None)
-            ):
+            if name not in ("step", "time") and (value is None or drawable_number(value) is not None):
                 curves.setdefault(name, {})[step] = drawable_number(value)
     return {name: [[step, points[step]] for step in sorted(points)] for name, points in curves.items()}
 
@@ -283,36 +259,16 @@ def thin(points: Curve) -> Curve:
 
 def _headline(curves: dict[str, Curve], last: dict[str, float | None], *, cpu: bool) -> Rows:
     """Return the numbers that people ask for first, as {"name", "value", "text", "how"}."""
-
-    def known(name: str) -> list[float]:
-        return [value for _, value in curves.get(name, []) if value is not None]
-
-    def middle(name: str) -> float | None:
-        values = known(name)
-        return median(values[1:] or values) if values else None
-
-    mfu = middle("perf/mfu")
+    each, memory = ("process", "most of the process, resident") if cpu else ("GPU", "most that tensors took")
+    mfu, speed = steady(curves, "perf/mfu"), steady(curves, "perf/tok_per_sec_per_gpu")
+    percent = round(100 * mfu, 1) if mfu is not None else None
+    peak = max(known(curves, "mem/peak_gib").values(), default=None)
     rows = [
         ("training loss", last.get("train/loss"), "", "nats per target, last logged line"),
         ("validation loss", last.get("val/loss"), "", "nats per target, last evaluation"),
-        (
-            "tokens/s per process" if cpu else "tokens/s per GPU",
-            middle("perf/tok_per_sec_per_gpu"),
-            "",
-            "useful tokens, median without the first line",
-        ),
-        (
-            "MFU",
-            round(100 * mfu, 1) if mfu is not None else None,
-            "%",
-            "of the bf16 peak, median without the first line",
-        ),
-        (
-            "peak memory",
-            max(known("mem/peak_gib"), default=None),
-            "GiB",
-            "most of the process, resident" if cpu else "most that tensors took",
-        ),
+        (f"tokens/s per {each}", speed, "", "useful tokens, median without the first line"),
+        ("MFU", percent, "%", "of the bf16 peak, median without the first line"),
+        ("peak memory", peak, "GiB", memory),
         ("recompiles", last.get("compile/recompiles"), "", "after the warm-up; 0 is right"),
     ]
     return [

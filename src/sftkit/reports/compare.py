@@ -33,7 +33,7 @@ def compare_curves(
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for name, metric, done in LOSSES:
-        a, b = _known(mine, metric), _known(other, metric)
+        a, b = known(mine, metric), known(other, metric)
         if not a or not b:
             if a or b:
                 notes.append(f"{name}: not compared, no step was {done} {'there' if a else 'here'}")
@@ -51,7 +51,7 @@ def compare_curves(
         notes += [text] if (text := _apart(mine, other, step)) and text not in notes else []
     for name, metric, how in SPEEDS:
         rows += _both(name, steady(mine, metric), steady(other, metric), how)
-    peaks = [max(_known(curves, "mem/peak_gib").values(), default=None) for curves in (mine, other)]
+    peaks = [max(known(curves, "mem/peak_gib").values(), default=None) for curves in (mine, other)]
     rows += _both("peak memory", peaks[0], peaks[1], "GiB, the most of any line")
     speeds = [steady(curves, "perf/tok_per_sec") for curves in (mine, other)]
     if speeds[0] and speeds[1] and machines[0] != machines[1]:
@@ -64,7 +64,7 @@ def compare_curves(
 def steady(curves: Curves, metric: str) -> float | None:
     """Return the median over the logged lines without the first, which holds one-time costs;
     of a single line that one."""
-    values = list(_known(curves, metric).values())
+    values = list(known(curves, metric).values())
     return median(values[1:] or values) if values else None
 
 
@@ -76,7 +76,7 @@ def speed_words(comparison: Mapping[str, Any], mine: str, other: str) -> str:
     return f"{mine} makes {found:.2f} times the tokens/s of {other}."
 
 
-def _known(curves: Curves, metric: str) -> dict[float, float]:
+def known(curves: Curves, metric: str) -> dict[float, float]:
     """Return the points of a curve that have a value, step -> value."""
     return {step: value for step, value in curves.get(metric, []) if step is not None and value is not None}
 
@@ -89,7 +89,7 @@ def _steps(curve: Mapping[float, float]) -> str:
 
 def _apart(mine: Curves, other: Curves, step: float) -> str | None:
     """Return a note if the same step means other numbers of tokens in the two runs."""
-    a, b = _known(mine, "train/tokens").get(step), _known(other, "train/tokens").get(step)
+    a, b = known(mine, "train/tokens").get(step), known(other, "train/tokens").get(step)
     if not a or not b or abs(a / b - 1) < TOKENS_APART:
         return None
     return f"equal steps are not equal tokens: {format_value(a)} here and {format_value(b)} there at step {format_value(step)}"

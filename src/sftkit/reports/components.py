@@ -26,15 +26,8 @@ def badge(text: str | None = None, *, ok: bool | None) -> Html:
 
 def section(name: str, title: str, *parts: Any, lead: str | None = None) -> Html:
     """Return a part of the page with a heading; the navigation links to `name`."""
-    head = el("h2", title, id=f"{name}-title")
-    return el(
-        "section",
-        head,
-        el("p", lead, class_="soft") if lead else None,
-        *parts,
-        id=name,
-        aria_labelledby=f"{name}-title",
-    )
+    head = join(el("h2", title, id=f"{name}-title"), el("p", lead, class_="soft") if lead else None)
+    return el("section", head, *parts, id=name, aria_labelledby=f"{name}-title")
 
 
 def html_table(
@@ -77,15 +70,8 @@ def check_table(checks: Sequence[CheckRow], titles: tuple[str, str, str] = ("Che
     """
     head = [el("th", title, scope="col", role="columnheader") for title in ("", *titles)]
     body = [_check_row(check, titles) for check in checks]
-    return scroll(
-        el(
-            "table",
-            el("thead", el("tr", head, role="row"), role="rowgroup"),
-            el("tbody", body, role="rowgroup"),
-            class_="proof",
-            role="table",
-        )
-    )
+    parts = el("thead", el("tr", head, role="row"), role="rowgroup"), el("tbody", body, role="rowgroup")
+    return scroll(el("table", parts, class_="proof", role="table"))
 
 
 def _check_row(check: CheckRow, titles: tuple[str, str, str]) -> Html:
@@ -103,19 +89,21 @@ def _check_row(check: CheckRow, titles: tuple[str, str, str]) -> Html:
 
 def headline_tiles(tiles: Iterable[tuple[str, str, str]]) -> Html:
     """Return the tiles under a title, of (what it is, value, how it was found)."""
-    return el(
-        "dl",
-        [
-            el("div", el("dt", name), el("dd", value, class_="value"), el("dd", how, class_="how"))
-            for name, value, how in tiles
-        ],
-        class_="headline",
-    )
+    found = [
+        el("div", el("dt", name), el("dd", value, class_="value"), el("dd", how, class_="how"))
+        for name, value, how in tiles
+    ]
+    return el("dl", found, class_="headline")
 
 
 def scroll(content: Html) -> Html:
     """Return something wide in a box that scrolls, instead of widening the page."""
     return el("div", content, class_="scroll")
+
+
+def folded(title: str, *parts: Any) -> Html:
+    """Return parts that a click on the title shows."""
+    return el("details", el("summary", title), *parts)
 
 
 def facts(values: dict[str, Any], caption: str | None = None) -> Html | None:
@@ -146,12 +134,7 @@ def setting(value: Any) -> Html:
 
 
 def figure(
-    title: str,
-    unit: str,
-    series: Sequence[Series],
-    axis: ValueAxis = PLAIN_AXIS,
-    *,
-    wide: bool = False,
+    title: str, unit: str, series: Sequence[Series], axis: ValueAxis = PLAIN_AXIS, *, wide: bool = False
 ) -> Html | None:
     """Return a chart with its title, unit and legend; a logarithmic axis where values span much and it need not begin at 0.
 
@@ -180,31 +163,15 @@ def _legend(series: Sequence[Series], level: float | None) -> Html | None:
     """Return what each line is; an empty legend where there is but one."""
     if len(series) < 2 and level is None:
         return el("div", class_="legend", aria_hidden="true")
-    lines = [
-        el(
-            "span",
-            el(
-                "svg",
-                el("polyline", points="1,4 25,4"),
-                viewBox="0 0 26 8",
-                aria_hidden="true",
-                class_=line_class(one, series),
-            ),
-            one.label,
-        )
-        for one in series
-    ]
+    lines = [_key(one.label, el("polyline", points="1,4 25,4"), line_class(one, series)) for one in series]
     if level is not None:
-        line = el("line", x1=1, y1=4, x2=25, y2=4, class_="level")
-        lines.append(
-            el("span", el("svg", line, viewBox="0 0 26 8", aria_hidden="true"), f"chance {format_value(level)}")
-        )
+        lines.append(_key(f"chance {format_value(level)}", el("line", x1=1, y1=4, x2=25, y2=4, class_="level")))
     return el("div", lines, class_="legend")
 
 
-def points(curve: Any, scale: float = 1.0) -> list[tuple[float, float | None]]:
-    """Return a curve of report.json as points of a chart, values times `scale`."""
-    return [(step, value * scale if value is not None else None) for step, value in curve or []]
+def _key(label: str, line: Html, kind: str | None = None) -> Html:
+    """Return a line of a chart beside what it is."""
+    return el("span", el("svg", line, viewBox="0 0 26 8", aria_hidden="true", class_=kind), label)
 
 
 def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any]]]:

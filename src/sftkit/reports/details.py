@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sftkit.reports.charts import histogram
@@ -65,11 +65,9 @@ _MAX_EVENTS = 200
 def data(report: Report) -> Html:
     """Return the section on the data: lengths, sources, layouts and masks, as found before training."""
     found: dict[str, Any] = report["preflight"]
-    if not found:
-        return section(
-            "data", "Data", _logged_data(report), lead="This run has no preflight.json: its data was not looked at."
-        )
-    return section("data", "Data", warnings_section(found), data_tables(found), _logged_data(report))
+    lead = None if found else "This run has no preflight.json: its data was not looked at."
+    tables = [*warnings_section(found), *data_tables(found)] if found else []
+    return section("data", "Data", tables, _logged_data(report), lead=lead)
 
 
 def warnings_section(preflight: dict[str, Any]) -> list[Html]:
@@ -87,27 +85,20 @@ def data_tables(preflight: dict[str, Any]) -> list[Any]:
         "chat template sha256": preflight.get("template_sha256"),
         "messages": ", ".join(roles) or None,
         "duplicate documents": _percent(preflight.get("duplicate_pct")),
-        **{
-            f"{name}: validation rows in training": n
-            for name, n in mapping(preflight.get("validation_in_train")).items()
-        },
     }
-    held_out = [
-        source | {"name": f"{source.get('name')} (validation)"} for source in dicts(preflight.get("validation"))
-    ]
+    overlap = mapping(preflight.get("validation_in_train"))
+    masks |= {f"{name}: validation rows in training": count for name, count in overlap.items()}
+    validation = dicts(preflight.get("validation"))
+    held_out = [source | {"name": f"{source.get('name')} (validation)"} for source in validation]
     sources = [*dicts(preflight.get("sources")), *held_out]
     memory, disk, time = (
         facts(dict(_leaves(preflight.get(key))), key.capitalize()) for key in ("memory", "disk", "time")
     )
+    known = facts({name: value for name, value in masks.items() if value is not None}, "Masks and rows")
     return [
-        el(
-            "div",
-            _lengths(mapping(preflight.get("lengths"))),
-            facts({name: value for name, value in masks.items() if value is not None}, "Masks and rows"),
-            class_="two",
-        ),
+        el("div", _lengths(mapping(preflight.get("lengths"))), known, class_="two"),
         _table(preflight.get("sources"), SOURCES, "Sources"),
-        _table(preflight.get("validation"), SOURCES, "Validation sources"),
+        _table(validation, SOURCES, "Validation sources"),
         _answers(sources),
         _findings(sources),
         _layouts(preflight.get("layouts")),
@@ -134,14 +125,11 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _lengths(lengths: dict[str, Any]) -> Html | None:
     """Draw the lengths of documents, or say them where there is no histogram."""
     marks = {name: value for key, name in _MARKS.items() if (value := drawable_number(lengths.get(key))) is not None}
-    label = "Number of documents by their length in tokens"
-    drawing = histogram(
-        plain_numbers(lengths.get("edges")), plain_numbers(lengths.get("counts")), marks, "tokens", label
-    )
+    edges, counts = plain_numbers(lengths.get("edges")), plain_numbers(lengths.get("counts"))
+    drawing = histogram(edges, counts, marks, "tokens", "Number of documents by their length in tokens")
     known = {"mean": lengths.get("mean"), **marks, "longest": lengths.get("max")}
-    words = ", ".join(
-        f"{name} {format_value(value)}" for name, value in known.items() if drawable_number(value) is not None
-    )
+    found = {name: value for name, value in known.items() if drawable_number(value) is not None}
+    words = ", ".join(f"{name} {format_value(value)}" for name, value in found.items())
     if drawing is None:
         return el("p", f"Lengths: {words}") if words else None
     caption = el("figcaption", "Document lengths", el("span", words, class_="soft"))
@@ -160,9 +148,8 @@ def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...]
 def _answers(sources: Rows) -> Html | None:
     """Return a table of how many answers each source with conversations has, how many are
     learned, and why others are not; without the reasons that no answer has."""
-    rows = [
-        mapping(source.get("answers")) | {"name": source.get("name")} for source in sources if source.get("answers")
-    ]
+    found = [source for source in sources if source.get("answers")]
+    rows = [mapping(source["answers"]) | {"name": source.get("name")} for source in found]
     shown = {key: name for key, name in _ANSWERS.items() if any(row.get(key) for row in rows)}
     return _table(rows, {"name": "source", "answers": "answers", "answers_learned": "learned"} | shown, "Answers")
 
@@ -202,31 +189,21 @@ def compiler(report: Report) -> Html:
         return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
     late = [event for event in report["events"] if event.get("kind") in ("recompile", "fallback", "graph_break")]
     reasons = [(el("h3", "Why"), [el("pre", value_text(event.get("text"))) for event in late[:20]])] if late else None
-    return section(
-        "compile",
-        "Compiler",
-        el(
-            "div",
-            facts(counts, "Graphs"),
-            el(
-                "div",
-                html_table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
-                html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
-            ),
-            class_="two",
-        ),
-        reasons,
-        lead=report["compiling"],
+    tables = el(
+        "div",
+        html_table(["phase", "seconds"], phases, "Seconds by phase") if phases else None,
+        html_table(["rows x length", "micro-batches"], shapes, "Shapes that ran") if shapes else None,
     )
+    both = el("div", facts(counts, "Graphs"), tables, class_="two")
+    return section("compile", "Compiler", both, reasons, lead=report["compiling"])
 
 
 def events(report: Report) -> Html:
     """Return the section on what happened that should not, by step."""
     rows: Rows = report["events"]
     if not rows:
-        return section(
-            "events", "Events", lead="None: no recompile, no value that was not finite, no spike, no waiting for data."
-        )
+        lead = "None: no recompile, no value that was not finite, no spike, no waiting for data."
+        return section("events", "Events", lead=lead)
     cells = [
         [
             format_value(drawable_number(row.get("step"))),
@@ -236,41 +213,33 @@ def events(report: Report) -> Html:
         ]
         for row in rows[:_MAX_EVENTS]
     ]
-    lead = f"The first {_MAX_EVENTS} of {len(rows)}." if len(rows) > _MAX_EVENTS else None
-    return section("events", "Events", html_table(["step", "kind", "what", "when"], cells, text=(1, 2, 3)), lead=lead)
+    cut = f"The first {_MAX_EVENTS} of {len(rows)}." if len(rows) > _MAX_EVENTS else None
+    return section("events", "Events", html_table(["step", "kind", "what", "when"], cells, text=(1, 2, 3)), lead=cut)
 
 
 def settings_section(report: Report) -> Html:
     """Return the section on settings that differ from the defaults, and from the other run where there is one."""
+
+    def table(rows: Rows, second: str, titles: Sequence[str], caption: str) -> Html | None:
+        cells = [[row["key"], setting(row["value"]), setting(row[second])] for row in rows]
+        return html_table(["setting", *titles], cells, caption, text=(1, 2)) if cells else None
+
     parts = []
     if report["against"]:
-        rows = [[r["key"], setting(r["value"]), setting(r["other"])] for r in report["against"]["config_diff"]]
         its = report["against"]["run"]["name"]
-        same = el("p", f"No setting differs from {its}.")
-        parts.append(
-            html_table(["setting", "this run", its], rows, f"Different in {its}", text=(1, 2)) if rows else same
-        )
-    rows = [[r["key"], setting(r["value"]), setting(r["default"])] for r in report["config_changed"]]
-    if rows:
-        parts.append(html_table(["setting", "value", "default"], rows, "Different from the defaults", text=(1, 2)))
-    lead = None if parts else "The settings cannot be read."
-    return section("settings", "Settings", parts, lead=lead)
+        other = table(report["against"]["config_diff"], "other", ("this run", its), f"Different in {its}")
+        parts.append(other or el("p", f"No setting differs from {its}."))
+    if own := table(report["config_changed"], "default", ("value", "default"), "Different from the defaults"):
+        parts.append(own)
+    return section("settings", "Settings", parts, lead=None if parts else "The settings cannot be read.")
 
 
 def environment_section(report: Report) -> Html:
     """Return the section on versions, machine, git state and the exact command."""
     found = dict(report["environment"])
     packages = mapping(found.pop("packages", None))
+    tables = el("div", facts(dict(_leaves(found)), "Machine"), facts(packages, "Versions"), class_="two")
     command = [el("h3", "Command"), el("pre", report["command"])] if report["command"] else None
-    notes = (
-        [el("h3", "What this page lacks"), el("ul", [el("li", note) for note in report["notes"]])]
-        if report["notes"]
-        else None
-    )
-    return section(
-        "environment",
-        "Environment",
-        el("div", facts(dict(_leaves(found)), "Machine"), facts(packages, "Versions"), class_="two"),
-        command,
-        notes,
-    )
+    lacking = el("ul", [el("li", note) for note in report["notes"]])
+    notes = [el("h3", "What this page lacks"), lacking] if report["notes"] else None
+    return section("environment", "Environment", tables, command, notes)

@@ -13,6 +13,7 @@ EvaluationTable = dict[tuple[float, str, str], dict[str, Any]]
 _MAX_EVALUATIONS, _MAX_SAMPLES, _MAX_TEXT = 20, 10, 4000
 _BOUNDS = ("low", "high", "chance")
 _MEANS = ("centred_mean", "families")
+EVALUATION_COLUMNS = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
 
 
 def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:

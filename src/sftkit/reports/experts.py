@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sftkit.reports.components import plain_numbers
 from sftkit.reports.files import drawable_number, mapping
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import format_value
@@ -19,9 +20,8 @@ def load_of(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of expert_load.json, {"step", "load"}, with the loads in even shares [L, E];
     empty if it is not usable."""
     rows = content.get("load")
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
-        return {}
-    if len({len(row) for row in rows}) > 1 or any(drawable_number(value) is None for row in rows for value in row):
+    numbers = [plain_numbers(row) for row in rows] if isinstance(rows, list) else []
+    if not numbers or not all(numbers) or len({len(row) for row in numbers}) > 1:
         return {}
     return {"step": drawable_number(content.get("step")), "load": rows}
 
@@ -57,23 +57,14 @@ def experts(report: dict[str, Any]) -> Html | None:
     ]
     # The words around them.
     highest, lowest = max(map(max, rows)), min(map(min, rows))
-    label = f"Load of {count} experts in {len(rows)} layers: most {format_value(highest)}, least {format_value(lowest)} of an even share"
-    caption = el(
-        "figcaption",
-        "Load of the experts",
-        el(
-            "span",
-            f"as of step {format_value(found['step'])}; a row for each layer that has some, half dark at an even share; most {format_value(highest)}, "
-            f"least {format_value(lowest)}",
-            class_="soft",
-        ),
-    )
+    ends = f"most {format_value(highest)}, least {format_value(lowest)}"
+    label = f"Load of {count} experts in {len(rows)} layers: {ends} of an even share"
+    words = f"as of step {format_value(found['step'])}; a row for each layer that has some, half dark at an even share; {ends}"
+    caption = el("figcaption", "Load of the experts", el("span", words, class_="soft"))
     names = [
-        el("text", "1", x=LEFT - 6, y=down * 0.5 + 4, class_="tick", text_anchor="end"),
-        el("text", str(len(rows)), x=LEFT - 6, y=down * (len(rows) - 0.5) + 4, class_="tick", text_anchor="end")
-        if len(rows) > 1
-        else None,
-        el("text", f"experts 0 to {count - 1}", x=LEFT, y=height - 4, class_="axis"),
+        el("text", layer, x=LEFT - 6, y=down * (layer - 0.5) + 4, class_="tick", text_anchor="end")
+        for layer in sorted({1, len(rows)})
     ]
+    names.append(el("text", f"experts 0 to {count - 1}", x=LEFT, y=height - 4, class_="axis"))
     drawing = el("svg", cells, names, viewBox=f"0 0 {WIDTH:g} {height:g}", role="img", aria_label=label)
     return el("figure", caption, drawing)

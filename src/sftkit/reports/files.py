@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from sftkit.models.size import num_elements
 from sftkit.rundir.names import LATEST, STEP_DIRS
 
 Rows = list[dict[str, Any]]
@@ -16,8 +17,6 @@ Report = dict[str, Any]
 "What reports.collect gathers of a run, by section."
 _LARGEST_NUMBER = 1e100
 "Numbers from here on are not drawn: an axis with them would overflow. NaN is not below it either."
-_LARGEST_HEADER = 100 * 2**20
-"Bytes of a safetensors header; a longer one is damage."
 
 
 def drawable_number(value: Any) -> float | None:
@@ -46,6 +45,11 @@ def dicts(value: Any) -> Rows:
 def mapping(value: Any) -> dict[str, Any]:
     """Return a dictionary as it is; empty for anything else."""
     return value if isinstance(value, dict) else {}
+
+
+def passed(check: dict[str, Any]) -> bool | None:
+    """Return whether a check of proof.json passed; None: it was not made."""
+    return check["ok"] if isinstance(check.get("ok"), bool) else None
 
 
 def read_json(path: Path, notes: list[str], *, optional: bool = False) -> Any:
@@ -97,16 +101,10 @@ def checkpoint(run_dir: Path) -> Path | None:
 def stored_parameters(folder: Path) -> int | None:
     """Return the parameters in the safetensors files of a folder, from their headers; None if there
     are none or one is damaged."""
-    total = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with file.open("rb") as stream:
-                (size,) = struct.unpack("<Q", stream.read(8))
-                header = mapping(json.loads(stream.read(size)) if size <= _LARGEST_HEADER else None)
-            total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-        except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
-            return None
-    return total or None
+    try:
+        return sum(map(num_elements, folder.glob("*.safetensors"))) or None
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
+        return None
 
 
 def on_cpu(device: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,13 +21,18 @@ def format_value(value: Any, unit: str = "") -> str:
     found = drawable_number(value)
     if found is None:
         return NONE
-    if found == int(found) and abs(found) < 1e15 and (isinstance(value, int) or abs(found) >= 1000 or found == 0):
-        text = f"{found:,.0f}"
-    elif abs(found) >= 1000:
+    if abs(found) >= 1000:
         text = f"{found:,.0f}" if abs(found) < 1e15 else f"{found:.3g}"
     else:
         text = plain(f"{found:.4g}")
     return f"{text} {unit}".rstrip()
+
+
+def interval(row: Mapping[str, Any]) -> str | None:
+    """Return `0.401 to 0.461`, the interval of an evaluation; None where an end of it is not known."""
+    if row.get("low") is None or row.get("high") is None:
+        return None
+    return f"{row['low']:.3f} to {row['high']:.3f}"
 
 
 def plain(text: str) -> str:
@@ -93,6 +98,6 @@ def axis_texts(values: Sequence[float]) -> list[str]:
     largest = max((abs(value) for value in values), default=0.0)
     if 0 < largest < 1e-3:
         return [plain(f"{value:.3g}") for value in values]
-    size, suffix = next(((size, s) for size, s in ((1e9, "G"), (1e6, "M"), (1e4, "k")) if largest >= size), (1.0, ""))
-    size = 1e3 if suffix == "k" else size
+    sizes = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
+    size, suffix = next((size, suffix) for least, size, suffix in sizes if largest >= least)
     return [plain(f"{value / size:.6g}") + (suffix if value else "") for value in values]

@@ -55,18 +55,15 @@ def _header(report: dict[str, Any]) -> Html:
     facts = [el("li", el("b", value), f" {name}") for name, value in _facts(report) if value]
     error = el("div", value_text(status["error"]), class_="error", role="alert") if status.get("error") else None
     links = [el("a", title, href=f"#{name}") for name, title, _ in SECTIONS]
-    return el(
-        "header",
-        el(
-            "div",
-            el("div", el("h1", report["run"]["name"]), badge(word, ok=_GOOD.get(word)), class_="title"),
-            el("ul", facts, class_="facts"),
-            error,
-            headline_tiles((row["name"], row["text"], row["how"]) for row in report["headline"]),
-            _comparison(report),
-            el("nav", links, aria_label="Sections"),
-        ),
-    )
+    parts = [
+        el("div", el("h1", report["run"]["name"]), badge(word, ok=_GOOD.get(word)), class_="title"),
+        el("ul", facts, class_="facts"),
+        error,
+        headline_tiles((row["name"], row["text"], row["how"]) for row in report["headline"]),
+        _comparison(report),
+        el("nav", links, aria_label="Sections"),
+    ]
+    return el("header", el("div", parts))
 
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str | Html | None]]:
@@ -76,17 +73,17 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str | Html | None]]:
     device = f"{run['world_size']} × {run['device']}" if (run["world_size"] or 1) > 1 else run["device"]
     steps = drawable_number(status.get("step"))
     total = drawable_number(status.get("total_steps"))
+    numbers = (
+        ("tokens", summary.get("tokens"), format_value),
+        ("in steps", summary.get("train_seconds"), duration),
+        ("warm-up", summary.get("warm_up_seconds"), duration),
+        ("", status.get("time"), moment),
+    )
     return [
         (size, _origin(run)),
         ("", value_text(device) if device else None),
         (f"of {format_value(total)} steps" if total else "steps", format_value(steps) if steps is not None else None),
-        ("tokens", format_value(summary.get("tokens")) if drawable_number(summary.get("tokens")) else None),
-        ("in steps", duration(summary.get("train_seconds")) if drawable_number(summary.get("train_seconds")) else None),
-        (
-            "warm-up",
-            duration(summary.get("warm_up_seconds")) if drawable_number(summary.get("warm_up_seconds")) else None,
-        ),
-        ("", moment(status.get("time")) if drawable_number(status.get("time")) else None),
+        *((name, words(value)) for name, value, words in numbers if drawable_number(value)),
     ]
 
 
@@ -103,32 +100,15 @@ def _comparison(report: dict[str, Any]) -> Html | None:
         return None
     names = [report["run"]["name"], report["against"]["run"]["name"]]
     found = report["against"]["comparison"]
-    rows = [
-        [
-            row["name"],
-            row["step"],
-            format_value(row["value"]),
-            format_value(row["other"]),
-            _percent(row["change"]),
-            row["how"],
-        ]
-        for row in found["rows"]
-    ]
-    notes = [speed_words(found, *names), *found["notes"]]
-    return el(
-        "div",
-        html_table(["", "step", *names, "change", ""], rows, f"Compared with {names[1]}", text=(5,)),
-        [el("p", note, class_="soft") for note in notes],
-    )
-
-
-def _percent(change: float | None) -> str | None:
-    """Return a change as a percentage with its sign."""
-    return None if change is None else f"{100 * change:+.1f} %"
+    rows = []
+    for row in found["rows"]:
+        change = None if row["change"] is None else f"{100 * row['change']:+.1f} %"
+        rows.append([row["name"], row["step"], row["value"], row["other"], change, row["how"]])
+    table = html_table(["", "step", *names, "change", ""], rows, f"Compared with {names[1]}", text=(5,))
+    return el("div", table, [el("p", note, class_="soft") for note in (speed_words(found, *names), *found["notes"])])
 
 
 def _footer() -> Html:
     """Return the foot of the page."""
-    return el(
-        "footer", "Made from the files of the run directory; report.json beside this page has the same content as data."
-    )
+    words = "Made from the files of the run directory; report.json beside this page has the same content as data."
+    return el("footer", words)

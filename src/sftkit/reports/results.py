@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sftkit.reports.charts import Series, ValueAxis, interval_chart
-from sftkit.reports.components import figure, html_table, section, value_text
-from sftkit.reports.evaluated import is_part, standing
+from sftkit.reports.components import figure, folded, html_table, section, value_text
+from sftkit.reports.evaluated import EVALUATION_COLUMNS, is_part, standing
 from sftkit.reports.files import Report, Rows
 from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import NONE, format_value
+from sftkit.reports.numbers import NONE, format_value, interval
 
 _MAX_CHARTS = 12
 
@@ -18,10 +18,10 @@ def evaluations_section(report: Report) -> Html:
     """Return the section: the newest evaluation with intervals, each task over the steps, validation by source."""
     newest = standing(report)
     tasks = [row["task"] for row in newest]
-    named = [
-        row | {"name": f"{t} {row['metric']}" if tasks.count(t) > 1 else _task(t)}
-        for t, row in zip(tasks, newest, strict=True)
+    several = [
+        f"{row['task']} {row['metric']}" if tasks.count(row["task"]) > 1 else _task(row["task"]) for row in newest
     ]
+    named = [row | {"name": name} for name, row in zip(several, newest, strict=True)]
     label = "Newest value of each task with its interval and the chance level"
     sizes = [interval_chart(named, label, width) for width in (760.0, 400.0)]
     overview = join(el("div", sizes[0], class_="wide"), el("div", sizes[1], class_="narrow")) if sizes[0] else None
@@ -31,15 +31,12 @@ def evaluations_section(report: Report) -> Html:
         return section("evaluations", "Evaluations", validation, lead=lead)
     caption = el("figcaption", "Newest values", el("span", "line: 95 % interval; tick: chance level", class_="soft"))
     charts = _over_steps(report)
-    return section(
-        "evaluations",
-        "Evaluations",
+    figures = (
         el("figure", caption, overview, class_="forest") if overview else None,
         el("div", charts, class_="charts") if charts else None,
-        _evaluation_table(report),
-        _how_evaluated(newest),
-        validation,
     )
+    tables = _evaluation_table(report), _how_evaluated(newest), validation
+    return section("evaluations", "Evaluations", *figures, *tables)
 
 
 def _how_evaluated(newest: Rows) -> Html | None:
@@ -50,11 +47,7 @@ def _how_evaluated(newest: Rows) -> Html | None:
         for part in ("settings", "metrics")
         if row[part]
     ]
-    if not cells:
-        return None
-    return el(
-        "details", el("summary", "Settings and all metrics"), html_table(["task", "", "what"], cells, text=(1, 2))
-    )
+    return folded("Settings and all metrics", html_table(["task", "", "what"], cells, text=(1, 2))) if cells else None
 
 
 def _evaluation_table(report: Report) -> Html:
@@ -65,16 +58,12 @@ def _evaluation_table(report: Report) -> Html:
     newest = standing(report)
     other = report["against"] and others_at(newest, report["against"])
     moved = any(first.get((row["task"], row["metric"]), row)["step"] != row["step"] for row in newest)
-    head = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
-    head += (["first"] if moved else []) + (["other run"] if other else [])
+    head = EVALUATION_COLUMNS + ["first"] * moved + ["other run"] * bool(other)
     cells = []
     for row in newest:
-        key = (row["task"], row["metric"])
-        interval = (
-            f"{row['low']:.3f} to {row['high']:.3f}" if row["low"] is not None and row["high"] is not None else NONE
-        )
+        task, metric = key = row["task"], row["metric"]
         step = f"{format_value(row['step'])}, final" if row.get("final") else row["step"]
-        cell = [_task(key[0]), key[1], _share(row["value"]), interval, row["chance"], row["examples"], step]
+        cell = [_task(task), metric, _share(row["value"]), interval(row) or NONE, row["chance"], row["examples"], step]
         cell += [_share(first.get(key, {}).get("value"))] if moved else []
         cell += [other[key]] if other else []
         cells.append(cell)
@@ -124,9 +113,7 @@ def _over_steps(report: Report) -> list[Html]:
 
 def _eval_series(rows: Rows, label: str, *, other: bool) -> Series:
     """Return the line of a task over the steps; intervals for this run only."""
-    bars = [
-        (row["step"], row["low"], row["high"]) for row in rows if row["low"] is not None and row["high"] is not None
-    ]
+    bars = [(row["step"], row["low"], row["high"]) for row in rows if interval(row)]
     return Series(label, [(row["step"], row["value"]) for row in rows], 0, other, () if other else bars)
 
 
@@ -137,10 +124,5 @@ def _validation(report: Report) -> Html | None:
     rows = [[name, last.get(f"val/{name}/loss"), last.get(f"val/{name}/bpb")] for name in sources]
     if "val/loss" in last or "val/bpb" in last:
         rows.append(["all", last.get("val/loss"), last.get("val/bpb")])
-    if not rows:
-        return None
-    return el(
-        "div",
-        html_table(["source", "nats per target", "bits per byte"], rows, "Validation, last evaluation"),
-        class_="slim",
-    )
+    table = html_table(["source", "nats per target", "bits per byte"], rows, "Validation, last evaluation")
+    return el("div", table, class_="slim") if rows else None

@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 from sftkit.reports.charts import Series, ValueAxis
-from sftkit.reports.components import CheckRow, check_table, facts, figure, html_table, points, section, value_text
+from sftkit.reports.components import CheckRow, check_table, facts, figure, folded, html_table, section, value_text
 from sftkit.reports.experts import experts
-from sftkit.reports.files import Report, Rows, mapping, on_cpu
+from sftkit.reports.files import Report, Rows, mapping, on_cpu, passed
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import format_value
 
-CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], float, bool], ...] = (
-    ("Learning rate", "", (("train/lr", "learning rate"),), 1, True),
-    ("Gradient norm", "before clipping", (("train/grad_norm", "gradient norm"),), 1, False),
-    (
-        "Speed",
-        "tokens/s per {each}",
-        (("perf/tok_per_sec_per_gpu", "useful"), ("perf/target_tok_per_sec_per_gpu", "targets")),
-        1,
-        True,
+_RATES = {"perf/tok_per_sec_per_gpu": "useful", "perf/target_tok_per_sec_per_gpu": "targets"}
+_LOADS = {"train/expert_load_max": "most", "train/expert_load_min": "least"}
+
+
+class CurveChart(NamedTuple):
+    """A chart of metrics over the steps."""
+
+    title: str
+    unit: str
+    "{each}: GPU or process"
+    metrics: dict[str, str]
+    "name -> label"
+    scale: float = 1
+    zero: bool = True
+    "whether the axis begins at 0"
+
+
+CURVES = (
+    CurveChart("Learning rate", "", {"train/lr": "learning rate"}),
+    CurveChart("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}, zero=False),
+    CurveChart("Speed", "tokens/s per {each}", _RATES),
+    CurveChart("MFU", "% of the bf16 peak", {"perf/mfu": "MFU"}, scale=100),
+    CurveChart("Step time", "seconds", {"perf/step_p50_seconds": "median", "perf/step_p95_seconds": "95th percentile"}),
+    CurveChart("Memory", "GiB per {each}", {"mem/peak_gib": "peak", "mem/reserved_gib": "reserved"}),
+    CurveChart("Waiting for data", "% of the time", {"perf/data_wait_pct": "waiting"}),
+    CurveChart("Padding", "% of positions", {"data/padding_pct": "padding"}),
+    CurveChart("Token accuracy", "0 to 1", {"train/token_accuracy": "accuracy"}, zero=False),
+    CurveChart("Entropy", "nats per target", {"train/entropy": "entropy"}, zero=False),
+    CurveChart(
+        "Auxiliary loss of routers", "experts per token at best", {"train/aux_loss": "auxiliary loss"}, zero=False
     ),
-    ("MFU", "% of the bf16 peak", (("perf/mfu", "MFU"),), 100, True),
-    (
-        "Step time",
-        "seconds",
-        (("perf/step_p50_seconds", "median"), ("perf/step_p95_seconds", "95th percentile")),
-        1,
-        True,
-    ),
-    ("Memory", "GiB per {each}", (("mem/peak_gib", "peak"), ("mem/reserved_gib", "reserved")), 1, True),
-    ("Waiting for data", "% of the time", (("perf/data_wait_pct", "waiting"),), 1, True),
-    ("Padding", "% of positions", (("data/padding_pct", "padding"),), 1, True),
-    ("Token accuracy", "0 to 1", (("train/token_accuracy", "accuracy"),), 1, False),
-    ("Entropy", "nats per target", (("train/entropy", "entropy"),), 1, False),
-    ("Auxiliary loss of routers", "experts per token at best", (("train/aux_loss", "auxiliary loss"),), 1, False),
-    (
-        "Experts with most and least",
-        "even shares",
-        (("train/expert_load_max", "most"), ("train/expert_load_min", "least")),
-        1,
-        True,
-    ),
+    CurveChart("Experts with most and least", "even shares", _LOADS),
 )
-"Title, unit ({each}: GPU or process), metrics with their labels, factor, whether the axis begins at 0."
-_LOSS = (("train/loss", "training"), ("val/loss", "validation"))
+_LOSS = {"train/loss": "training", "val/loss": "validation"}
 _MAX_SOURCES = 6
 
 
@@ -53,36 +53,30 @@ def proof(report: Report) -> Html:
     """Return the section on each check that the run made of itself, with what was found and what was expected."""
     rows: Rows = report["proof"]
     if not rows:
-        return section(
-            "proof", "Proof", lead="This run has no proof.json: it made no checks of itself, or ended before."
-        )
-    states = [row.get("ok") if isinstance(row.get("ok"), bool) else None for row in rows]
-    failed = [value_text(row.get("name")) for row, ok in zip(rows, states, strict=True) if ok is False]
-    unknown = states.count(None)
+        lead = "This run has no proof.json: it made no checks of itself, or ended before."
+        return section("proof", "Proof", lead=lead)
+    checks = [
+        CheckRow(row.get("name"), row.get("found"), row.get("expected"), row.get("how"), ok=passed(row)) for row in rows
+    ]
+    states = [check.ok for check in checks]
+    failed = [value_text(check.name) for check in checks if check.ok is False]
     words = [f"{states.count(True)} of {len(rows)} checks pass"]
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
-    words += [f"{unknown} not checked"] if unknown else []
-    checks = [
-        CheckRow(row.get("name"), row.get("found"), row.get("expected"), row.get("how") or None, ok=ok)
-        for row, ok in zip(rows, states, strict=True)
-    ]
-    return section(
-        "proof",
-        "Proof",
+    words += [f"{states.count(None)} not checked"] if None in states else []
+    tables = (
         check_table(checks),
         facts(_made_with(report), "Made with"),
         facts(report["logits"], "Logits of fixed tokens, to compare with when the checkpoint is loaded"),
-        lead="; ".join(words) + ".",
     )
+    return section("proof", "Proof", *tables, lead="; ".join(words) + ".")
 
 
 def _made_with(report: Report) -> dict[str, Any]:
     """Return hardware, commit and the versions that decide numbers and speed."""
     found = report["environment"]
     packages = mapping(found.get("packages"))
-    named = [
-        f"{name} {packages[name]}" for name in ("torch", "transformers", "accelerate", "sftkit") if packages.get(name)
-    ]
+    names = ("torch", "transformers", "accelerate", "sftkit")
+    named = [f"{name} {packages[name]}" for name in names if packages.get(name)]
     hardware = " x ".join(str(found[key]) for key in ("world_size", "device") if found.get(key))
     made = {
         "hardware": hardware,
@@ -97,26 +91,20 @@ def curves(report: Report) -> Html:
     """Return the section on curves: loss first, then everything else that was logged; for two runs, both."""
     loss = figure("Loss", "nats per target token", _series(report, _LOSS), wide=True)
     found = [
-        figure(title, unit.format(each=each(report)), _series(report, names, scale), ValueAxis(zero=zero))
-        for title, unit, names, scale, zero in CURVES
+        figure(title, unit.format(each=each(report)), _series(report, metrics, scale), ValueAxis(zero=zero))
+        for title, unit, metrics, scale, zero in CURVES
     ]
-    bits = sorted(
-        name for name in report["curves"] if name.startswith("val/") and name.count("/") == 2 and name.endswith("/bpb")
-    )
-    names = [("val/bpb", "all"), *((name, name.split("/")[1]) for name in bits[: _MAX_SOURCES - 1])]
-    by_source = len(bits) > 1 and not report["against"]  # for two runs there would be too many lines to tell apart
-    found.append(figure("Bits per byte", "validation", _series(report, names if by_source else names[:1])))
+    bits = sorted(name for name in report["curves"] if re.fullmatch("val/[^/]*/bpb", name))
+    names = {"val/bpb": "all"}
+    if len(bits) > 1 and not report["against"]:  # for two runs there would be too many lines to tell apart
+        names |= {name: name.split("/")[1] for name in bits[: _MAX_SOURCES - 1]}
+    found.append(figure("Bits per byte", "validation", _series(report, names)))
     shown = [chart for chart in found if chart is not None]
     if loss is None and not shown:
         return section("curves", "Curves", lead="No line was logged.")
-    return section(
-        "curves",
-        "Curves",
-        el("div", loss, class_="charts first") if loss is not None else None,
-        el("div", shown, class_="charts"),
-        experts(report),
-        _all_metrics(report),
-    )
+    first = el("div", loss, class_="charts first") if loss is not None else None
+    others = el("div", shown, class_="charts"), experts(report), _all_metrics(report)
+    return section("curves", "Curves", first, *others)
 
 
 def each(report: Report) -> str:
@@ -125,19 +113,16 @@ def each(report: Report) -> str:
     return "process" if any(on_cpu(run["device"]) for run in runs) else "GPU"
 
 
-def _series(report: Report, names: Sequence[tuple[str, str]], scale: float = 1.0) -> list[Series]:
-    """Return the lines of these metrics, for each run."""
-    runs = [(report, False)] + ([(report["against"], True)] if report["against"] else [])
-    return [
-        Series(
-            f"{label}, {run['run']['name']}" if len(runs) > 1 else label,
-            points(run["curves"].get(name), scale),
-            style,
-            other,
-        )
-        for run, other in runs
-        for style, (name, label) in enumerate(names)
-    ]
+def _series(report: Report, names: dict[str, str], scale: float = 1.0) -> list[Series]:
+    """Return the lines of these metrics, for each run; values times `scale`."""
+    found = []
+    for run in (report, report["against"]) if report["against"] else (report,):
+        of_run = f", {run['run']['name']}" if report["against"] else ""
+        for style, (name, label) in enumerate(names.items()):
+            curve = run["curves"].get(name, [])
+            points = [(step, value * scale if value is not None else None) for step, value in curve]
+            found.append(Series(f"{label}{of_run}", points, style, other=run is not report))
+    return found
 
 
 def _all_metrics(report: Report) -> Html | None:
@@ -146,11 +131,7 @@ def _all_metrics(report: Report) -> Html | None:
     for name, curve in sorted(report["curves"].items()):
         values = [value for _, value in curve if value is not None]
         rows.append([name, report["last"].get(name), min(values, default=None), max(values, default=None)])
-    if not rows:
-        return None
-    return el(
-        "details", el("summary", f"All {len(rows)} metrics"), html_table(["name", "last", "lowest", "highest"], rows)
-    )
+    return folded(f"All {len(rows)} metrics", html_table(["name", "last", "lowest", "highest"], rows)) if rows else None
 
 
 def samples(report: Report) -> Html:
@@ -162,29 +143,19 @@ def samples(report: Report) -> Html:
     for index, entry in enumerate(steps):
         stops = [sample["stop"] for sample in entry["samples"] if sample.get("stop")]
         counts = ", ".join(f"{stops.count(stop)} {stop.replace('_', ' ')}" for stop in dict.fromkeys(stops))
-        title = el(
-            "summary",
-            f"Step {format_value(entry['step'])}",
-            el("span", f" {counts}", class_="soft") if counts else None,
-        )
-        folds.append(
-            el("details", title, [_sample(each) for each in entry["samples"]], open="open" if index == 0 else None)
-        )
+        words = el("span", f" {counts}", class_="soft") if counts else None
+        title = el("summary", f"Step {format_value(entry['step'])}", words)
+        opened = "open" if index == 0 else None
+        folds.append(el("details", title, [_sample(each) for each in entry["samples"]], open=opened))
     return section("samples", "Samples", folds)
 
 
 def _sample(sample: dict[str, str]) -> Html:
     """Return one sample."""
-    parts = [
-        (
-            el("dt", name),
-            el(
-                "dd",
-                sample.get(name) or el("span", "empty", class_="soft"),
-                class_="answer" if name == "answer" else None,
-            ),
-        )
-        for name in ("prompt", "reference", "answer")
-    ]
-    stop = (el("dt", "stopped by"), el("dd", sample["stop"].replace("_", " "))) if sample.get("stop") else None
-    return el("dl", parts, stop, class_="sample")
+    parts = []
+    for name, kind in (("prompt", None), ("reference", None), ("answer", "answer")):
+        text = sample.get(name) or el("span", "empty", class_="soft")
+        parts += [el("dt", name), el("dd", text, class_=kind)]
+    if sample.get("stop"):
+        parts += [el("dt", "stopped by"), el("dd", sample["stop"].replace("_", " "))]
+    return el("dl", parts, class_="sample")

@@ -77,12 +77,8 @@ def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
     text = f"killed without a word (kill -9, out of memory, or the machine went down): {where_it_was(run_dir)}"
     step = last_step(run_dir)
     next_one = f"; {how_to_go_on(run_dir, resume, start)}" if resume and start else ""
-    return {
-        **status,
-        "status": "killed",
-        "step": status.get("step") if step is None else step,
-        "error": text + next_one,
-    }
+    values = {"status": "killed", "step": status.get("step") if step is None else step, "error": text + next_one}
+    return status | values
 
 
 def report_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, words: list[str]) -> str:

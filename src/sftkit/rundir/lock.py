@@ -48,9 +48,8 @@ class Holder:
     "when it took the lock, Unix time"
 
     def __str__(self) -> str:
-        return (
-            f"process {self.pid} on {self.host}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
-        )
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host}, since {since}"
 
     def is_here(self) -> bool:
         """Return whether its id is of this boot and pid namespace, so that this process could see it."""
@@ -97,10 +96,9 @@ class RunLock:
 
     def _is_at(self, path: Path) -> bool:
         try:
-            found, ours = path.stat(), os.fstat(self._descriptor)
+            return os.path.samestat(path.stat(), os.fstat(self._descriptor))
         except FileNotFoundError:
             return False
-        return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
 
 
 _held: list[RunLock] = []

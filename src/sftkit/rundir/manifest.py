@@ -11,9 +11,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -62,9 +63,7 @@ def verify(folder: Path) -> str | None:
         return files
     if TRAINING_STATE not in files:
         return f"{folder}: {MANIFEST} lists no {TRAINING_STATE}"
-    if problem := _misplaced_or_truncated(folder, files):
-        return problem
-    return _other_content(folder, files, sha256_of([folder / name for name in files]))
+    return _damage(folder, files, sha256_of)
 
 
 def check_loadable(path: str) -> None:
@@ -95,7 +94,7 @@ def _problem_of_loaded(folder: Path) -> str | None:
         return files
     state = {TRAINING_STATE} if (folder / STATE).is_dir() else set()  # may be deleted: the model loads without
     files = {name: entry for name, entry in files.items() if not name.startswith(f"{STATE}/") or name in state}
-    return _misplaced_or_truncated(folder, files) or _other_content(folder, files, _hashes(folder, files))
+    return _damage(folder, files, partial(_hashes, folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | str:
@@ -116,7 +115,8 @@ def digest(folder: Path) -> str | None:
         return None
 
 
-def _misplaced_or_truncated(folder: Path, files: Mapping[str, Entry]) -> str | None:
+def _damage(folder: Path, files: Mapping[str, Entry], hashes: Callable[[Sequence[Path]], list[str]]) -> str | None:
+    """Return what is wrong with the files of a folder, whose content is read last; None: nothing."""
     for name, entry in files.items():
         if problem := _misplaced(folder, name):
             return problem
@@ -125,13 +125,10 @@ def _misplaced_or_truncated(folder: Path, files: Mapping[str, Entry]) -> str | N
             return f"{path}: missing, and {MANIFEST} lists it"
         if (size := path.stat().st_size) != entry.size:
             return f"{path}: not {entry.size} bytes, as {MANIFEST} says, but {size}"
-    return None
-
-
-def _other_content(folder: Path, files: Mapping[str, Entry], hashes: Iterable[str]) -> str | None:
-    for (name, entry), found in zip(files.items(), hashes, strict=True):
+    paths = [folder / name for name in files]
+    for path, entry, found in zip(paths, files.values(), hashes(paths), strict=True):
         if found != entry.sha256:
-            return f"{folder / name}: content does not match its sha256: {found}, and {MANIFEST} says {entry.sha256}"
+            return f"{path}: content does not match its sha256: {found}, and {MANIFEST} says {entry.sha256}"
     return None
 
 
@@ -160,10 +157,9 @@ def _what_to_do(folder: Path) -> str:
 # ---- hashes that were computed before ---------------------------------------------------------------------------------
 
 
-def _hashes(folder: Path, files: Mapping[str, Entry]) -> list[str]:
-    """Return the sha256 of the files, from the cache where a file has not changed since. Those of damaged files are
-    kept too."""
-    paths = [folder / name for name in files]
+def _hashes(folder: Path, paths: Sequence[Path]) -> list[str]:
+    """Return the sha256 of files of a folder, from the cache where a file has not changed since. Those of damaged
+    files are kept too."""
     place = folder.resolve()
     kept = Path(DataConfig.cache_dir) / HASHES / f"{hashlib.sha256(str(place).encode()).hexdigest()[:32]}.json"
     with _alone(kept.with_suffix(".json.lock")):
@@ -201,15 +197,8 @@ def _read(kept: Path) -> dict[Stamp, str]:
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Keep other processes of this machine out, as far as the file system can lock."""
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:  # a cache that cannot be written: each process reads the files itself
+    with ExitStack() as opened:
+        with suppress(OSError):  # a cache that cannot be written: each process reads the files itself
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(opened.enter_context(lock.open("ab")), fcntl.LOCK_EX)
         yield
-        return
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -99,23 +99,8 @@ OPTIMIZER = f"{STATE}/optimizer"
 
 _STEP = "step-"
 WRITTEN_OVER = (
-    CONFIG,
-    ENVIRONMENT,
-    MADE_FROM,
-    STATUS,
-    ERRORS,
-    HEARTBEATS,
-    PREFLIGHT,
-    PROOF,
-    REPORT,
-    REPORT_DATA,
-    TOKENIZER,
-    COMPILE,
-    TRACE,
-    SAMPLES,
-    EVENTS,
-    BEST,
-    f"{EVALUATIONS}/{_STEP}*",
+    *(CONFIG, ENVIRONMENT, MADE_FROM, STATUS, ERRORS, HEARTBEATS, PREFLIGHT, PROOF, REPORT, REPORT_DATA, TOKENIZER),
+    *(COMPILE, TRACE, SAMPLES, EVENTS, BEST, f"{EVALUATIONS}/{_STEP}*"),
 )
 """Glob patterns of what a run writes or writes over. Where they are found without one of OF_STEPS, no run has written
 them."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sftkit.config.schema import Config, ModelConfig
-from sftkit.rundir.files import replace_text
+from sftkit.rundir.files import read_object, replace_text
 from sftkit.rundir.names import MADE_FROM, MANIFEST, latest_checkpoint
 
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -57,21 +57,17 @@ def write_provenance(folder: Path, cfg: Config, *, resumes: bool) -> str | None:
     Returns:
         a warning if those weights have changed; None: they have not.
     """
-    now, before = current_provenance(cfg), read_provenance(Path(cfg.run.dir)) if resumes else None
-    if before is not None and "model.path" not in cfg.train.resume_changes:
+    began = now = current_provenance(cfg)
+    if resumes and "model.path" not in cfg.train.resume_changes and (before := read_provenance(Path(cfg.run.dir))):
         began = now._replace(weights=before.weights)
-    else:
-        began = now
     replace_text(folder / MADE_FROM, json.dumps(began._asdict(), indent=1))
     return weights_changed(cfg.model, began, now)
 
 
 def read_provenance(run_dir: Path) -> Provenance | None:
     """Return what the run of a directory was made from; None: it has not written it down."""
-    try:
-        return Provenance(**json.loads((run_dir / MADE_FROM).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+    found = read_object(run_dir / MADE_FROM)
+    return Provenance(**found) if set(found) == set(Provenance._fields) else None
 
 
 def weights_changed(model: ModelConfig, began: Provenance, now: Provenance) -> str | None:

@@ -161,8 +161,8 @@ class RunStatus:
 
     def gone(self) -> list[int]:
         """Return the ranks of this machine that had ended before a launcher told the others to, in order: their process
-        ids are gone, as the launcher has collected their exit codes. Of those that it tells to end it collects them
-        when this rank, too, has ended."""
+        ids are gone, as the launcher has collected their exit codes. Codes of ranks that it told to end are collected
+        only after this rank has ended, too."""
         return sorted(rank for rank, pid in self.neighbours.items() if not psutil.pid_exists(pid))
 
     def write_end(self, number: int | None, *, stopped: bool) -> None:
@@ -209,11 +209,9 @@ class RunStatus:
             if time.monotonic() >= end:
                 return None
             time.sleep(0.1)
-        if not found[0].symptom:
-            return found[0]
-        # Nobody has written a cause. If exactly one rank has written nothing, it is the one that ended.
+        # If nobody has written a cause and exactly one rank has written nothing, it is the one that ended.
         silent = sorted(set(range(self.world_size)) - {failure.rank for failure in found})
-        if len(silent) != 1:
+        if not found[0].symptom or len(silent) != 1:
             return found[0]
         text = f"it ended without a word (killed? out of memory?); rank {found[0].rank} then saw: {found[0].error}"
         return Failure(silent[0], found[0].step, found[0].phase, text, found[0].time)

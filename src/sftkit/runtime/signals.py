@@ -239,15 +239,22 @@ def exit_on_signals() -> Iterator[None]:
         print_text(f"\n{signal.Signals(signum).name}: ended", error=True)
         sys.exit(128 + signum)
 
-    # Without it the thread of runtime/script.py would read the signal too, and end this process at once.
+    with handled_by(leave):
+        yield
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Give the signals that are heeded to this handler inside the block."""
+    # Without it the thread of runtime/script.py would read the signal too, and end this process and its children.
     listening = signal.set_wakeup_fd(-1)
-    before = {number: signal.signal(number, leave) for number in heeded()}
+    before = {number: signal.signal(number, handler) for number in heeded()}
     try:
         yield
     finally:
         signal.set_wakeup_fd(listening)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 # Held while a child comes into being, so that `end_process` does not miss it.

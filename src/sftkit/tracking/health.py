@@ -121,7 +121,7 @@ _COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
 
 @dataclass(frozen=True)
 class Reports:
-    """Where it is told what went wrong."""
+    """Where problems are reported."""
 
     tracker: Tracker
     "as an event"

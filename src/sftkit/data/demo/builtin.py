@@ -38,15 +38,6 @@ class TaskConversation:
     "Identity of the problem of each turn: family and operands, the same in every wording."
 
 
-@dataclass(frozen=True)
-class TaskProblem:
-    """A question with one right answer; `identity` is the same in every wording."""
-
-    identity: str
-    question: str
-    answer: str
-
-
 # Words that documentation is full of, too. A word in a question is written without a space before it (one,two), as it
 # is at the beginning of an answer, so that both are the same token and an answer is a copy.
 CATEGORIES = {
@@ -68,17 +59,19 @@ POSITIONS = {"first": 0, "second": 1, "last": -1}
 Drawn = tuple[str, str, dict[str, object]]
 "Operands, answer, and the fields of the wording."
 Draw = Callable[[Random], Drawn]
-_makers: dict[str, Callable[[Random], TaskProblem]] = {}
+Problem = tuple[str, str, str]
+"Identity, which is the same in every wording, question and its one right answer."
+_makers: dict[str, Callable[[Random], Problem]] = {}
 
 
 def _family(*phrasings: str, below: str = "") -> Callable[[Draw], Draw]:
     """Register a function of rng -> (operands, answer, fields of the wording) as the task family of its name."""
 
     def register(draw: Draw) -> Draw:
-        def make(rng: Random) -> TaskProblem:
+        def make(rng: Random) -> Problem:
             operands, answer, fields = draw(rng)
             question = f"{_choose(rng, phrasings)}\n{below}".strip().format(**fields)
-            return TaskProblem(f"{draw.__name__}: {operands}", question, answer)
+            return f"{draw.__name__}: {operands}", question, answer
 
         _makers[draw.__name__] = make
         return draw
@@ -250,17 +243,16 @@ def _conversation(family: str, rng: Random, *, heldout: bool) -> TaskConversatio
     if rng.random() < TWO_TURNS:
         families.insert(0, CAPITALS_FAMILY if capitals else _choose(rng, FAMILIES))
     for name in families:
-        problem = _problem(name, rng, heldout=heldout)
-        answer = problem.answer.upper() if capitals else problem.answer
-        messages.append({"role": "user", "content": problem.question})
-        messages.append({"role": "assistant", "content": answer})
-        problems.append(problem.identity)
+        identity, question, answer = _problem(name, rng, heldout=heldout)
+        answer = answer.upper() if capitals else answer
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        problems.append(identity)
     return TaskConversation(family, messages, answer, tuple(problems))
 
 
-def _problem(family: str, rng: Random, *, heldout: bool) -> TaskProblem:
+def _problem(family: str, rng: Random, *, heldout: bool) -> Problem:
     """Draw a problem of this side of the split: every tenth (by hash) is held out."""
     while True:
-        problem = _makers[family](rng)
-        if (stable_hash(problem.identity) % 10 == 0) == heldout:
-            return problem
+        identity, question, answer = _makers[family](rng)
+        if (stable_hash(identity) % 10 == 0) == heldout:
+            return identity, question, answer

@@ -31,10 +31,8 @@ NAMES = tuple(map("".join, product(("ba", "de", "fi", "go"), ("ka", "le", "mi", 
 def pictures(split: Split) -> Iterator[dict[str, str]]:
     """Yield rows in a fixed order, the same on every machine: the name of a picture and its caption."""
     for number in range(PICTURES[split]):
-        yield {
-            "image": f"{PREFIX}{split}/{number}",
-            "caption": " ".join(NAMES[colour] for colour in _colours(split, number)),
-        }
+        caption = " ".join(NAMES[colour] for colour in _colours(split, number))
+        yield {"image": f"{PREFIX}{split}/{number}", "caption": caption}
 
 
 def picture(name: str, size: tuple[int, int, int]) -> np.ndarray:

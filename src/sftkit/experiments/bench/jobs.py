@@ -90,7 +90,10 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
     Raises:
         ConfigError: every problem of the plan, one a line, with file and key.
     """
-    plan = _beside(read_plan(path), path.parent)
+    plan = read_plan(path)
+    if plan.data.lengths is not None:  # a path that holds anywhere
+        lengths = str((path.parent / plan.data.lengths).absolute())
+        plan = replace(plan, data=replace(plan.data, lengths=lengths))
     runs = expanded_runs(plan)
     problems = [f"{path}: {problem}" for problem in between_runs(plan, runs)]
     problems += [f"--only: {text}" for text in not_runs(only or [], [run.name for run in runs])]
@@ -101,18 +104,11 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
                 jobs.append(_job(plan, run, path, out))
             except ConfigError as error:
                 problems += str(error).splitlines()
-    chosen = [job.name for job in jobs]
-    problems += [f"--only: {j.name} needs {j.warm_from} too" for j in jobs if j.warm_from not in (None, *chosen)]
+    chosen = [None, *(job.name for job in jobs)]
+    problems += [f"--only: {job.name} needs {job.warm_from} too" for job in jobs if job.warm_from not in chosen]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return jobs
-
-
-def _beside(plan: BenchPlan, folder: Path) -> BenchPlan:
-    """Return the plan with the file of lengths, if it names one, as a path that holds anywhere."""
-    if plan.data.lengths is None:
-        return plan
-    return replace(plan, data=replace(plan.data, lengths=str((folder / plan.data.lengths).absolute())))
 
 
 def _cap(data: DataPlan) -> int:
@@ -176,7 +172,10 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
     sections: dict[str, Any] = _sources(plan.data)
     sections["model"]["scratch"] = plan.models[run.model]
     for key, value in {**filled, **dict(_leaves(plan.defaults))}.items():
-        _put(sections, key.split("."), value)
+        tree, (*parents, last) = sections, key.split(".")
+        for parent in parents:
+            tree = tree.setdefault(parent, {})
+        tree[last] = value
     # Read as a file, so that it is checked as every recipe is; problems are told where the plan has them.
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
@@ -204,9 +203,3 @@ def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _leaves(item, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", item
-
-
-def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[keys[-1]] = value

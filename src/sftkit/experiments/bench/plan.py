@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -191,23 +190,16 @@ def _class_at(keys: KeyPath) -> Any:
 
 def expanded_runs(plan: BenchPlan) -> list[RunPlan]:
     """Return the runs of the plan, then those that its ablations make."""
-    runs = list(plan.runs)
-    if plan.ablations is None:
-        return runs
-    base = next((run for run in runs if run.name == plan.ablations.of), None)
-    for label, change in plan.ablations.each.items() if base else ():
-        assert base is not None
-        runs.append(
-            replace(
-                base,
-                name=f"{base.name}: {label}",
-                set={**base.set, **change},
-                baseline=base.name,
-                same_loss_as=None,
-                warm_from=None,
-            )
-        )
-    return runs
+    ablations = plan.ablations
+    base = next((run for run in plan.runs if ablations and run.name == ablations.of), None)
+    if ablations is None or base is None:
+        return list(plan.runs)
+    base = replace(base, baseline=base.name, same_loss_as=None, warm_from=None)
+    made = [
+        replace(base, name=f"{base.name}: {label}", set={**base.set, **change})
+        for label, change in ablations.each.items()
+    ]
+    return [*plan.runs, *made]
 
 
 def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
@@ -279,8 +271,3 @@ def read_lengths(path: Path) -> Lengths:
             f"data.lengths: {path}: must be a JSON object with the lists positions and targets: {error}"
         ) from None
     return lengths
-
-
-def sigma(documents: LognormalLengths) -> float:
-    """Return the lognormal's sigma: mean = median * exp(sigma**2 / 2)."""
-    return math.sqrt(2.0 * math.log(documents.mean / documents.median))

@@ -68,11 +68,6 @@ class Processes:
         return Topology(stages=stages, replicas=copies, tensor=tensor, context=context)
 
 
-def _topologies() -> list[str]:
-    """Return the topologies that a plan can name."""
-    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-
-
 def accelerate_config(topology: str) -> dict[str, Any]:
     """Return the Accelerate config of a topology, as it lies in accelerate_configs."""
     config: dict[str, Any] = yaml.safe_load((CONFIGS / f"{topology}.yaml").read_text())
@@ -81,15 +76,16 @@ def accelerate_config(topology: str) -> dict[str, Any]:
 
 def wrong_processes(processes: Processes) -> Iterator[str]:
     """Yield what is wrong with a run's processes, topology and parallelism, each with its key."""
+    topologies = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     if processes.topology is None:
         if processes.count > 1:
-            yield f"processes: {processes.count} need a topology: one of {', '.join(_topologies())}"
+            yield f"processes: {processes.count} need a topology: one of {', '.join(topologies)}"
         if processes.parallelism is not None:
             yield "parallelism: needs a topology whose distributed_type is FSDP"
         return
-    if processes.topology not in _topologies():
-        near = difflib.get_close_matches(processes.topology, _topologies(), n=1)
-        hint = f'Did you mean "{near[0]}"?' if near else f"Files there: {', '.join(_topologies())}"
+    if processes.topology not in topologies:
+        near = difflib.get_close_matches(processes.topology, topologies, n=1)
+        hint = f'Did you mean "{near[0]}"?' if near else f"Files there: {', '.join(topologies)}"
         yield f'topology: "{processes.topology}" is no file of accelerate_configs. {hint}'
         return
     kind = accelerate_config(processes.topology)["distributed_type"]

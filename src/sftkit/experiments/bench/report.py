@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 ResultRow = dict[str, Any]
@@ -84,18 +86,9 @@ def loss_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) ->
         reference = reference_row(row["same_loss_as"], row, [*good, *replaced])
         if reference and (gaps := loss_differences(row, reference)):
             worst = max(gaps, key=gaps.__getitem__)
-            mean = sum(gaps.values()) / len(gaps)
+            sizes = f"{gaps[worst]:.2e} (step {worst})", f"{sum(gaps.values()) / len(gaps):.2e}"
             ends = ", ".join(format_number(last_loss(each), "{:.4f}") for each in (reference, row))
-            cells.append(
-                [
-                    row["name"],
-                    reference["name"],
-                    str(len(gaps)),
-                    f"{gaps[worst]:.2e} (step {worst})",
-                    f"{mean:.2e}",
-                    ends,
-                ]
-            )
+            cells.append([row["name"], reference["name"], str(len(gaps)), *sizes, ends])
     header = ["run", "reference", "losses compared", "max difference", "mean difference", "last loss: reference, run"]
     return "Losses on the same batches, nats per target token:\n\n" + markdown_table(header, cells) if cells else ""
 
@@ -117,9 +110,8 @@ def graph_table(rows: Sequence[ResultRow]) -> str:
 def loss_differences(row: ResultRow, reference: ResultRow) -> dict[str, float]:
     """Return step -> |loss - loss of the reference|, for the steps that both have; infinite where a loss was not
     finite."""
-    shared = {
-        step: (row["losses"][step], reference["losses"][step]) for step in row["losses"] if step in reference["losses"]
-    }
+    theirs = reference["losses"]
+    shared = {step: (loss, theirs[step]) for step, loss in row["losses"].items() if step in theirs}
     return {step: math.inf if a is None or b is None else abs(a - b) for step, (a, b) in shared.items()}
 
 
@@ -231,3 +223,9 @@ def markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+
+
+def write_page(page: Path, made: str) -> None:
+    """Replace what stands between <!-- tables --> and <!-- end of tables --> on a page."""
+    marks = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
+    page.write_text(marks.sub(lambda match: f"{match[1]}{made}{match[2]}", page.read_text()))

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,11 +25,6 @@ from sftkit.tracking.rows import MetricsLine
 def read_lines(path: Path) -> list[MetricsLine]:
     """Return the logged lines of a run."""
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _timed(lines: Sequence[MetricsLine], steps: Steps) -> list[MetricsLine]:
-    """Return the windows after the warm-up steps."""
-    return [line for line in lines if line["step"] > steps.warm_up]
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
@@ -79,10 +75,7 @@ def _positions(shape: str) -> int:
 
 
 def measured_row(
-    lines: Sequence[MetricsLine],
-    steps: Steps,
-    world_size: int = 1,
-    documents: Callable[[int, int], int] | None = None,
+    lines: Sequence[MetricsLine], steps: Steps, world_size: int = 1, documents: Callable[[int, int], int] | None = None
 ) -> dict[str, Any]:
     """Return speed, memory, padding and losses from the logged lines of a run.
 
@@ -92,12 +85,10 @@ def measured_row(
     Args:
         documents: of all ranks in the steps after one step, up to another; None: unknown.
     """
-    windows = _timed(lines, steps)
+    windows = [line for line in lines if line["step"] > steps.warm_up]
 
-    def per_second(line: MetricsLine) -> float | None:
-        if documents is None:
-            return None
-        return documents(line["step"] - steps.window, line["step"]) / (line["perf/step_seconds"] * steps.window)
+    def per_second(line: MetricsLine, counted: Callable[[int, int], int]) -> float:
+        return counted(line["step"] - steps.window, line["step"]) / (line["perf/step_seconds"] * steps.window)
 
     def of(key: str) -> dict[str, Any] | None:
         return spread([line.get(key) for line in windows])
@@ -108,7 +99,7 @@ def measured_row(
         "tok_per_sec": of("perf/tok_per_sec"),
         "tok_per_sec_per_gpu": spread([line["perf/tok_per_sec"] / world_size for line in windows]),
         "target_tok_per_sec": of("perf/target_tok_per_sec"),
-        "documents_per_sec": spread([per_second(line) for line in windows]),
+        "documents_per_sec": spread([per_second(line, documents) for line in windows] if documents else []),
         "step_seconds": of("perf/step_seconds"),
         "mfu": of("perf/mfu"),
         "data_wait_pct": of("perf/data_wait_pct"),
@@ -166,9 +157,6 @@ def write_row(job: Job, row: dict[str, Any]) -> None:
     stays."""
     temporary = job.folder / f".row-{os.getpid()}.tmp"
     temporary.write_text(json.dumps(row, indent=1))
-    try:
+    with suppress(FileExistsError):
         os.link(temporary, job.folder / "row.json")  # whole or not at all, and the first one wins
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink()
+    temporary.unlink()

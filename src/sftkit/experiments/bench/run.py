@@ -7,7 +7,6 @@ python -m sftkit.experiments.bench --report results.json
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from sftkit.experiments.bench.plan import slug
 from sftkit.experiments.bench.processes import bench_command, first_failure, own_caches, run_logged
 from sftkit.experiments.bench.report import markdown_report, result_line
 from sftkit.experiments.bench.rows import row_head
+from sftkit.rundir.files import replace_text
 from sftkit.runtime.signals import exit_on_signals
 
 MACHINE_TIMEOUT_SECONDS = 300
@@ -31,9 +31,8 @@ MACHINE_TIMEOUT_SECONDS = 300
 
 def main() -> int:
     """Run a plan, or print earlier results, as the words say. Return the exit code: 1 if a run failed."""
-    words = Parser(
-        (__doc__ or "").partition("\n")[0], prog=running(f"{program_path('python')} -m sftkit.experiments.bench")
-    )
+    prog = running(f"{program_path('python')} -m sftkit.experiments.bench")
+    words = Parser((__doc__ or "").partition("\n")[0], prog=prog)
     words.add_argument("plan", nargs="?", type=path, help="the plan, a YAML file")
     words.add_argument("--out", type=path, help="a new folder for the results (runs/bench/PLAN-TIME)")
     words.add_argument("--only", nargs="+", metavar="NAME", help="these runs of the plan")
@@ -93,34 +92,24 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
     if (out / "results.json").exists():
         raise ConfigError(f"--out: {out} holds results already: name another folder")
     out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {
-        "plan": str(plan),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": {},
-        "runs": [],
-    }
+    called = time.strftime("%Y-%m-%d %H:%M:%S")
+    results: dict[str, Any] = {"plan": str(plan), "started": called, "machine": {}, "runs": []}
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sftkit-bench-") as caches:
         results["machine"] = machine_ceilings(out)
         for number, job in enumerate(jobs, 1):
             started = time.perf_counter()
             row = _run_job(with_saved_code(job, jobs, Path(caches)), Path(caches))
             row["wall_seconds"] = time.perf_counter() - started
-            row["call"] = results["started"]
+            row["call"] = called
             over_ceiling(row, results["machine"])
             add_scaling(row, results["runs"])
             results["runs"].append(row)
-            _write(out, results)
+            # Each is replaced as a whole: a kill leaves those of the run before.
+            replace_text(out / "results.json", json.dumps(results, indent=1))
+            replace_text(out / "report.md", markdown_report(results))
             print_text(f"[{number}/{len(jobs)}] {result_line(row)}")
     print_text(f"\n{markdown_report(results)}\nresults: {out}/results.json")
     return results
-
-
-def _write(out: Path, results: dict[str, Any]) -> None:
-    """Write results.json and report.md, each replaced as a whole: a kill leaves those of the run before."""
-    for name, text in (("results.json", json.dumps(results, indent=1)), ("report.md", markdown_report(results))):
-        temporary = out / f".{name}.tmp"
-        temporary.write_text(text)
-        os.replace(temporary, out / name)
 
 
 def machine_ceilings(out: Path) -> dict[str, Any]:

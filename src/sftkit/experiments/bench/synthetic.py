@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.data.types import Examples
-from sftkit.experiments.bench.plan import SYNTHETIC, DataPlan, read_lengths, sigma
+from sftkit.experiments.bench.plan import SYNTHETIC, DataPlan, read_lengths
 from sftkit.models.kinds import check_causal, kind_of
 from sftkit.models.load import DTYPES, scratch_config
 from sftkit.models.vocabulary import check_rows
@@ -47,7 +48,8 @@ def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.nda
         assert data.lengths is not None
         return tuple(np.array(sizes, dtype=np.int64) for sizes in read_lengths(Path(data.lengths)))  # type: ignore[return-value]
     d = data.documents
-    lengths = np.clip(np.rint(rng.lognormal(np.log(d.median), sigma(d), d.count)), 4, d.cap).astype(np.int64)
+    sigma = math.sqrt(2.0 * math.log(d.mean / d.median))  # mean = median * exp(sigma**2 / 2)
+    lengths = np.clip(np.rint(rng.lognormal(np.log(d.median), sigma, d.count)), 4, d.cap).astype(np.int64)
     return lengths, np.maximum(np.rint(data.target_share * lengths), 1).astype(np.int64)
 
 
@@ -78,9 +80,8 @@ def new_model(
     """
     torch.manual_seed(spec.seed)
     if tokenizer is None:
-        config = AutoConfig.for_model(
-            **deepcopy(spec.fields)
-        )  # a config of two parts takes their fields out of what it is given
+        # A copy: a config of two parts takes their fields out of what it is given.
+        config = AutoConfig.for_model(**deepcopy(spec.fields))
         check_causal(config, "a bench on made-up texts (data.documents, data.lengths; name data.stage)")
     else:
         config = scratch_config(spec.fields, tokenizer)

@@ -61,15 +61,12 @@ class NoCheckpoints:
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         """Ignore the values of an evaluation."""
-        return
 
     def archive_later_steps(self, step: int) -> None:
         """Do nothing: there are no later checkpoints."""
-        return
 
     def finish(self) -> None:
         """Do nothing: no save is under way."""
-        return
 
     def ended_saves(self) -> tuple[()]:
         """Return nothing: no save has ended."""
@@ -83,7 +80,7 @@ class Probe(Tracker):
     noted: tuple[int, ...] = (1,)
     "steps whose end is noted"
     ended: dict[int, float]
-    peak_memory_gib: float | None = None
+    peak_memory_gib: float = 0.0
     compile: dict[str, float | None]
 
     def advance(self, step: int) -> None:
@@ -97,25 +94,18 @@ class Probe(Tracker):
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """Keep the largest peak and the newest counters of the compiler."""
         super().log_metrics(step, total_steps, values)
-        peak = values["mem/peak_gib"]
-        if peak is not None:
-            self.peak_memory_gib = max(peak, self.peak_memory_gib or 0.0)
+        self.peak_memory_gib = max(values["mem/peak_gib"] or 0.0, self.peak_memory_gib)
         self.compile = {k.removeprefix("compile/"): v for k, v in values.items() if k.startswith("compile/")}
 
 
-def on_every_rank(probe: Probe) -> list[dict[str, Any]]:
+def on_every_rank(probe: Probe, world_size: int) -> list[dict[str, Any]]:
     """Return what each rank saw, in order of rank. Every rank calls it; afterwards the main rank has written all its
     lines."""
-    cuda = torch.cuda.is_available()
-    mine = {
-        "peak_memory_gib": probe.peak_memory_gib,
-        "reserved_memory_gib": torch.cuda.memory_reserved() / 2**30 if cuda else None,
-        "compile": probe.compile,
-    }
-    if not torch.distributed.is_initialized():
-        return [mine]
-    seen: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(seen, mine)
+    reserved = torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else None
+    mine = {"peak_memory_gib": probe.peak_memory_gib, "reserved_memory_gib": reserved, "compile": probe.compile}
+    seen = [mine] * world_size
+    if world_size > 1:
+        torch.distributed.all_gather_object(seen, mine)
     return seen
 
 
@@ -139,15 +129,6 @@ def train_job(job: Job) -> dict[str, Any]:
     """Train as the job says, and return its row."""
     with closing(joined(job)) as rt:  # not `with joined(job)`: run_job writes the error of a run into its row
         return measured_run(job, rt)
-
-
-def _tokenizer_of(job: Job, rt: runtime.Runtime) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of data.stage, trained by the first run of a bench for all of them; None: tokens are made
-    up."""
-    cfg = job.config
-    if job.data.stage is None:
-        return None
-    return base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, job.folder.parent, rt)
 
 
 def batches_of(
@@ -174,7 +155,9 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     """Return the row of a job in a process that has joined its group."""
     cfg, stage = job.config, job.data.stage
     # As train.assemble makes a model, but with random weights and the same ones in every run.
-    tokenizer = _tokenizer_of(job, rt)
+    # The tokenizer of data.stage is trained by the first run of a bench for all of them; None: tokens are made up.
+    learned_from = cfg.model, cfg.data.train, cfg.data.on_bad_row
+    tokenizer = base_tokenizer(*learned_from, job.folder.parent, rt) if stage else None
     orig_model = new_model(ModelSpec(job.model, cfg.run.seed, rt.precision), rt.device, tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     if cfg.model.pad_vocab_to_multiple_of is not None:
@@ -203,7 +186,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
         "shapes": batches.layout.shapes,
         "graphs": graphs_of(job.folder),
         **measured_row(read_lines(job.folder / METRICS_FILE), job.steps, rt.world_size, batches.num_documents),
-        **over_ranks(on_every_rank(probe)),
+        **over_ranks(on_every_rank(probe, rt.world_size)),
         "warm_up_seconds": trained.warm_up_seconds,
         "first_step_seconds": waited[1],
         "first_steps_seconds": waited.get(job.steps.warm_up),

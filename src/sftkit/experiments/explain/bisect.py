@@ -153,12 +153,11 @@ def bisect(subject: Subject, question: BisectQuestion, backend: str) -> BisectAn
 
 def called_modules(subject: Subject) -> dict[str, ProbedModule]:
     """Return the modules that an eager pass calls, by path, with what each was given at its first call."""
-    calls = [subject.call, subject.again, *([subject.other] if subject.other else [])]
-    seen: list[dict[str, ModuleCall]] = [_inputs(subject.module, call) for call in calls]
-    other = seen[2] if subject.other else {}
+    first, again = (_inputs(subject.module, call) for call in (subject.call, subject.again))
+    other = _inputs(subject.module, subject.other) if subject.other else {}
     return {
-        path: ProbedModule(path, subject.module.get_submodule(path), call, seen[1].get(path, call), other.get(path))
-        for path, call in seen[0].items()
+        path: ProbedModule(path, subject.module.get_submodule(path), call, again.get(path, call), other.get(path))
+        for path, call in first.items()
     }
 
 
@@ -185,11 +184,8 @@ def _inputs(module: torch.nn.Module, call: ModuleCall) -> dict[str, ModuleCall]:
 def children_of(path: str, modules_by_path: dict[str, ProbedModule]) -> list[ProbedModule]:
     """Return the nearest modules inside one that were called: a list of modules is none."""
     inside = [name for name in modules_by_path if name != path and (not path or name.startswith(f"{path}."))]
-    return [
-        modules_by_path[name]
-        for name in inside
-        if not any(name.startswith(f"{other}.") for other in inside if other != name)
-    ]
+    nearest = [name for name in inside if not any(name.startswith(f"{other}.") for other in inside)]
+    return [modules_by_path[name] for name in nearest]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,16 +80,11 @@ def _explained(subject: Subject) -> Seen:
     """Ask torch._dynamo.explain, which resets Dynamo before and after."""
     with subject.around():
         output = torch._dynamo.explain(subject.module)(*subject.call.args, **subject.call.kwargs)
-    breaks = [
-        read_message(reason.reason, reason.user_stack[-1].filename, reason.user_stack[-1].lineno or 0)
-        for reason in output.break_reasons
-        if reason.user_stack and reason.graph_break
-    ]
+    places = [(one.reason, one.user_stack[-1]) for one in output.break_reasons if one.user_stack and one.graph_break]
+    breaks = tuple(read_message(reason, place.filename, place.lineno or 0) for reason, place in places)
     sizes = " + ".join(str(len(ops)) for ops in output.ops_per_graph or []) or "0"
-    said = (
-        f"{counted(output.graph_count, 'graph')} of {sizes} operators, {counted(len(output.out_guards or []), 'guard')}"
-    )
-    return Seen("explain", tuple(breaks), said)
+    guards = counted(len(output.out_guards or []), "guard")
+    return Seen("explain", breaks, f"{counted(output.graph_count, 'graph')} of {sizes} operators, {guards}")
 
 
 def _first_error(subject: Subject) -> Seen:
@@ -110,7 +105,6 @@ def _first_error(subject: Subject) -> Seen:
 def _row(breaks: list[tuple[str, Break]], *, first: bool) -> dict[str, Any]:
     """Return what the instruments say of one place: that of the most words, the others' kinds beside it."""
     best = max((one for _, one in breaks), key=lambda one: len(one.explanation) + sum(map(len, one.hints)))
-    best = replace(best, given_up=any(one.given_up for _, one in breaks))
     return {
         "file": best.file,
         "line": best.line,
@@ -119,6 +113,6 @@ def _row(breaks: list[tuple[str, Break]], *, first: bool) -> dict[str, Any]:
         "explanation": best.explanation,
         "remedy": remedy_of(best) or (NONE_KNOWN if first else FOLLOWS),
         "dynamo_says": list(best.hints),
-        "given_up": best.given_up,
+        "given_up": any(one.given_up for _, one in breaks),
         "seen_by": list(dict.fromkeys(instrument for instrument, _ in breaks)),
     }

@@ -160,11 +160,7 @@ GRAPH_BREAK_CASES = (
         "take the decorator away, or make an operator of the function with torch.library.custom_op",
     ),
     GraphBreakCase(
-        "torch._dynamo.graph_break()",
-        ("Call to `torch._dynamo.graph_break()`",),
-        marked,
-        silent,
-        "take the call away",
+        "torch._dynamo.graph_break()", ("Call to `torch._dynamo.graph_break()`",), marked, silent, "take the call away"
     ),
 )
 
@@ -183,13 +179,12 @@ class LossByValue(nn.Module):
         return loss(out, target)
 
 
-class LossByName(nn.Module):
+class LossByName(LossByValue):
     """A loss function that is chosen by an attribute: Python is asked while the graph is captured, so there is no
     break, and a guard on the name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(16, 4)
         self.kind = "mse"
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:

@@ -50,12 +50,10 @@ def parse() -> tuple[Namespace, Config | None]:
         parser.error("--labs has no recipe, so no --bisect, --kernels or --layers")
     if is_file(args.subject) and (args.overrides or args.layers):
         parser.error("key=value words and --layers belong to a recipe")
-    if args.labs:
-        return args, None
     if is_file(args.subject):
         file_of(args.subject)
-        return args, None
-    return args, read_config(args.subject, args.overrides, world_size=1)
+    without = args.labs or is_file(args.subject)
+    return args, None if without else read_config(args.subject, args.overrides, world_size=1)
 
 
 def is_file(subject: str | None) -> bool:

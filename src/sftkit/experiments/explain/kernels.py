@@ -51,15 +51,13 @@ def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any
     origins = {kernel["name"]: kernel["aten"] for graph in graphs for kernel in graph["kernels"] or []}
     with working("a step compiled"):
         fast = profiled(step, device, origins)
-        slow, quick = alternately(eagerly(step), step, device, CALLS)
+        # Eager is the same step, of which the Python of the model is run.
+        slow, quick = alternately(run_eagerly()(step), step, device, CALLS)
     undo_compile(subject.trained.model if subject.trained else subject.module)
     hints = compile_dir(out, 0) / "perf_hints.txt"
     return {
         "graphs": graphs,
-        "profiles": {
-            "eager": eager | {"seconds": slow.quickest},
-            "compiled": fast | {"seconds": quick.quickest},
-        },
+        "profiles": {"eager": eager | {"seconds": slow.quickest}, "compiled": fast | {"seconds": quick.quickest}},
         "busy": slow.busy or quick.busy,
         "counts": {
             "dispatches": sum(counted.operators.values()),
@@ -75,16 +73,6 @@ def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any
     }
 
 
-def eagerly(step: Step) -> Step:
-    """Return a step of compiled modules run by the Python of the model."""
-
-    def run() -> None:
-        with run_eagerly():
-            step()
-
-    return run
-
-
 @contextmanager
 def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[dict[str, float]]:
     """Compile in place as a run of the recipe does; what is run inside is compiled and logged.
@@ -97,10 +85,10 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
     # Private: what was captured before would be in the summary, which lists all that Dynamo knows.
     dynamo_utils.clear_compilation_metrics()
     dynamic_layout = subject.trained is not None and subject.trained.dynamic_layout
-    if subject.trained is None:
-        subject.module.compile(backend=compile.backend, dynamic=compile.dynamic, mode=compile.mode)
-    else:
+    if subject.trained:
         compile_model(subject.trained.model.orig_model, compile, dynamic_layout=dynamic_layout)
+    else:
+        subject.module.compile(backend=compile.backend, dynamic=compile.dynamic, mode=compile.mode)
     budget = 1.0 if compile.activation_memory_budget is None else compile.activation_memory_budget
     switches = compiler_switches(compile, budget, dynamic_layout=dynamic_layout)
     with compiler_logs(lambda: out, compile, 0) as write, switches, kernels_in_profile():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo  # private; its reset is what torch.compiler.reset calls
 from torch import nn
+from torch._dynamo.testing import CompileCounter  # private: a backend that counts graphs, and runs them by Python
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,6 +20,7 @@ from sftkit.config.schema import CompileConfig
 from sftkit.experiments.explain import pays
 from sftkit.experiments.explain.cases import GRAPH_BREAK_CASES, LossByName, LossByTensor, LossByValue
 from sftkit.experiments.explain.private import dispatch_keys, has_kernel
+from sftkit.experiments.explain.profile import callers
 from sftkit.experiments.explain.torch_logs import listening
 from sftkit.rundir.names import SUMMARY, compile_dir
 from sftkit.runtime.progress import working
@@ -40,16 +42,8 @@ def what_breaks() -> list[dict[str, Any]]:
     rows = []
     for case in GRAPH_BREAK_CASES:
         breaking, fixed = captured_graphs(case.breaking), captured_graphs(case.fixed)
-        rows.append(
-            {
-                "name": case.name,
-                "reasons": breaking["reasons"],
-                "broken": breaking["breaks"],
-                "graphs": breaking["graphs"],
-                "mended": fixed["breaks"],
-                "remedy": case.remedy,
-            }
-        )
+        counts = {"broken": breaking["breaks"], "graphs": breaking["graphs"], "mended": fixed["breaks"]}
+        rows.append({"name": case.name, "reasons": breaking["reasons"], **counts, "remedy": case.remedy})
     return rows
 
 
@@ -59,21 +53,21 @@ def captured_graphs(function: Callable[..., Any], *calls: Callable[[], tuple[Any
     Args:
         calls: each makes the arguments of one; none: a single call with a tensor [4, 8].
     """
-    graphs: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
-        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
-        return graph.forward
-
+    graphs = CompileCounter()
     # Dynamo keeps compiled code by Python function: each case starts without any, and leaves none.
     torch._dynamo.reset()
     with listening() as heard:
-        compiled = torch.compile(function, backend=backend)
+        compiled = torch.compile(function, backend=graphs)
         for make in calls or (lambda: (torch.linspace(-1, 2, 32).reshape(4, 8),),):
             compiled(*make())
     torch._dynamo.reset()
     reasons = [one.kind for one in heard.breaks()]
-    return {"graphs": len(graphs), "breaks": len(reasons), "reasons": reasons, "recompiles": len(heard.recompiles())}
+    return {
+        "graphs": graphs.frame_count,
+        "breaks": len(reasons),
+        "reasons": reasons,
+        "recompiles": len(heard.recompiles()),
+    }
 
 
 def chosen_losses() -> list[dict[str, Any]]:
@@ -104,20 +98,13 @@ def dispatch_trace(device: torch.device) -> list[dict[str, Any]]:
     layer(x)
     with profile(activities=[ProfilerActivity.CPU]) as traced:
         layer(x)
-    keys = dispatch_keys(x)
+    keys = [*dispatch_keys(x), "CompositeExplicitAutograd", "CompositeImplicitAutograd"]
     rows = []
     for event in traced.events() or []:
-        if not event.name.startswith("aten::"):
-            continue
-        depth, parent = 0, event.cpu_parent
-        while parent is not None:
-            depth, parent = depth + parent.name.startswith("aten::"), parent.cpu_parent
-        own = [
-            key
-            for key in [*keys, "CompositeExplicitAutograd", "CompositeImplicitAutograd"]
-            if has_kernel(event.name, key)
-        ]
-        rows.append({"name": event.name, "depth": depth, "keys": own})
+        if event.name.startswith("aten::"):
+            depth = sum(parent.name.startswith("aten::") for parent in callers(event))
+            own = [key for key in keys if has_kernel(event.name, key)]
+            rows.append({"name": event.name, "depth": depth, "keys": own})
     return rows
 
 

@@ -51,11 +51,8 @@ def difference(module: torch.nn.Module, call: ModuleCall, compiled: Callable[...
         LargestDifference(name, _relative(other[name], tensor) if name in other else float("inf"), tensor.dtype)
         for name, tensor in eager.items()
     ]
-    return max(
-        found,
-        key=lambda one: (one.relative / (one.allowed or 1.0)) if one.relative == one.relative else float("inf"),
-        default=LargestDifference("no output", 0.0, torch.float64),
-    )
+    none = LargestDifference("no output", 0.0, torch.float64)
+    return max(found, key=lambda one: one.relative / (one.allowed or 1.0), default=none)
 
 
 def _values(module: torch.nn.Module, function: Callable[..., Any], call: ModuleCall) -> dict[str, torch.Tensor]:
@@ -63,21 +60,16 @@ def _values(module: torch.nn.Module, function: Callable[..., Any], call: ModuleC
     torch.manual_seed(0)
     args, kwargs = pytree.tree_map_only(torch.Tensor, _fresh, (call.args, call.kwargs))
     outputs = function(*args, **kwargs)
-    named = {
-        f"output{pytree.keystr(path)}": leaf
-        for path, leaf in pytree.tree_flatten_with_path(outputs)[0]
-        if isinstance(leaf, torch.Tensor)
-    }
+    paths = pytree.tree_flatten_with_path(outputs)[0]
+    named = {f"output{pytree.keystr(path)}": leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
     found = {name: tensor.detach() for name, tensor in named.items()}
-    leaves: dict[str, torch.Tensor] = {
-        f"gradient of {name}": p for name, p in module.named_parameters() if p.requires_grad
-    }
-    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-    leaves |= {f"gradient of input {index}": tensor for index, tensor in enumerate(inputs)}
+    inputs = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad)
+    leaves: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    leaves |= {f"input {index}": tensor for index, tensor in enumerate(inputs)}
     total = sum((_signed(tensor) for tensor in named.values() if tensor.requires_grad), torch.zeros(()))
-    if leaves and isinstance(total, torch.Tensor) and total.requires_grad:
+    if leaves and total.requires_grad:
         gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        found |= {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
+        found |= {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True) if g is not None}
     return found
 
 
@@ -94,10 +86,7 @@ def _signed(tensor: torch.Tensor) -> torch.Tensor:
 def _relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Return |value - reference| / |reference|, norms of whole tensors; infinite where shapes differ, or where one
     alone is not finite."""
-    if value.shape != reference.shape:
+    if value.shape != reference.shape or not torch.equal(value.isfinite(), reference.isfinite()):
         return float("inf")
-    a, b = value.double(), reference.double()
-    if bool((a.isfinite() != b.isfinite()).any()):
-        return float("inf")
-    a, b = a.nan_to_num(posinf=0.0, neginf=0.0), b.nan_to_num(posinf=0.0, neginf=0.0)
-    return float((a - b).norm() / b.norm().clamp(min=1e-30)) if float((a - b).norm()) else 0.0
+    a, b = (tensor.double().nan_to_num(posinf=0.0, neginf=0.0) for tensor in (value, reference))
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))

@@ -13,15 +13,13 @@ from sftkit.reports.numbers import format_value
 from sftkit.reports.page import html_document
 from sftkit.runtime.words import counted
 
-STYLES = {
-    kind: style
-    for style, kind in enumerate(("matrix products", "elementwise", "reductions", "attention", "communication"))
-}
-STYLES |= {"copies and lookups": 5, "idle": 6}
+_STYLED = "matrix products", "elementwise", "reductions", "attention", "communication", "copies and lookups", "idle"
+STYLES = {kind: style for style, kind in enumerate(_STYLED)}
 
 _BUSY = (
     "The machine did other work meanwhile: some calls took much longer than the quickest, so these times say little."
 )
+_CONFIRMED = {True: "the whole is without fault when it is left out", False: "something else is at fault too"}
 
 
 def render_page(result: dict[str, Any]) -> str:
@@ -29,11 +27,8 @@ def render_page(result: dict[str, Any]) -> str:
     title = f"{result['name']} · what the compiler makes of it"
     facts = [el("li", el("b", result["device"])), el("li", f"torch {result['torch']}")]
     facts += [el("li", "shapes ", el("b", ", ".join(result["shapes"])))] if result.get("shapes") else []
-    beside = el("p", result["beside"]) if result.get("beside") else el("p")
-    header = el(
-        "header",
-        el("div", el("div", el("h1", result["name"]), class_="title"), el("ul", facts, class_="facts"), beside),
-    )
+    name = el("div", el("h1", result["name"]), class_="title")
+    header = el("header", el("div", name, el("ul", facts, class_="facts"), el("p", result.get("beside"))))
     parts: list[Html] = []
     if "breaks" in result:
         parts.append(_breaks(result["breaks"]))
@@ -58,18 +53,14 @@ def _breaks(breaks: dict[str, Any]) -> Html:
         for row in breaks["rows"]
     ]
     seen = [[one["name"], one["said"], one["adds"]] for one in breaks["instruments"]]
+    seen_heads = ["instrument", "what it said", "what it adds, and what it leaves out"]
     verdict = badge("one graph" if not rows else f"{len(rows)} place{'s' * (len(rows) > 1)}", ok=not rows)
     return section(
         "breaks",
         "Graph breaks",
         el("p", verdict),
         html_table(["where", "why", "remedy", "Dynamo says", "seen by"], rows, text=(1, 2, 3, 4)) if rows else None,
-        html_table(
-            ["instrument", "what it said", "what it adds, and what it leaves out"],
-            seen,
-            "Three instruments",
-            text=(1, 2),
-        ),
+        html_table(seen_heads, seen, "Three instruments", text=(1, 2)),
         el("h3", "Compiled again") if breaks["recompiles"] else None,
         [el("p", el("code", text)) for text in breaks["recompiles"]],
         lead="The whole module, called with one shape, with other values of it, and with another shape.",
@@ -79,25 +70,17 @@ def _breaks(breaks: dict[str, Any]) -> Html:
 def _bisected(rows: list[dict[str, Any]]) -> Html:
     cells = []
     for row in rows:
-        there = row["module"] is not None
-        confirmed = {
-            True: "the whole is without fault when it is left out",
-            False: "something else is at fault too",
-            None: "",
-        }
-        script = (
-            f"{Path(row['script']).name}: {'shows it' if row['shows'] else 'does not show it by itself'}"
-            if row["script"]
-            else row["printed"]
-        )
+        if row["module"] is None:
+            cells.append([row["title"], badge("none", ok=True), "", "", ""])
+            continue
+        told = (("and", row["others"]), ("not asked, as they look like it:", row["alike"]))
+        others = [el("span", el("br"), f"{words} {', '.join(names)}") for words, names in told if names]
+        found = el("span", el("code", row["where"]), el("br"), row["said"], others)
+        script = row["printed"]
+        if row["script"]:
+            script = f"{Path(row['script']).name}: {'shows it' if row['shows'] else 'does not show it by itself'}"
         cells.append(
-            [
-                row["title"],
-                badge("none" if not there else row["module"], ok=not there),
-                el("span", el("code", row["where"]), el("br"), row["said"], _others(row)) if there else "",
-                confirmed[row["confirmed"]] if there else "",
-                script if there else "",
-            ]
+            [row["title"], badge(row["module"], ok=False), found, _CONFIRMED.get(row["confirmed"], ""), script]
         )
     trees = [_tree(row) for row in rows if row["module"]]
     return section(
@@ -107,12 +90,6 @@ def _bisected(rows: list[dict[str, Any]]) -> Html:
         trees,
         lead="From the top down: a module's parts are asked, each compiled by itself, where the whole of it has the fault.",
     )
-
-
-def _others(row: dict[str, Any]) -> list[Html]:
-    """Return which others are at fault, and which were not asked because they look like one that is."""
-    told = (("and", row["others"]), ("not asked, as they look like it:", row["alike"]))
-    return [el("span", el("br"), f"{words} {', '.join(names)}") for words, names in told if names]
 
 
 def _tree(row: dict[str, Any]) -> list[Html]:
@@ -128,39 +105,25 @@ def _tree(row: dict[str, Any]) -> list[Html]:
 def time(result: dict[str, Any]) -> Html:
     """Return the section on where a step's time goes."""
     # The same step both ways, as bars of milliseconds by kind of work.
-    profiles, counts = result["profiles"], result["counts"]
-    rows = [
-        Bar(
-            way,
-            [
-                (kind, 1e3 * profiles[way]["seconds"] * share, STYLES[kind])
-                for kind, share in profiles[way]["shares"].items()
-            ],
-            f"{1e3 * profiles[way]['seconds']:.2f} ms",
-        )
-        for way in ("eager", "compiled")
-    ]
-    used = [kind for kind in KERNEL_KINDS if any(kind in profiles[way]["shares"] for way in profiles)]
-    shares = [
-        [kind, *(f"{profiles[way]['shares'].get(kind, 0.0):.1%}" for way in ("eager", "compiled"))] for kind in used
-    ]
-    longest = [[one["name"][:90], one["kind"], one["launches"], one["ms"]] for one in profiles["compiled"]["top"]]
+    eager, compiled = (result["profiles"][way] for way in ("eager", "compiled"))
+    counts, rows = result["counts"], []
+    for way, profile in (("eager", eager), ("compiled", compiled)):
+        milliseconds = 1e3 * profile["seconds"]
+        parts = [(kind, milliseconds * share, STYLES[kind]) for kind, share in profile["shares"].items()]
+        rows.append(Bar(way, parts, f"{milliseconds:.2f} ms"))
+    used = [kind for kind in KERNEL_KINDS if kind in eager["shares"] or kind in compiled["shares"]]
+    shares = [[kind, *(f"{way['shares'].get(kind, 0.0):.1%}" for way in (eager, compiled))] for kind in used]
+    heads = ["kernel or operator", "kind", "launches a step", "ms a step"]
+    longest = [[one["name"][:90], one["kind"], one["launches"], one["ms"]] for one in compiled["top"]]
     # From Python to the device: what eager dispatches, what of it computes, what each way launches.
-    funnel = [
-        Bar(
-            "operators dispatched in eager",
-            [("operators", counts["dispatches"], 1)],
-            format_value(counts["dispatches"]),
-        ),
-        Bar(
-            "of them, views left out",
-            [("operators", counts["dispatches"] - counts["views"], 1)],
-            format_value(counts["dispatches"] - counts["views"]),
-        ),
-        Bar("launches in eager", [("launches", counts["eager_launches"], 2)], format_value(counts["eager_launches"])),
-        Bar("launches compiled", [("launches", counts["launches"], 0)], format_value(counts["launches"])),
-    ]
-    ratio = profiles["eager"]["seconds"] / profiles["compiled"]["seconds"]
+    calls = (
+        ("operators dispatched in eager", "operators", counts["dispatches"], 1),
+        ("of them, views left out", "operators", counts["dispatches"] - counts["views"], 1),
+        ("launches in eager", "launches", counts["eager_launches"], 2),
+        ("launches compiled", "launches", counts["launches"], 0),
+    )
+    funnel = [Bar(name, [(what, count, style)], format_value(count)) for name, what, count, style in calls]
+    ratio = eager["seconds"] / compiled["seconds"]
     return section(
         "time",
         "Where a step's time goes",
@@ -173,12 +136,7 @@ def time(result: dict[str, Any]) -> Html:
         ),
         bars(funnel, "From Python to the device: how many calls a step takes"),
         html_table(["kind", "eager", "compiled"], shares, "Share of a step"),
-        html_table(
-            ["kernel or operator", "kind", "launches a step", "ms a step"],
-            longest,
-            "Compiled: what takes most",
-            text=(1,),
-        ),
+        html_table(heads, longest, "Compiled: what takes most", text=(1,)),
         lead="Seconds of the quickest of some steps without a profiler, shares from one. On a CPU, idle is the time between operators: Python, dispatcher, guards.",
     )
 
@@ -197,16 +155,12 @@ def stages(result: dict[str, Any]) -> Html:
             nodes = el("span", el("br"), ", ".join(one["nodes"]), class_="soft small") if one["nodes"] else None
             kernels.append([el("code", one["name"]), name, one["kind"], one["launches"], el("span", origin, nodes)])
     heads = ["graph", "function", "operators captured", "ATen operators", "fused kernels", "library calls", "seconds"]
+    made_heads = ["kernel", "graph", "kind", "launches", "from these operators, and nodes of the graph"]
     return section(
         "stages",
         "Three stages",
         html_table(heads, rows, text=(1,)),
-        html_table(
-            ["kernel", "graph", "kind", "launches", "from these operators, and nodes of the graph"],
-            kernels,
-            "Kernels",
-            text=(1, 2, 4),
-        ),
+        html_table(made_heads, kernels, "Kernels", text=(1, 2, 4)),
         el("h3", "Performance hints") if result["hints"] else None,
         [el("p", el("code", hint)) for hint in result["hints"] if hint.strip()],
         lead=f"Dynamo captures, AOTAutograd makes ATen operators, Inductor fuses them. "
@@ -216,27 +170,13 @@ def stages(result: dict[str, Any]) -> Html:
 
 def _pays(pays: dict[str, Any]) -> Html:
     """Return when compiling helps, beside what is claimed."""
-    compared = [
-        Bar(
-            row["name"],
-            [("times as fast", row["speedup"], 0)],
-            f"{row['speedup']:.2f}x, {row['verdict']}",
-            (row["low"], row["high"]),
-        )
-        for row in pays["rows"]
-    ]
-    cells = [
-        [
-            row["name"],
-            row["claim"],
-            row["eager_ms"],
-            row["compiled_ms"],
-            f"{row['speedup']:.2f}",
-            row["first_seconds"],
-            row["pays_after"],
-        ]
-        for row in pays["rows"]
-    ]
+    compared, cells = [], []
+    for row in pays["rows"]:
+        ratio = f"{row['speedup']:.2f}"
+        parts = [("times as fast", row["speedup"], 0)]
+        compared.append(Bar(row["name"], parts, f"{ratio}x, {row['verdict']}", (row["low"], row["high"])))
+        before = [row[key] for key in ("name", "claim", "eager_ms", "compiled_ms")]
+        cells.append([*before, ratio, row["first_seconds"], row["pays_after"]])
     heads = ["code", "claimed", "eager (ms)", "compiled (ms)", "times as fast", "first call (s)", "pays after calls"]
     return section(
         "pays",
@@ -252,6 +192,7 @@ def _labs(labs: dict[str, Any]) -> list[Html]:
     kernels = [
         [el("code", k["name"]), k["kind"], k["launches"], ", ".join(k["aten"])] for k in labs["softmax"]["kernels"]
     ]
+    keys = "keys with a kernel for it, in the order in which they are asked; autocast only where it is on"
     calls = [[el("code", "· " * c["depth"] + c["name"]), ", ".join(c["keys"]) or "-"] for c in labs["dispatch"]]
     broken = [[r["name"], r["broken"], r["mended"], r["remedy"], "; ".join(r["reasons"])] for r in labs["breaks"]]
     losses = [[r["name"], r["graphs"], r["breaks"], r["recompiles"]] for r in labs["loss"]]
@@ -266,14 +207,7 @@ def _labs(labs: dict[str, Any]) -> list[Html]:
         section(
             "dispatch",
             "What a linear layer calls",
-            html_table(
-                [
-                    "operator",
-                    "keys with a kernel for it, in the order in which they are asked; autocast only where it is on",
-                ],
-                calls,
-                text=(1,),
-            ),
+            html_table(["operator", keys], calls, text=(1,)),
             lead="Each indented line is a call that the one above makes through the dispatcher again.",
         ),
         section(

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,7 @@ class Sizes:
     dtype: torch.dtype
 
 
-SIZES = {
-    "cpu": Sizes(2**20, 512, 256, 128, torch.float32),
-    "cuda": Sizes(2**26, 4096, 2048, 4096, torch.bfloat16),
-}
+SIZES = {"cpu": Sizes(2**20, 512, 256, 128, torch.float32), "cuda": Sizes(2**26, 4096, 2048, 4096, torch.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -121,13 +119,11 @@ def _block(sizes: Sizes, device: torch.device, *, training: bool) -> Callable[..
 
 
 CODE_KINDS = (
-    CodeKind("a chain of elementwise operators", "2-5x", 2.0, 5.0, lambda s, d: _elementwise(chain, s, d)),
+    CodeKind("a chain of elementwise operators", "2-5x", 2.0, 5.0, partial(_elementwise, chain)),
     CodeKind("one matrix product", "1x", 0.9, 1.1, _product),
-    CodeKind(
-        "the chain with three graph breaks", "marginal", 0.9, 1.5, lambda s, d: _elementwise(chain_with_breaks, s, d)
-    ),
-    CodeKind("a whole block, inference", "1.5-3x", 1.5, 3.0, lambda s, d: _block(s, d, training=False)),
-    CodeKind("a whole block, training", "1.2-2x", 1.2, 2.0, lambda s, d: _block(s, d, training=True)),
+    CodeKind("the chain with three graph breaks", "marginal", 0.9, 1.5, partial(_elementwise, chain_with_breaks)),
+    CodeKind("a whole block, inference", "1.5-3x", 1.5, 3.0, partial(_block, training=False)),
+    CodeKind("a whole block, training", "1.2-2x", 1.2, 2.0, partial(_block, training=True)),
 )
 
 

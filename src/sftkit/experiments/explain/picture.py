@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sftkit.reports.markup import Html, el
@@ -31,7 +31,7 @@ class Bar:
     "(what it is, value, style 0 to 6), from left to right"
     text: str
     "beside its end"
-    span: tuple[float, float] | None = field(default=None)
+    span: tuple[float, float] | None = None
     "marked across it: what was claimed"
 
 
@@ -42,10 +42,8 @@ def bars(rows: Sequence[Bar], label: str, styles: Sequence[tuple[str, int]] = ()
         label: what a screen reader says.
         styles: (name, style) of the legend.
     """
-    longest = max(
-        [sum(value for _, value, _ in row.parts) for row in rows] + [row.span[1] for row in rows if row.span] + [1e-9]
-    )
-    scale = (WIDTH - LEFT - RIGHT) / longest
+    ends = [sum(value for _, value, _ in row.parts) for row in rows] + [row.span[1] for row in rows if row.span]
+    scale = (WIDTH - LEFT - RIGHT) / max([*ends, 1e-9])
     height = PITCH * len(rows) + 8
     drawing = el(
         "svg",
@@ -77,11 +75,7 @@ def _row(row: Bar, index: int, scale: float) -> Html:
     if row.span:
         low, high = (round(LEFT + value * scale, 1) for value in row.span)
         end = max(end, high)
-        for x1, x2, y1, y2 in (
-            (low, high, middle, middle),
-            (low, low, middle - 8, middle + 8),
-            (high, high, middle - 8, middle + 8),
-        ):
-            parts.append(el("line", x1=x1, x2=x2, y1=y1, y2=y2, class_="span"))
+        for x1, x2, reach in ((low, high, 0), (low, low, 8), (high, high, 8)):
+            parts.append(el("line", x1=x1, x2=x2, y1=middle - reach, y2=middle + reach, class_="span"))
     parts.append(el("text", row.text, x=round(end + 8, 1), y=middle + 4))
     return el("g", parts)

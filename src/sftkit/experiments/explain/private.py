@@ -21,13 +21,12 @@ def _needed(owner: Any, name: str, where: str) -> Any:
     Raises:
         ConfigError: this torch has none of that name.
     """
-    found = getattr(owner, name, None)
-    if found is None:
+    if not hasattr(owner, name):
         raise ConfigError(
             f"sftkit explain: torch {torch.__version__} has no {where}.{name}, which torch {TRIED} has: take that one, or leave "
             "--kernels and --labs out"
         )
-    return found
+    return getattr(owner, name)
 
 
 def quiet_profiler() -> None:
@@ -39,10 +38,8 @@ def quiet_profiler() -> None:
 
 def kernels_in_profile() -> AbstractContextManager[None]:
     """Have generated C++ marked, inside, around each kernel, so that a profile on a CPU shows them by name."""
-    _needed(torch._inductor.config, "cpp", "torch._inductor.config")
-    # The value may be None or False, which _needed would take for a missing name.
-    if not hasattr(torch._inductor.config.cpp, "enable_kernel_profile"):
-        _needed(torch._inductor.config.cpp, "enable_kernel_profile", "torch._inductor.config.cpp")
+    cpp = _needed(torch._inductor.config, "cpp", "torch._inductor.config")
+    _needed(cpp, "enable_kernel_profile", "torch._inductor.config.cpp")
     # A patch of Inductor's settings, undone when the context is left.
     return torch._inductor.config.patch({"cpp.enable_kernel_profile": True})
 

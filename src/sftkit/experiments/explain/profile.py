@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -119,20 +119,18 @@ def _on_device(events: Iterable[Any]) -> list[tuple[str, str, float, float]]:
 
 def on_host(events: Iterable[Any], origins: Origins) -> list[tuple[str, str, float, float]]:
     """Return the same of a CPU: the outermost operators and kernels that compute, with all inside them."""
-
-    def inside(event: Any) -> bool:
-        parent = event.cpu_parent
-        while parent is not None:
-            if kind_of_operator(parent.name, origins):
-                return True
-            parent = parent.cpu_parent
-        return False
-
     return [
         (event.name, kind, event.time_range.start, event.time_range.end)
         for event in events
-        if (kind := kind_of_operator(event.name, origins)) and not inside(event)
+        if (kind := kind_of_operator(event.name, origins))
+        and not any(kind_of_operator(caller.name, origins) for caller in callers(event))
     ]
+
+
+def callers(event: Any) -> Iterator[Any]:
+    """Yield the events on the CPU that an event is inside, the nearest first."""
+    while (event := event.cpu_parent) is not None:
+        yield event
 
 
 def kind_shares(work: Sequence[tuple[str, str, float, float]], wall: float) -> dict[str, float]:
@@ -159,12 +157,8 @@ def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
     for name, kind, start, end in work:
         found[name, kind].append(end - start)
     longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:TOP]
-    return [
-        {
-            "name": name,
-            "kind": kind,
-            "launches": round(len(times) / PROFILED_STEPS, 2),
-            "ms": sum(times) / PROFILED_STEPS / 1e3,
-        }
-        for (name, kind), times in longest
-    ]
+    rows = []
+    for (name, kind), times in longest:
+        launches, milliseconds = round(len(times) / PROFILED_STEPS, 2), sum(times) / PROFILED_STEPS / 1e3
+        rows.append({"name": name, "kind": kind, "launches": launches, "ms": milliseconds})
+    return rows

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree  # private: how torch.compile itself w
 from sftkit.experiments.bench.processes import run_logged
 from sftkit.experiments.explain.bisect import BisectAnswer, ProbedModule
 from sftkit.experiments.explain.numerics import ALLOWED
-from sftkit.experiments.explain.subject import ModuleCall, Subject
+from sftkit.experiments.explain.subject import Subject
 
 SHOWS = 3
 "The exit code of a script that shows its fault."
@@ -155,14 +155,13 @@ def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, tit
         NotWritable: an argument has no text.
     """
     second = {"values": probed.again, "shapes": probed.other}.get(finding.question)
-    values = (probed.call.args, probed.call.kwargs, second)
+    values = [(call.args, call.kwargs) for call in (probed.call, second) if call]
     # Classes of named tuples among the arguments, and our attention, if the model's calls are made for it.
     imports = sorted({f"from {kind.__module__} import {kind.__name__}" for kind in _kinds(values)})
     attention = ""
     if any(line.startswith("from sftkit.ops.attention ") for line in imports):
         imports.append("from sftkit.ops.attention import use_document_attention")
         attention = "use_document_attention(model)\n"
-    code = {"backend": backend, "code": SHOWS}
     head = HEAD.format(
         title=f"A module that {title}",
         name=probed.name,
@@ -176,13 +175,14 @@ def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, tit
         submodule=f"module = module.get_submodule({probed.path!r})\n" if probed.path else "",
         args=written(probed.call.args),
         kwargs=written(probed.call.kwargs),
-        **code,
+        code=SHOWS,
     )
-    more = {"again_args": written(second.args), "again_kwargs": written(second.kwargs)} if second else {}
+    more: dict[str, Any] = (
+        {"again_args": written(second.args), "again_kwargs": written(second.kwargs)} if second else {}
+    )
     dtypes = [tensor.dtype for tensor in probed.module.parameters()] or [torch.float32]
-    return head + BODY[finding.question].format(
-        dynamic=finding.question == "shapes", allowed=max(ALLOWED.get(dtype, 0.0) for dtype in dtypes), **code, **more
-    )
+    more |= {"allowed": max(ALLOWED.get(dtype, 0.0) for dtype in dtypes), "dynamic": finding.question == "shapes"}
+    return head + BODY[finding.question].format(backend=backend, code=SHOWS, **more)
 
 
 def written(value: Any) -> str:
@@ -197,12 +197,11 @@ def written(value: Any) -> str:
         return repr(value) if value == value else "float('nan')"
     if isinstance(value, torch.device):
         return f"torch.{value!r}"
-    if isinstance(value, dict) and type(value) is dict:
+    if type(value) is dict:
         return "{" + ", ".join(f"{written(key)}: {written(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return f"{type(value).__name__}({', '.join(map(written, value))})"
     if isinstance(value, tuple):
-        return f"({''.join(f'{written(item)}, ' for item in value)})"
+        kind = type(value).__name__ if hasattr(value, "_fields") else ""
+        return f"{kind}({''.join(f'{written(item)}, ' for item in value)})"
     if isinstance(value, list):
         return f"[{', '.join(map(written, value))}]"
     raise NotWritable(type(value).__name__)
@@ -214,13 +213,10 @@ def _tensor(value: torch.Tensor) -> str:
     plain = value.detach().cpu().contiguous()
     kind = str(plain.dtype)
     shape = "".join(f", {size}" for size in plain.shape)
-    data = (
-        base64.b64encode(zlib.compress(plain.flatten().view(torch.uint8).numpy().tobytes(), 9)).decode()
-        if plain.numel()
-        else ""
-    )
-    if plain.numel() and (len(data) <= _MAX_CHARACTERS or plain.dtype == torch.bool):
-        return f"tensor({data!r}, {kind}{shape})"
+    if plain.numel():
+        data = base64.b64encode(zlib.compress(plain.flatten().view(torch.uint8).numpy().tobytes(), 9)).decode()
+        if len(data) <= _MAX_CHARACTERS or plain.dtype == torch.bool:
+            return f"tensor({data!r}, {kind}{shape})"
     finite = plain.double()[plain.isfinite()]
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
     return f"drawn({kind}, {low!r}, {high!r}{shape})"
@@ -228,8 +224,6 @@ def _tensor(value: torch.Tensor) -> str:
 
 def _kinds(values: Any) -> set[type]:
     """Return the named tuples in arguments: their classes are imported."""
-    if isinstance(values, ModuleCall):
-        return _kinds((values.args, values.kwargs))
     if isinstance(values, dict):
         return _kinds(list(values.values()))
     if isinstance(values, tuple | list):

@@ -49,11 +49,12 @@ def run_explain(args: Namespace, cfg: Config | None) -> int:
     if args.labs:
         quiet_libraries()
         device = start_device()
-        result = _facts("Labs of the compiler", device) | {"labs": labs(device, out)}
-        return _finish(result, out)
+        return _finish(_facts("Labs of the compiler", device) | {"labs": labs(device, out)}, out)
     with subject_of(args, cfg) as subject:
         out.mkdir(parents=True, exist_ok=True)
-        result = _facts(subject.name, device_of(subject)) | {"beside": subject.beside, "shapes": shapes_of(subject)}
+        device = next((p.device for p in subject.module.parameters()), torch.device("cpu"))
+        shapes = [call.shape for call in (subject.call, subject.other) if call]
+        result = _facts(subject.name, device) | {"beside": subject.beside, "shapes": shapes}
         result["breaks"] = graph_breaks(subject)
         if args.bisect:
             result["bisect"] = _bisected(subject, cfg.compile.backend if cfg else "inductor", out)
@@ -78,16 +79,6 @@ def _facts(name: str, device: torch.device) -> dict[str, Any]:
     return {"name": name, "device": device_name(device), "torch": torch.__version__}
 
 
-def device_of(subject: Subject) -> torch.device:
-    """Return the device of the module's parameters; the CPU without any."""
-    return next((p.device for p in subject.module.parameters()), torch.device("cpu"))
-
-
-def shapes_of(subject: Subject) -> list[str]:
-    """Return the shapes of the calls, in words."""
-    return [call.shape for call in (subject.call, subject.other) if call]
-
-
 def graph_breaks(subject: Subject) -> dict[str, Any]:
     """Return the section on breaks."""
     with working("capturing graphs"):
@@ -107,14 +98,10 @@ def _bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]
         used = backend if question.name == "differs" else "eager"
         with working(f"which module {question.title}?"):
             finding = bisect(subject, question, used)
-            script = (
-                reproduce(subject, finding, question.title, used, out / f"{question.name}.py")
-                if finding.guilty
-                else None
-            )
-        rows.append(
-            {"question": question.name, "title": question.title, "backend": used} | _bisect_result(finding, script)
-        )
+            path = out / f"{question.name}.py"
+            script = reproduce(subject, finding, question.title, used, path) if finding.guilty else None
+        asked = {"question": question.name, "title": question.title, "backend": used}
+        rows.append(asked | _bisect_result(finding, script))
     return rows
 
 

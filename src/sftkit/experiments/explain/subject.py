@@ -26,7 +26,7 @@ from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.ops.attention import dense_kernels, plain_implementation
+from sftkit.ops.attention import kernels_of, plain_implementation
 from sftkit.ops.attention_choice import Execution, choose_backend
 from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.start import Runtime
@@ -118,12 +118,9 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     model = ModelWithLoss(orig_model, backend, (Caption if encodes else NextToken)(cfg.loss))
     # Three batches: as the warm-up's, with other values of the same shape, and of another length.
     rows, row_length = layout.shapes[-1]
-    batches = [
-        batch_of(layout, orig_model, rows, row_length, seed=None),
-        batch_of(layout, orig_model, rows, row_length, seed=1),
-        batch_of(layout, orig_model, rows, other_length(row_length), seed=1),
-    ]
-    call, again, other = (_call(model, batch.to(rt.device)) for batch in batches)
+    kinds = (row_length, None), (row_length, 1), (other_length(row_length), 1)
+    batches = [batch_of(layout, orig_model, rows, columns, seed).to(rt.device) for columns, seed in kinds]
+    call, again, other = (_call(model, batch) for batch in batches)
     return Subject(
         f"{type(orig_model).__name__}, {counted(config.get_text_config().num_hidden_layers, 'block')}",
         decoder(orig_model),
@@ -131,16 +128,15 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         again,
         other,
         source=_source(config, cfg.model, orig_model),
-        around=dense_kernels if backend == "sdpa" else nullcontext,
-        trained=ProfiledStep(model, batches[0].to(rt.device), layout.dynamic),
+        around=partial(kernels_of, backend),
+        trained=ProfiledStep(model, batches[0], layout.dynamic),
         beside=_beside(orig_model),
     )
 
 
 def _beside(orig_model: PreTrainedModel) -> str | None:
     """Return what of a model with an encoder is not looked at: the decoder alone is. None: there is no encoder."""
-    found = encoder(orig_model)
-    if found is None:
+    if (found := encoder(orig_model)) is None:
         return None
     return (
         f"the decoder alone: breaks and --bisect leave out the encoder ({type(found).__name__}), which is looked at as "
@@ -154,7 +150,17 @@ def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
     Raises:
         ConfigError: it is not here, or is not as transformers wants it, or has fewer blocks.
     """
-    config = _new_config(model) if model.scratch is not None else _config_there(model)
+    if model.scratch is not None:
+        # A tokenizer that is still to be trained has so many tokens; which of them end a text decides no graph.
+        training = model.train_tokenizer
+        tokenizer: Any = Tokens(training.vocab_size) if training else load_tokenizer(model)
+        config = scratch_config(dict(model.scratch), tokenizer)
+    else:
+        path = resolve(model.path or "")
+        try:
+            config = trained_config(AutoConfig.from_pretrained(path, **load_options(path, model)))
+        except (OSError, ValueError) as error:
+            raise offline_help(path, error) from error
     text = config.get_text_config()
     if layers is not None:
         if layers > text.num_hidden_layers:
@@ -163,27 +169,6 @@ def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     return config
-
-
-def _new_config(model: ModelConfig) -> PretrainedConfig:
-    """Return the config of a new model. A tokenizer that is still to be trained has so many tokens; which of them end a
-    text decides no graph."""
-    training = model.train_tokenizer
-    tokenizer: Any = Tokens(training.vocab_size) if training else load_tokenizer(model)
-    return scratch_config(dict(model.scratch or {}), tokenizer)
-
-
-def _config_there(model: ModelConfig) -> PretrainedConfig:
-    """Return the config of a model that is here or on the hub.
-
-    Raises:
-        ConfigError: it is not there, or is not as transformers wants it.
-    """
-    path = resolve(model.path or "")
-    try:
-        return trained_config(AutoConfig.from_pretrained(path, **load_options(path, model)))
-    except (OSError, ValueError) as error:
-        raise offline_help(path, error) from error
 
 
 def _new_model(config: PretrainedConfig, cfg: Config, rt: Runtime) -> PreTrainedModel:
@@ -214,9 +199,7 @@ def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(max(longest // 2, 1), longest + 1, rows).tolist()
     ids = rng.integers(0, vocabulary, sum(sizes) + rows)
-    recipe = tuple((row,) for row in range(rows))
-    examples = Examples.of(ids, sizes, made_up(rows))
-    return collate(examples, recipe, shape)
+    return collate(Examples.of(ids, sizes, made_up(rows)), tuple((row,) for row in range(rows)), shape)
 
 
 def other_length(row_length: int) -> int:
@@ -232,10 +215,9 @@ def _lengths(max_length: int) -> np.ndarray:
 
 def _call(model: ModelWithLoss, batch: Batch) -> ModuleCall:
     """Return the call of the decoder, with what the encoder, where there is one, has made of noise."""
-    rows, columns = batch.shape
-    with torch.no_grad(), dense_kernels() if model.backend == "sdpa" else nullcontext():
+    with torch.no_grad(), kernels_of(model.backend):
         kwargs = model.kind.decoder_inputs(model.orig_model, batch, model.backend)
-    return ModuleCall((), kwargs, f"{rows} x {columns}")
+    return ModuleCall((), kwargs, "{} x {}".format(*batch.shape))
 
 
 def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrainedModel) -> str:
@@ -250,7 +232,7 @@ def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrained
         fields = {k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
         kind = fields.pop("model_type", config.model_type)
         make = f"config = AutoConfig.for_model({kind!r}, **{fields!r})\n"
-    levels = next(n for n in (1, 2) if _inside(orig_model, n) is decoder(orig_model))
+    levels = 1 if orig_model.get_decoder() is decoder(orig_model) else 2
     remote = ", trust_remote_code=True" if model.trust_remote_code else ""
     return (
         f"from transformers import AutoConfig, {kind_of(config).auto_class.__name__}\n\n{make}"
@@ -258,10 +240,3 @@ def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrained
         f"attn_implementation={plain_implementation(config)!r}{remote})\n"
         f"module = model{'.get_decoder()' * levels}.to({str(orig_model.device)!r}).train()\n"
     )
-
-
-def _inside(orig_model: PreTrainedModel, levels: int) -> Any:
-    found: Any = orig_model
-    for _ in range(levels):
-        found = found.get_decoder()
-    return found

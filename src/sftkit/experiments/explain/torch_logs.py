@@ -19,6 +19,7 @@ TORCH_LOGS = ("graph_breaks", "recompiles", "perf_hints")
 GIVEN_UP = "Failed to handle graph break gracefully"
 _LAST_PLACE = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 _WRAPPER = re.compile(r"^(?:Encountered graph break when attempting to trace|Failed to handle graph break)[^\n]*\n\s*")
+_PARTS = re.compile(r"^ *(Explanation|Hint): (.*?)(?=^ *(?:Hint|Developer debug context): |\n\n|\Z)", re.M | re.S)
 _EMPTY_HINT = (
     "Please report",
     "File an issue",
@@ -129,19 +130,11 @@ def read_message(text: str, file: str = "?", line: int = 0) -> Break:
     if kind.startswith("generic_jump"):
         kind = DATA_DEPENDENT
     # Explanation and hints each reach to the next heading, an empty line or the end.
-    explanation = re.search(
-        r"^ *Explanation: (.*?)(?=^ *(?:Hint|Developer debug context): |\n\n|\Z)", body, re.M | re.S
-    )
-    hints = re.findall(r"^ *Hint: (.*?)(?=^ *(?:Hint|Developer debug context): |\n\n|\Z)", body, re.M | re.S)
-    words = (" ".join(hint.split()) for hint in hints)
-    return Break(
-        file,
-        line,
-        kind,
-        " ".join(explanation[1].split()) if explanation else "",
-        tuple(hint for hint in words if not hint.startswith(_EMPTY_HINT)),
-        given_up,
-    )
+    said: dict[str, list[str]] = {"Explanation": [], "Hint": []}
+    for heading, words in _PARTS.findall(body):
+        said[heading].append(" ".join(words.split()))
+    hints = tuple(hint for hint in said["Hint"] if not hint.startswith(_EMPTY_HINT))
+    return Break(file, line, kind, next(iter(said["Explanation"]), ""), hints, given_up)
 
 
 def recompile_of(text: str) -> str:

@@ -6,9 +6,11 @@ import importlib.util
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
 
 from sftkit.errors import ConfigError
 from sftkit.experiments.explain.flags import file_of
@@ -43,14 +45,12 @@ def of_file(words: str, device: torch.device) -> Subject:
     if not all(isinstance(args, tuple | list) for args in made[1:]):
         raise ConfigError(f"{words}: args must be a tuple, even of one tensor: return module, (tensor,)")
     module = made[0].to(device)
-    call, *more = (ModuleCall(_on(tuple(args), device), shape=_shapes(args)) for args in made[1:])
+    there = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tuple(map(tuple, made[1:])))
+    call, *more = (ModuleCall(args, shape=_shapes(args)) for args in there)
     # What does not run in eager would otherwise end as an error of the compiler.
     for each in (call, *more):
-        with (
-            _failures_of(words, "calling the module uncompiled with its args"),
-            torch.random.fork_rng(),
-            torch.no_grad(),
-        ):
+        doing = "calling the module uncompiled with its args"
+        with _failures_of(words, doing), torch.random.fork_rng(), torch.no_grad():
             module(*each.args)
     # The whole file goes into the reproduction, as text in a string, and is executed there.
     text = path.read_text(encoding="utf-8").replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
@@ -75,13 +75,8 @@ def _failures_of(words: str, doing: str) -> Iterator[None]:
         raise ConfigError(f"{words}: {doing} fails{at}: {type(error).__name__}: {error}") from error
 
 
-def _on(value: Any, device: torch.device) -> Any:
-    # torch.utils._pytree is private: how torch.compile itself walks arguments.
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
-
-
 def _shapes(args: Any) -> str:
-    found = [tensor for tensor in torch.utils._pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+    found = [tensor for tensor in pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor)]
     return ", ".join(" x ".join(map(str, tensor.shape)) for tensor in found)
 
 
@@ -92,5 +87,4 @@ def _other_values(call: ModuleCall) -> ModuleCall:
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flip(0) * 0.9 if tensor.is_floating_point() and tensor.dim() else tensor
 
-    change = torch.utils._pytree.tree_map_only(torch.Tensor, changed, (call.args, call.kwargs))
-    return ModuleCall(change[0], change[1], call.shape)
+    return replace(call, args=pytree.tree_map_only(torch.Tensor, changed, call.args))

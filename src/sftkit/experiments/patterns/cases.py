@@ -73,9 +73,6 @@ TOPOLOGY_CASES: tuple[TopologyCase, ...] = (
     *_pipelines(4),
     TopologyCase("pp 2 x ddp 2", Topology(stages=2, replicas=2), "pp.yaml, train.pipeline_stages=2", "1f1b"),
     TopologyCase(
-        "pp 2 x fsdp2 2",
-        Topology(stages=2, shards=2, sharded=True),
-        "fsdp2.yaml, train.pipeline_stages=2",
-        "1f1b",
+        "pp 2 x fsdp2 2", Topology(stages=2, shards=2, sharded=True), "fsdp2.yaml, train.pipeline_stages=2", "1f1b"
     ),
 )

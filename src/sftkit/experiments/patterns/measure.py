@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,14 +20,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
 
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import CompileConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from sftkit.data.loader import Batches
 from sftkit.experiments.bench.plan import DataPlan, LognormalLengths
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
-from sftkit.experiments.patterns.passes import timed_passes
 from sftkit.experiments.patterns.recorder import Saved, recording
 from sftkit.experiments.patterns.timeline import TimelinePass
 from sftkit.memory import plan as memory_plan
@@ -39,6 +39,9 @@ from sftkit.train.assemble import Training, lay_out, make_engine
 from sftkit.train.parts import EncodedDocuments
 
 LEARNING_RATE = 1e-2
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.2, 0.4
+"""Seconds that a process's share of a micro-batch takes, its computing and a pause together: longer than the processes
+of this small model need, which share the cores of one machine. So the schedule alone decides who waits."""
 
 
 def recipe(case: TopologyCase, folder: Path) -> Config:
@@ -65,18 +68,19 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
     stages."""
     rt.topology = case.topology
     cfg = recipe(case, folder)
-    plan = DataPlan(
-        row_length=ROW_LENGTH, documents=LognormalLengths(count=400, median=24, mean=32, cap=ROW_LENGTH // 2)
-    )
+    lengths = LognormalLengths(count=400, median=24, mean=32, cap=ROW_LENGTH // 2)
+    data = DataPlan(row_length=ROW_LENGTH, documents=lengths)
     objective = NextToken(cfg.loss)
     losses, norms, passes = [], [], list[TimelinePass]()
     # From the making of the model on, so that the bytes alive are all of this case's.
     with recording() as recorder:
         orig_model = new_model(ModelSpec(MODEL, cfg.run.seed, rt.precision), rt.device)
-        batches = lay_out(
-            cfg, rt, EncodedDocuments(synthetic_documents(plan, MODEL["vocab_size"]), ROW_LENGTH // 2), objective
-        )
-        with _lean() if case.lean else nullcontext():
+        documents = EncodedDocuments(synthetic_documents(data, MODEL["vocab_size"]), ROW_LENGTH // 2)
+        batches = lay_out(cfg, rt, documents, objective)
+        # The plan takes the first entry that fits. On a CPU all do, so only the leanest is left to choose, which is what
+        # ranks of a GPU without room for more take.
+        lean = mock.patch.object(memory_plan, "SHARDINGS", memory_plan.SHARDINGS[-1:])
+        with lean if case.lean else nullcontext():
             engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))
         saved = Saved()
         at_update = _gradients_at_update(engine.optimizer, orig_model)
@@ -87,8 +91,11 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
             exchanged, peak = recorder.exchanged(), recorder.max_alive
             losses.append(float(rt.sum(outcome.sums["nll"])) / step.num_targets)
             norms.append(float(outcome.grad_norm))
-    if case.schedule:
-        passes = _timed(engine, batches, 2 if case.schedule == "interleaved" else 1)
+    if case.schedule:  # one more step
+        with timed_passes(2 if case.schedule == "interleaved" else 1) as passes:
+            for step in batches.steps(TRAINED_STEPS, TRAINED_STEPS + 1):
+                dist.barrier()
+                engine.step(step, LEARNING_RATE)
     states = engine.optimizer.state.values()
     return {
         "losses": losses,
@@ -103,14 +110,6 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
         "exchanged": exchanged,
         "passes": passes,
     }
-
-
-@contextmanager
-def _lean() -> Iterator[None]:
-    """Have sharded ranks keep, inside, as little as they do on a GPU without room for more."""
-    # The plan takes the first entry that fits. On a CPU all do, so only the leanest is left to choose.
-    with mock.patch.object(memory_plan, "SHARDINGS", memory_plan.SHARDINGS[-1:]):
-        yield
 
 
 def _gradients_at_update(optimizer: Any, orig_model: torch.nn.Module) -> list[int]:
@@ -131,13 +130,31 @@ def _size(tensors: Iterator[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _timed(engine: Any, batches: Batches, stages_per_process: int) -> list[TimelinePass]:
-    """Return the passes of one more step."""
-    with timed_passes(stages_per_process) as passes:
-        for step in batches.steps(TRAINED_STEPS, TRAINED_STEPS + 1):
-            dist.barrier()
-            engine.step(step, LEARNING_RATE)
-    return passes
+@contextmanager
+def timed_passes(stages_per_process: int) -> Iterator[list[TimelinePass]]:
+    """Have passes of this process's stages, inside, take equally long, and note them.
+
+    Yields:
+        the passes so far, in the order in which they ended.
+    """
+    noted: list[TimelinePass] = []
+
+    def timed(name: str, seconds: float) -> Any:
+        plain = getattr(PipelineStage, name)
+
+        def one_chunk(stage: Any, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+            start = time.monotonic()
+            found = plain(stage, micro_batch, *args, **kwargs)
+            time.sleep(max(start + seconds / stages_per_process - time.monotonic(), 0.0))
+            what = {"stage": stage.stage_index, "micro_batch": micro_batch, "forward": name.startswith("forward")}
+            noted.append(what | {"start": round(start, 4), "end": round(time.monotonic(), 4)})
+            return found
+
+        return mock.patch.object(PipelineStage, name, one_chunk)
+
+    # A stage has no hooks around its passes: its methods are replaced on the class, and put back.
+    with timed("forward_one_chunk", FORWARD_SECONDS), timed("backward_one_chunk", BACKWARD_SECONDS):
+        yield noted
 
 
 def main(out: str, *keys: str) -> None:
@@ -147,9 +164,8 @@ def main(out: str, *keys: str) -> None:
     for key in keys:
         (case,) = (case for case in TOPOLOGY_CASES if case.key == key)
         own = _measured(case, rt, Path(out).parent)
-        ranks: list[Any] = [own]
+        ranks = [own] * rt.world_size
         if rt.world_size > 1:
-            ranks = [None] * rt.world_size
             dist.all_gather_object(ranks, own)
         found["cases"][key] = ranks
         gc.collect()  # of this case's model, before the next one's

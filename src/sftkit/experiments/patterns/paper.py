@@ -7,11 +7,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT
-from sftkit.config.topology import Sharding, Topology
+from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout
 from sftkit.experiments.bench.plan import read_plan
 from sftkit.experiments.patterns.tables import Table
@@ -56,23 +57,18 @@ def worked(name: str, gpus: int) -> list[OnPaper]:
 def chosen() -> Table:
     """Return a table of what is taken for each model and number of GPUs, with what it takes."""
     cells = []
-    for name in MODELS:
-        for gpus in _ROWS:
-            way = choice(worked(name, gpus))
-            begin = [name, f"{gpus:,}"]
-            if way is None:
-                cells.append([*begin, "none fits: take more GPUs or shorter rows", *[""] * 7])
-                continue
-            s = way.setup
-            settings = f"{s.optimizer}, {way.memory}"
-            rows = f"{s.layout.micro_batch_size} x {s.layout.accumulation}"
-            numbers = [
-                f"{way.estimate.total / GIB:.0f}",
-                f"{way.sent / 1e9:,.0f}",
-                f"{way.hidden:.0%}",
-                f"{way.share:.0%}",
-            ]
-            cells.append([*begin, way.config, settings, _sharding(s), rows, *numbers])
+    for name, gpus in product(MODELS, _ROWS):
+        way = choice(worked(name, gpus))
+        begin = [name, f"{gpus:,}"]
+        if way is None:
+            cells.append([*begin, "none fits: take more GPUs or shorter rows", *[""] * 7])
+            continue
+        s = way.setup
+        settings = f"{s.optimizer}, {way.memory}"
+        rows = f"{s.layout.micro_batch_size} x {s.layout.accumulation}"
+        sizes = [f"{way.estimate.total / GIB:.0f}", f"{way.sent / 1e9:,.0f}"]
+        shares = [f"{way.hidden:.0%}", f"{way.share:.0%}"]
+        cells.append([*begin, way.config, settings, _sharding(s), rows, *sizes, *shares])
     header = ["model", "GPUs", "layout", "optimizer, train.memory", "weights; gradients", "rows x micro-batches"]
     return [*header, "GiB", "GB sent", "hidden", "speed"], cells
 
@@ -87,17 +83,15 @@ def _sharding(s: EstimateInputs) -> str:
 def families() -> Table:
     """Return a table of the best layout of each pattern: speed and memory."""
     cells = []
-    for name in MODELS:
-        for gpus in _ROWS:
-            found = worked(name, gpus)
-            row = [name, f"{gpus:,}"]
-            for belongs in PAPER_MODELS.values():
-                own = [way for way in found if belongs(way.setup.topology)]
-                best = max(own, key=lambda way: way.share, default=None)
-                row.append(
-                    f"{best.share:.0%}, {best.estimate.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
-                )
-            cells.append(row)
+    for name, gpus in product(MODELS, _ROWS):
+        row = [name, f"{gpus:,}"]
+        for belongs in PAPER_MODELS.values():
+            own = [way for way in worked(name, gpus) if belongs(way.setup.topology)]
+            best = max(own, key=lambda way: way.share, default=None)
+            row.append(
+                f"{best.share:.0%}, {best.estimate.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
+            )
+        cells.append(row)
     return ["model", "GPUs", *PAPER_MODELS], cells
 
 
@@ -113,13 +107,9 @@ def beside_measured(benchmarks: Path) -> Table:
     """Return a table of layouts measured on H200s of one machine, and what the arithmetic says of them from the speed
     of one GPU."""
     models = read_plan(benchmarks / "h200_step" / "plan.yaml").models
-    rows = [
-        row
-        for file in ("plan", "plan_8b_x4", "quick")
-        for row in json.loads((benchmarks / "h200_multi" / "results" / f"{file}.json").read_text())["runs"]
-        if not row["error"]
-    ]
-    cells, alone = [], {row["name"]: row for row in rows if row["world_size"] == 1}
+    files = (benchmarks / "h200_multi" / "results" / f"{name}.json" for name in ("plan", "plan_8b_x4", "quick"))
+    rows = [row for file in files for row in json.loads(file.read_text())["runs"] if not row["error"]]
+    cells, alone = [], dict[str, dict[str, Any]]()
     for row in rows:
         if row["world_size"] == 1:
             alone[row["name"]] = row
@@ -141,36 +131,32 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
     found = shape_of_fields(fields)
     assert found is not None
     layout = Layout("packed", (16384,), 8, 1, topology.row_ranks, 16384, 16384)
-    optimizer, budget = row["set"].get("optim.name", DEFAULT), row["set"].get("compile.activation_memory_budget", 0.9)
-    setup = EstimateInputs(
-        *(found, layout, optimizer, "bf16", 4096, budget),
-        compiled=True,
-        checkpointing=False,
-        topology=topology,
-        sharding=Sharding(),
-    )
-    again = replace(setup, budget=BUDGETS["speed"])  # one GPU repeats as much, so its speed has it already
-    return on_paper(again, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
+    # One GPU repeats as much as the run's budget says, so its speed has it already.
+    setup = _inputs(found, layout, topology, BUDGETS["speed"], row["set"].get("optim.name", DEFAULT))
+    return on_paper(setup, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
+
+
+def _inputs(
+    found: Shape, layout: Layout, topology: Topology, budget: float, optimizer: str = DEFAULT
+) -> EstimateInputs:
+    """Return a compiled run in bf16 that keeps the activations that the budget says."""
+    sizes = found, layout, optimizer, "bf16", 4096, budget
+    return EstimateInputs(*sizes, compiled=True, checkpointing=False, topology=topology)
 
 
 def per_pattern() -> Table:
     """Return a table of what a pattern sends of 8B in a step of eight GPUs, 64 rows, and the time that takes."""
     cells = []
-    for label, topology in (
-        ("ddp", Topology(replicas=8)),
-        ("fsdp2", Topology(shards=8, sharded=True)),
-        ("tp 8", Topology(tensor=8, sharded=True)),
-        ("cp 8", Topology(context=8, sharded=True)),
-        ("pp 8", Topology(stages=8)),
-    ):
+    topologies = {
+        "ddp": Topology(replicas=8),
+        "fsdp2": Topology(shards=8, sharded=True),
+        "tp 8": Topology(tensor=8, sharded=True),
+        "cp 8": Topology(context=8, sharded=True),
+        "pp 8": Topology(stages=8),
+    }
+    for label, topology in topologies.items():
         layout = Layout("packed", (_ROW_LENGTH,), _ROWS[8], 1, topology.row_ranks, _ROW_LENGTH, _ROW_LENGTH)
-        setup = EstimateInputs(
-            *(shape("8B"), layout, DEFAULT, "bf16", 4096, 0.9),
-            compiled=True,
-            checkpointing=False,
-            topology=topology,
-            stage_layers=(4,) * 8,
-        )
+        setup = replace(_inputs(shape("8B"), layout, topology, 0.9), stage_layers=(4,) * 8)
         sent, machines = sum(each.sent for each in traffic(setup)), Machines(8)
         compute = 6 * setup.shape.parameters * _ROW_LENGTH * _ROWS[8] / 8 / machines.flops
         times = [f"{sent / speed / compute:.1%}" for speed in (machines.inside, machines.between)]
@@ -185,13 +171,13 @@ def slow_links() -> Table:
     for gigabits in (400, 100, 25, 10):
         machines = Machines(8, per_machine=1, between=0.8 * gigabits / 8 * 1e9)
         found = ways(shape("8B"), machines, _ROWS[8], _ROW_LENGTH, MICRO)
-        best = [
-            max((way.share for way in found if belongs(way.setup.topology)), default=0.0)
-            for belongs in PAPER_MODELS.values()
-        ]
+        cells.append([f"{gigabits} Gb/s"])
+        for belongs in PAPER_MODELS.values():
+            best = max((way.share for way in found if belongs(way.setup.topology)), default=0.0)
+            cells[-1].append(f"{best:.0%}" if best else "-")
         taken = choice(found)
         assert taken is not None
-        cells.append([f"{gigabits} Gb/s", *(f"{share:.0%}" if share else "-" for share in best), taken.config])
+        cells[-1].append(taken.config)
     return ["network of each GPU", *PAPER_MODELS, "taken"], cells
 
 
@@ -256,7 +242,5 @@ def titan_on_paper() -> OnPaper:
     """Return torchtitan's 8B on 128 GPUs on paper, from the speed that it has on 8."""
     topology, found = Topology(shards=128, sharded=True), shape("8B")
     layout = Layout("packed", (_ROW_LENGTH,), 256, 2, 128, _ROW_LENGTH, _ROW_LENGTH)
-    setup = EstimateInputs(
-        *(found, layout, DEFAULT, "bf16", 4096, BUDGETS["speed"]), compiled=True, checkpointing=False, topology=topology
-    )
+    setup = _inputs(found, layout, topology, BUDGETS["speed"])
     return on_paper(setup, "speed", Machines(128, flops=6 * found.parameters * TITAN_8B[0]))

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -78,10 +79,12 @@ class TrafficRecorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace in NAMESPACES or (func.namespace == OURS and name in _KINDS):
             self._count(name, args, out)
-        for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(out):
+        for tensor in _tensors(out):
             # _cdata, the address of torch's own object, is private; data_ptr would change when a storage is resized.
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._sizes and not _among(storage, args):
+            # An argument that has this memory is what comes out, or what comes out is a view of it.
+            known = any(each.untyped_storage()._cdata == storage._cdata for each in _tensors(args))
+            if storage._cdata not in self._sizes and not known:
                 self.resized(storage, storage.nbytes())
         return out
 
@@ -118,12 +121,8 @@ def recording() -> Iterator[TrafficRecorder]:
         return found
 
     # Replaced on the class, as no dispatch mode sees it; put back at the end.
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment]
-    try:
-        with recorder:
-            yield recorder
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_), recorder:
+        yield recorder
 
 
 class Saved:
@@ -165,13 +164,6 @@ class _Kept:
 
     def __del__(self) -> None:
         self._at_end()
-
-
-def _among(storage: torch.UntypedStorage, args: Any) -> bool:
-    """Return whether an argument has this memory: then what comes out is a view of it, or it itself."""
-    if isinstance(args, torch.Tensor):
-        return args.untyped_storage()._cdata == storage._cdata
-    return isinstance(args, list | tuple) and any(_among(storage, arg) for arg in args)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

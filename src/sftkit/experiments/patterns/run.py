@@ -30,9 +30,8 @@ _ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISI
 
 def main() -> int:
     """Measure, or show earlier numbers, as the words say. Return the exit code: 1 if some could not be measured."""
-    words = Parser(
-        (__doc__ or "").partition("\n")[0], prog=running(f"{program_path('python')} -m sftkit.experiments.patterns")
-    )
+    prog = running(f"{program_path('python')} -m sftkit.experiments.patterns")
+    words = Parser((__doc__ or "").partition("\n")[0], prog=prog)
     words.add_argument(
         "--out", type=path, metavar="FILE.json", help="where the raw numbers go (runs/patterns-TIME.json)"
     )

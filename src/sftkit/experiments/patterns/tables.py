@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sftkit.experiments.bench.report import markdown_table
 from sftkit.experiments.patterns.cases import TOPOLOGY_CASES, TopologyCase
 from sftkit.experiments.patterns.timeline import bubble, bubble_by_formula, timeline_picture
 
@@ -93,11 +92,6 @@ def machine_line(results: Results) -> str:
     return f"{found['device']}, {packages}, commit {found['git']}, {results['started']}"
 
 
-def to_markdown(content: Table) -> str:
-    """Return the table for a page."""
-    return markdown_table(*content)
-
-
 def terminal_tables(results: Results) -> str:
     """Return all tables, at most 80 columns wide."""
     config = [f"  {case.processes}  {case.name:<16}{case.config}" for case in measured_cases(results)]
@@ -119,9 +113,7 @@ def _plain(content: Table) -> str:
     widths = [max(len(row[i]) for row in (header, *cells)) for i in range(len(header))]
     lines = []
     for row in (header, *cells):
-        columns = [
-            f"{text:<{width}}" if i < 2 else f"{text:>{width}}"
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(columns).rstrip())
+        names = [text.ljust(width) for text, width in zip(row[:2], widths, strict=False)]
+        numbers = [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join([*names, *numbers]).rstrip())
     return "\n".join(lines)

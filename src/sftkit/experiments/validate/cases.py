@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from sftkit.config.commands import typed
@@ -29,6 +30,12 @@ REFERENCE = [
     *("attention.backend=auto", "model.gradient_checkpointing=false"),
 ]
 "Settings of the reference run: each document alone, plain fp32."
+_LEFT_OUT = [
+    *("train.epochs=null", "train.resume=null", "log.wandb=off", "log.tracker=none", "compile.cache=null"),
+    *("compile.debug=[]", "checkpoint.every=null", "checkpoint.best=null", "checkpoint.pin_every=null"),
+    *("eval.every=null", "eval.at_start=false"),
+]
+"What a recipe may have that no run of a validation does."
 _NO_PIPELINE = ["train.pipeline_stages=null", "train.pipeline_schedule=1f1b", "train.pipeline_layers=null"]
 "What a recipe with stages needs to be a reference."
 _NO_GRAPH = ["graph.passes=[]", "graph.dump=false"]
@@ -86,13 +93,12 @@ def check_plan(plan: ValidationPlan, cfg: Config, hardware: Hardware) -> None:
         problems.append(f"--steps: {plan.steps} leaves fewer than three windows after {plan.warm_up} steps of warm-up")
     unknown = [layout for layout in plan.layouts if layout not in _LAYOUTS]
     problems += [f'--layouts: "{layout}" is not one of {", ".join(_LAYOUTS)}' for layout in unknown]
+    rows = cfg.train.global_batch_size
     for count in plan.processes:
         if hardware.gpus and count > hardware.gpus:
             problems.append(f"--processes: {count}, but {hardware.gpus} GPUs are visible here")
-        elif cfg.train.global_batch_size % max(count, 1) or count < 1:
-            problems.append(
-                f"--processes: {count} do not divide train.global_batch_size, {cfg.train.global_batch_size}"
-            )
+        elif rows % max(count, 1) or count < 1:
+            problems.append(f"--processes: {count} do not divide train.global_batch_size, {rows}")
     if cfg.train.fp8:
         problems.append("train.fp8: the eager baseline cannot train in float8: add train.fp8=null")
     if not cfg.data.val and not cfg.eval.tasks:
@@ -109,22 +115,17 @@ def cases(
     """Return for each layout and number of processes an eager and a compiled run; with the fewest also a second eager
     seed, and the reference engine where it has the recipe's optimizer."""
     made = []
-    for layout in plan.layouts:
-        for count in plan.processes:
-            fewest = count == plan.processes[0]
-            other = ["eager, other seed"] if fewest else []
-            reference = (
-                ["reference"] if fewest and plan.reference and has_reference(cfg.optim, hardware, replica) else []
-            )
-            for kind in ("eager", *other, "compiled", *reference):
-                launch = launch_of(count, cfg.train, hardware, None if kind == "reference" else replica)
-                slug = f"{layout}-{count}-{kind.replace(', ', '-').replace(' ', '-')}"
-                folder = out / "runs" / slug
-                words = command(launch, plan.script, [plan.recipe, *_settings_of(plan, cfg, layout, kind, folder)])
-                caches = out.resolve() / "caches" / slug
-                made.append(
-                    ValidationRun(layout, count, kind, folder, tuple(words), environment_of(count, caches, launch))
-                )
+    reference = ["reference"] if plan.reference and has_reference(cfg.optim, hardware, replica) else []
+    for layout, count in product(plan.layouts, plan.processes):
+        fewest = count == plan.processes[0]
+        kinds = ["eager", "eager, other seed", "compiled", *reference] if fewest else ["eager", "compiled"]
+        for kind in kinds:
+            launch = launch_of(count, cfg.train, hardware, None if kind == "reference" else replica)
+            slug = f"{layout}-{count}-{kind.replace(', ', '-').replace(' ', '-')}"
+            folder = out / "runs" / slug
+            words = command(launch, plan.script, [plan.recipe, *_settings_of(plan, cfg, layout, kind, folder)])
+            environment = environment_of(count, out.resolve() / "caches" / slug, launch)
+            made.append(ValidationRun(layout, count, kind, folder, tuple(words), environment))
     return made
 
 
@@ -149,11 +150,10 @@ def environment_of(processes: int, caches: Path, launch: Launch) -> dict[str, st
     first GPUs of those that are visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(processes)]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     return {
         **own_caches(caches),
-        "HF_HOME": os.environ.get(
-            "HF_HOME", str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface")
-        ),
+        "HF_HOME": os.environ.get("HF_HOME", str(cache / "huggingface")),
         "CUDA_VISIBLE_DEVICES": ",".join(devices[:processes]),
         **launch.env,
         **signal_env(os.environ),
@@ -162,37 +162,23 @@ def environment_of(processes: int, caches: Path, launch: Launch) -> dict[str, st
 
 def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, folder: Path) -> list[str]:
     """Return what a case changes of the recipe, after the user's own changes."""
-    other_layout = (
-        [f"{key}=null" for key, owner in ONLY_WITH.items() if owner != layout] if layout != cfg.data.layout else []
-    )
-    compiled = kind == "compiled"
-    graph = cfg.train.engine == "graph"
-    reference = [*REFERENCE, *["graph.token_dispatcher=allgather"] * graph]
-    reference += _NO_PIPELINE * (cfg.train.engine == "pipeline")
-    return [
-        *plan.overrides,
-        *other_layout,
+    compiled, graph = kind == "compiled", cfg.train.engine == "graph"
+    words = [*plan.overrides]
+    words += [f"{key}=null" for key, owner in ONLY_WITH.items() if layout not in (owner, cfg.data.layout)]
+    words += [
         f"data.layout={layout}",
         f"run.dir={folder}",
         f"run.seed={cfg.run.seed + (kind == 'eager, other seed')}",
         f"train.max_steps={plan.steps}",
-        "train.epochs=null",
-        "train.resume=null",
         f"log.every={plan.window}",
-        "log.wandb=off",
-        "log.tracker=none",
-        "compile.cache=null",
-        "compile.debug=[]",
-        "checkpoint.every=null",
-        "checkpoint.best=null",
-        "checkpoint.pin_every=null",
-        "eval.every=null",
-        "eval.at_start=false",
         f"compile.enabled={str(compiled).lower()}",
-        *(_NO_GRAPH if graph and not compiled else []),
-        *(reference if kind == "reference" else []),
-        *(["compile.on_recompile=warn"] if compiled else []),
+        *_LEFT_OUT,
     ]
+    words += _NO_GRAPH * (graph and not compiled)
+    if kind == "reference":
+        words += [*REFERENCE, *["graph.token_dispatcher=allgather"] * graph]
+        words += _NO_PIPELINE * (cfg.train.engine == "pipeline")
+    return words + ["compile.on_recompile=warn"] * compiled
 
 
 def typed_command(words: Sequence[str], environment: Mapping[str, str]) -> str:

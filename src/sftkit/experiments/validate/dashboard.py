@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.schema import LogConfig
-from sftkit.experiments.validate.judge import in_time, speedup, trios
+from sftkit.experiments.validate.judge import speedup, trios
 from sftkit.experiments.validate.page import criteria_passed, mark
 
 VERDICT_COLUMNS = ("layout", "processes", "criterion", "verdict", "found", "wanted")
@@ -37,10 +37,9 @@ def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str 
         return None
     verdicts = [verdict | {"verdict": mark(ok=verdict["ok"])} for verdict in result["verdicts"]]
     speeds = speeds_of(result)
+    failed_first = sorted(verdicts, key=lambda verdict: verdict["ok"] is not False)
     tables = [
-        record_table(
-            "validate/verdicts", VERDICT_COLUMNS, sorted(verdicts, key=lambda verdict: verdict["ok"] is not False)
-        ),
+        record_table("validate/verdicts", VERDICT_COLUMNS, failed_first),
         record_table("validate/speed", SPEED_COLUMNS, speeds),
     ]
     about = Identity(
@@ -71,10 +70,5 @@ def values(verdicts: list[dict[str, Any]], speeds: list[dict[str, Any]]) -> dict
 
 def speeds_of(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the speed-up of each layout and number of processes whose runs finished, with what it means in time."""
-    every = [trio for of_layout in trios(result) for trio in of_layout if in_time(trio) is not None]
-    ratios = {(trio.layout, trio.processes): speedup(trio) for trio in every}
-    return [
-        {**time, "speedup": ratios[time["layout"], time["processes"]]}
-        for time in result["times"]
-        if (time["layout"], time["processes"]) in ratios
-    ]
+    every = {(trio.layout, trio.processes): trio for of_layout in trios(result) for trio in of_layout}
+    return [{**time, "speedup": speedup(every[time["layout"], time["processes"]])} for time in result["times"]]

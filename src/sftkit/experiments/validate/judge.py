@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from sftkit.experiments.validate.measure import Measured, format_spread
 from sftkit.reports.pays import Pays, pays
-from sftkit.rundir.names import latest_checkpoint
 
 # What the criteria allow; docs/validate.md gives each in words.
 SPEEDUP = 1.3
@@ -62,56 +60,39 @@ class Trio:
 def trios(result: Mapping[str, Any]) -> list[list[Trio]]:
     """Return the runs that are compared, layout by layout, the fewest processes first."""
     plan = result["plan"]
-    all_trios = []
-    for layout in plan["layouts"]:
-        runs = {(run["processes"], run["kind"]): run for run in result["runs"] if run["layout"] == layout}
+    fewest = plan["processes"][0]
+    runs = {(run["layout"], run["processes"], run["kind"]): run for run in result["runs"]}
 
-        def measured(processes: int, kind: str, runs: dict[tuple[int, str], dict[str, Any]] = runs) -> Measured:
-            missing = Measured(
-                error="it was not run",
-                lines=[],
-                evals={},
-                results=[],
-                summary={},
-                status={},
-                proof={},
-                environment={},
-                rank_errors=[],
+    def measured(*key: Any) -> Measured:
+        return Measured(**runs[key]["measured"]) if key in runs else Measured(error="it was not run")
+
+    return [
+        [
+            Trio(
+                layout,
+                count,
+                eager=measured(layout, count, "eager"),
+                compiled=measured(layout, count, "compiled"),
+                other_seed=measured(layout, fewest, "eager, other seed"),
+                # Results of earlier versions have none, and neither has a recipe whose optimizer it does not know.
+                reference=measured(layout, fewest, "reference") if (layout, fewest, "reference") in runs else None,
+                logits=runs.get((layout, count, "compiled"), {}).get("logits", {}),
+                warm_up=plan["warm_up"],
             )
-            return Measured(**runs[processes, kind]["measured"]) if (processes, kind) in runs else missing
-
-        fewest = plan["processes"][0]
-        other_seed = measured(fewest, "eager, other seed")
-        # Results of earlier versions have none, and neither has a recipe whose optimizer it does not know.
-        reference = measured(fewest, "reference") if (fewest, "reference") in runs else None
-        all_trios.append(
-            [
-                Trio(
-                    layout,
-                    count,
-                    eager=measured(count, "eager"),
-                    compiled=measured(count, "compiled"),
-                    other_seed=other_seed,
-                    reference=reference,
-                    logits=runs.get((count, "compiled"), {}).get("logits", {}),
-                    warm_up=plan["warm_up"],
-                )
-                for count in plan["processes"]
-            ]
-        )
-    return all_trios
+            for count in plan["processes"]
+        ]
+        for layout in plan["layouts"]
+    ]
 
 
 def judge(trio: Trio) -> list[Verdict]:
     """Return the verdicts on all criteria; a run that did not finish fails those that need it."""
-    ok, found, wanted = _finished(trio)
+    ok, found = _finished(trio)
+    wanted = f"{trio.processes} of {trio.processes} ranks, no errors"
     verdicts = [trio_verdict(trio, "runs finish on all ranks", found, wanted, ok=ok)]
-    failed = [run.error for run in (trio.eager, trio.compiled, trio.other_seed) if run.error]
+    failed = trio.eager.error or trio.compiled.error or trio.other_seed.error
     for name, check, wanted in CRITERIA:
-        if failed:
-            verdicts.append(trio_verdict(trio, name, "not measured: a run failed", wanted, ok=False))
-            continue
-        ok, found = check(trio)
+        ok, found = (False, "not measured: a run failed") if failed else check(trio)
         verdicts.append(trio_verdict(trio, name, found, wanted, ok=ok))
     return verdicts
 
@@ -121,21 +102,14 @@ def trio_verdict(trio: Trio, criterion: str, actual: str, wanted: str, *, ok: bo
     return Verdict(trio.layout, trio.processes, criterion, ok, actual, wanted)
 
 
-def _finished(trio: Trio) -> tuple[bool, str, str]:
-    """Check that every process joined, agreed and ended well, and that no rank reported an error.
-
-    Returns:
-        (ok, what was found, what is wanted)
-    """
-    wanted = f"{trio.processes} of {trio.processes} ranks, no errors"
+def _finished(trio: Trio) -> tuple[bool, str]:
+    """Check that every process joined, agreed and ended well, and that no rank reported an error."""
     for name, run in (("eager", trio.eager), ("compiled", trio.compiled)):
-        if run.error:
-            return False, f"{name}: {run.error}", wanted
-        ranks = run.environment.get("world_size")
-        if run.status.get("status") != "finished" or run.rank_errors or ranks != trio.processes:
-            problem = ", ".join(run.rank_errors) or f"status {run.status.get('status')}, {ranks} ranks"
-            return False, f"{name}: {problem}", wanted
-    return True, f"{trio.processes} of {trio.processes}, status finished, no rank errors", wanted
+        status, ranks = run.status.get("status"), run.environment.get("world_size")
+        if run.error or status != "finished" or run.rank_errors or ranks != trio.processes:
+            problem = run.error or ", ".join(run.rank_errors) or f"status {status}, {ranks} ranks"
+            return False, f"{name}: {problem}"
+    return True, f"{trio.processes} of {trio.processes}, status finished, no rank errors"
 
 
 def constant_shapes(trio: Trio) -> tuple[bool, str]:
@@ -219,12 +193,10 @@ def memory(trio: Trio) -> tuple[bool, str]:
 def loss_at_the_end(trio: Trio) -> tuple[bool, str]:
     """Check that the last losses are close to each other."""
     name, plain = trio.plain
-    if plain.error:
-        return False, f"not measured: {name}: {plain.error}"
     expected, compiled = plain.losses(trio.warm_up), trio.compiled.losses(trio.warm_up)
     step = max(expected, default=0)
-    if not step or step not in compiled:
-        return False, "no loss was logged"
+    if plain.error or step not in compiled:
+        return False, f"not measured: {name}: {plain.error}" if plain.error else "no loss was logged"
     off = abs(compiled[step] - expected[step]) / abs(expected[step])
     found = f"step {step}: {compiled[step]:.4f} against {expected[step]:.4f} ({name}), {100 * off:.3f} % apart"
     return off <= _LOSS, found
@@ -234,12 +206,10 @@ def loss_within_noise(trio: Trio) -> tuple[bool, str]:
     """Check that the losses of the compiled run are no further from the plain ones than those of two eager seeds from
     each other."""
     name, plain = trio.plain
-    if plain.error:
-        return False, f"not measured: {name}: {plain.error}"
     noise = distances(trio.eager.losses(trio.warm_up), trio.other_seed.losses(trio.warm_up))
     found = distances(plain.losses(trio.warm_up), trio.compiled.losses(trio.warm_up))
-    if not noise or not found:
-        return False, "the runs logged no common steps"
+    if plain.error or not noise or not found:
+        return False, f"not measured: {name}: {plain.error}" if plain.error else "the runs logged no common steps"
     ok = mean(found) <= mean(noise) and max(found) <= max(noise)
     words = [f"{100 * mean(some):.3f} % apart on average, {100 * max(some):.3f} % at most" for some in (found, noise)]
     return ok, f"from {name} {words[0]}; two baseline seeds {words[1]}"
@@ -318,15 +288,12 @@ def scaling(trios: list[Trio]) -> Iterator[Verdict]:
     """Yield verdicts on whether compiling pays on several processes as it does on the fewest."""
     first = trios[0]
     for trio in trios[1:]:
+        ok, found = False, "not measured: a run failed"
+        if not any(run.error for run in (first.eager, first.compiled, trio.eager, trio.compiled)):
+            alone, several = speedup(first), speedup(trio)
+            ok, found = (
+                several >= SCALING * alone,
+                f"{several:.2f} on {trio.processes}, {alone:.2f} on {first.processes}",
+            )
         wanted = f"{SCALING} of the ratio on {first.processes} or more"
-        if any(run.error for run in (first.eager, first.compiled, trio.eager, trio.compiled)):
-            yield trio_verdict(trio, "ratio on several processes", "not measured: a run failed", wanted, ok=False)
-            continue
-        alone, several = speedup(first), speedup(trio)
-        found = f"{several:.2f} on {trio.processes}, {alone:.2f} on {first.processes}"
-        yield trio_verdict(trio, "ratio on several processes", found, wanted, ok=several >= SCALING * alone)
-
-
-def step_folder(run: Path) -> Path | None:
-    """Return the checkpoint that a run's LATEST names."""
-    return latest_checkpoint(run)
+        yield trio_verdict(trio, "ratio on several processes", found, wanted, ok=ok)

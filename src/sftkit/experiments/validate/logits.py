@@ -10,8 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from sftkit.experiments.validate.judge import step_folder
-from sftkit.rundir.names import PROOF
+from sftkit.rundir.names import PROOF, latest_checkpoint
 from sftkit.train.proof import verify_checkpoint
 
 
@@ -21,7 +20,7 @@ def main(run: Path, out: Path) -> None:
     Raises:
         FileNotFoundError: the run has no checkpoint.
     """
-    folder, recorded = step_folder(run), json.loads((run / PROOF).read_text())["logits"]
+    folder, recorded = latest_checkpoint(run), json.loads((run / PROOF).read_text())["logits"]
     if folder is None:
         raise FileNotFoundError(f"{run} has no LATEST: no checkpoint was written")
     out.write_text(json.dumps(asdict(verify_checkpoint(folder, recorded)), indent=1))

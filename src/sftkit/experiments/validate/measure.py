@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,17 +30,17 @@ class Measured:
 
     error: str | None
     "why it did not finish; then the rest may be missing"
-    lines: list[MetricsLine]
+    lines: list[MetricsLine] = field(default_factory=list)
     "metrics.jsonl"
-    evals: MetricsLine
+    evals: MetricsLine = field(default_factory=dict)
     "the last evaluation, without step and time"
-    results: list[dict[str, Any]]
+    results: list[dict[str, Any]] = field(default_factory=list)
     "tasks of that evaluation: value, low and high of its 95 % interval"
-    summary: dict[str, Any]
-    status: dict[str, Any]
-    proof: dict[str, Any]
-    environment: dict[str, Any]
-    rank_errors: list[str]
+    summary: dict[str, Any] = field(default_factory=dict)
+    status: dict[str, Any] = field(default_factory=dict)
+    proof: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    rank_errors: list[str] = field(default_factory=list)
 
     def timed(self, warm_up: int) -> list[MetricsLine]:
         """Return the windows after so many steps."""

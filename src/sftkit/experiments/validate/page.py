@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from sftkit.config.terminal import visible
+from sftkit.experiments.bench.report import format_number, markdown_table
 from sftkit.experiments.validate.measure import Measured, format_spread
 from sftkit.reports.components import CheckRow, badge, check_table, html_table, section
 from sftkit.reports.markup import el, join
@@ -59,45 +60,29 @@ def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
     def windows(name: str, form: str) -> str:
         return format_spread([line[name] for line in measured.timed(warm_up) if line.get(name) is not None], form)
 
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     return [
         run["name"],
         windows("perf/tok_per_sec", ",.0f"),
         windows("perf/step_p50_seconds", ".4f"),
         windows("perf/mfu", ".1%"),
-        number(measured.largest("mem/peak_gib"), ".2f"),
-        number(measured.last("train/loss"), ".4f"),
-        number(measured.summary.get("warm_up_seconds"), ".1f"),
-        number(measured.last("compile/graphs"), ".0f"),
-        number(measured.last("compile/recompiles"), ".0f"),
+        format_number(measured.largest("mem/peak_gib"), "{:.2f}"),
+        format_number(measured.last("train/loss"), "{:.4f}"),
+        format_number(measured.summary.get("warm_up_seconds"), "{:.1f}"),
+        format_number(measured.last("compile/graphs"), "{:.0f}"),
+        format_number(measured.last("compile/recompiles"), "{:.0f}"),
     ]
 
 
 def markdown_page(result: dict[str, Any]) -> str:
     """Return the page as Markdown."""
-    lines = [
-        "# Does compiling pay?",
-        "",
-        f"**{criteria_passed(result)}**",
-        "",
-        *(f"- {fact}" for fact in _facts(result)),
-    ]
+    lines = ["# Does compiling pay?", "", f"**{criteria_passed(result)}**", ""]
+    lines += [f"- {fact}" for fact in _facts(result)]
     for heading, rows in groups(result):
-        cells = ([mark(ok=v["ok"]), v["criterion"], v["found"], v["wanted"]] for v in rows)
-        lines += ["", f"## {heading}", "", *_table(("", "criterion", "found", "wanted"), cells)]
-    lines += ["", "## Runs", "", *_table(RUN_COLUMNS, _cells_of_runs(result)), "", "```"]
+        cells = [[mark(ok=v["ok"]), v["criterion"], v["found"], v["wanted"]] for v in rows]
+        lines += ["", f"## {heading}", "", markdown_table(("", "criterion", "found", "wanted"), cells)]
+    runs = [run_cells(run, result["plan"]["warm_up"]) for run in result["runs"]]
+    lines += ["", "## Runs", "", markdown_table(RUN_COLUMNS, runs), "", "```"]
     return "\n".join([*lines, *(run["command"] for run in result["runs"]), "```", ""])
-
-
-def _cells_of_runs(result: dict[str, Any]) -> Iterator[list[str]]:
-    return (run_cells(run, result["plan"]["warm_up"]) for run in result["runs"])
-
-
-def _table(columns: Sequence[str], rows: Iterator[list[str]]) -> list[str]:
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
 
 
 def html(result: dict[str, Any]) -> str:
@@ -106,14 +91,11 @@ def html(result: dict[str, Any]) -> str:
         "div", el("h1", "Does compiling pay?"), badge(criteria_passed(result), ok=result["passed"]), class_="title"
     )
     header = el("header", el("div", title, [el("p", fact, class_="soft") for fact in _facts(result)]))
-    parts = [
-        section(f"criteria-{number}", heading, check_table(list(map(_check, rows)), ("Criterion", "Found", "Wanted")))
-        for number, (heading, rows) in enumerate(groups(result), 1)
-    ]
-    parts.append(section("runs", "Runs", html_table(RUN_COLUMNS, list(_cells_of_runs(result)))))
+    parts = []
+    for number, (heading, rows) in enumerate(groups(result), 1):
+        checks = [CheckRow(v["criterion"], v["found"], v["wanted"], ok=v["ok"]) for v in rows]
+        parts.append(section(f"criteria-{number}", heading, check_table(checks, ("Criterion", "Found", "Wanted"))))
+    runs = [run_cells(run, result["plan"]["warm_up"]) for run in result["runs"]]
+    parts.append(section("runs", "Runs", html_table(RUN_COLUMNS, runs)))
     parts.append(section("commands", "Commands", el("pre", "\n".join(run["command"] for run in result["runs"]))))
     return visible(html_document(f"Validation: {result['plan']['recipe']}", join(header, el("main", parts)), _CSS))
-
-
-def _check(verdict: dict[str, Any]) -> CheckRow:
-    return CheckRow(verdict["criterion"], verdict["found"], verdict["wanted"], ok=verdict["ok"])

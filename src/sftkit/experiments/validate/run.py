@@ -77,21 +77,16 @@ def judged(result: dict[str, Any], ledger: Ledger | None = None) -> dict[str, An
     """Return the result with its verdicts."""
     layouts = trios(result)
     found = [asdict(verdict) for verdict in verdicts(result, layouts, ledger)]
-    environment: dict[str, Any] = next(
-        (run["measured"]["environment"] for run in result["runs"] if run["measured"]["environment"]), {}
-    )
+    environments = (run["measured"]["environment"] for run in result["runs"])
     judged_by = {"verdicts": found, "times": times(layouts), "passed": all(v["ok"] is not False for v in found)}
-    return {**result, **judged_by, "environment": environment}
+    return {**result, **judged_by, "environment": next(filter(None, environments), {})}
 
 
 def _write(result: dict[str, Any], out: Path) -> dict[str, Any]:
     """Write the result as JSON, Markdown and a page."""
-    for name, text in (
-        ("validation.json", json.dumps(result, indent=1)),
-        ("validation.md", markdown_page(result)),
-        ("validation.html", html(result)),
-    ):
-        (out / name).write_text(text)
+    (out / "validation.json").write_text(json.dumps(result, indent=1))
+    (out / "validation.md").write_text(markdown_page(result))
+    (out / "validation.html").write_text(html(result))
     return result
 
 
@@ -125,13 +120,12 @@ def logits_row(case: ValidationRun) -> dict[str, Any]:
 
 def verdicts(result: dict[str, Any], layouts: list[list[Trio]], ledger: Ledger | None) -> list[Verdict]:
     """Return the verdicts on every criterion of every layout and number of processes that was run."""
-    results = []
+    found = []
     for of_layout in layouts:
         for trio in of_layout:
-            results += judge(trio)
-            results += [as_in_ledger(trio, result, ledger)] if ledger else []
-        results += scaling(of_layout)
-    return results
+            found += [*judge(trio), *([as_in_ledger(trio, result, ledger)] if ledger else [])]
+        found += scaling(of_layout)
+    return found
 
 
 def times(layouts: list[list[Trio]]) -> list[dict[str, Any]]:
