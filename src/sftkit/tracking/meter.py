@@ -143,7 +143,7 @@ class Meter:
         p50, p95 = percentiles(self._clock.read())
         values: dict[str, float | None] = {
             **self._objective.metrics(means),
-            "train/grad_norm": _finite(float(self._grad_norm)),
+            "train/grad_norm": norm if math.isfinite(norm := float(self._grad_norm)) else None,
             "perf/tok_per_sec": self._tokens / seconds,
             "perf/tok_per_sec_per_gpu": self._tokens / seconds / self._rt.world_size,
             "perf/target_tok_per_sec": self._targets / seconds,
@@ -230,9 +230,7 @@ class Meter:
         each rank's peak in GiB)."""
         ranks = self._rt.world_size
         own = torch.zeros(3, ranks)
-        own[:, self._rt.rank] = torch.tensor(
-            [self._wait_seconds, peak_memory_gib(self._rt.device), float(self._own_divisor)]
-        )
+        own[:, self._rt.rank] = torch.tensor([self._wait_seconds, peak_memory_gib(self._rt.device), self._own_divisor])
         vector = self._sums.vector
         known = self._rt.sum(torch.cat([vector, own.flatten().to(vector.device)])).tolist()
         count = len(vector)
@@ -293,13 +291,6 @@ class ShapeCounts:
 
 def skipped_rows(examples: Examples) -> dict[str, float | None]:
     """Return data/dropped_rows and data/truncated_rows: what became of the training rows before the first step."""
-    totals: Counter[str] = Counter()
-    for counts in examples.counts.values():
-        totals.update(counts)
+    totals = sum(map(Counter, examples.counts.values()), Counter[str]())
     dropped = totals["dropped_too_long"] + totals["dropped_no_target"] + totals["skipped_bad"]
     return {"data/dropped_rows": dropped, "data/truncated_rows": totals["truncated"]}
-
-
-def _finite(value: float) -> float | None:
-    """Return the value, None if it is not finite."""
-    return value if math.isfinite(value) else None
