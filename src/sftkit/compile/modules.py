@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, get_origin
 
 import torch
@@ -62,8 +62,7 @@ def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded:
 
 def with_own(compile: CompileConfig, own: CompileModuleConfig) -> CompileConfig:
     """Return the settings of one module: its own over those of compile."""
-    given = {field.name: getattr(own, field.name) for field in fields(own)}
-    return replace(compile, modules=None, **{key: value for key, value in given.items() if value is not None})
+    return replace(compile, modules=None, **{key: value for key, value in vars(own).items() if value is not None})
 
 
 def _at(orig_model: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -199,10 +198,7 @@ def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -
 def has_cuda_graphs(compile: CompileConfig) -> bool:
     """Return whether any graph will be recorded as a CUDA graph and replayed."""
     own = [with_own(compile, module) for module in (compile.modules or {}).values() if module.enabled] or [compile]
-    recorded = (
-        c.backend == "cudagraphs" or (c.options or {}).get(CUDA_GRAPHS, c.mode in CUDA_GRAPH_MODES) for c in own
-    )
-    return any(recorded)
+    return any(c.backend == "cudagraphs" or (c.options or {}).get(CUDA_GRAPHS, c.mode in CUDA_GRAPH_MODES) for c in own)
 
 
 def check_marked(compile: CompileConfig, backend: str) -> None:

@@ -271,10 +271,8 @@ def end_process(code: int) -> NoReturn:
     children that are just being started."""
     _starting.acquire(timeout=5.0)
     for child in psutil.Process().children(recursive=True):
-        try:
+        with suppress(psutil.Error):
             child.kill()
-        except psutil.Error:
-            continue
     try:
         release_all()
         for stream in (sys.stdout, sys.stderr):

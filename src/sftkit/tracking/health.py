@@ -227,10 +227,7 @@ class Health:
             of=len(losses),
             documents=[examples.name(i) for i, number in micro_batches_of(known.step_batches) if number in named],
         )
-        losses_of_ranks = [own] * self._rt.world_size
-        if self._rt.world_size > 1:
-            torch.distributed.all_gather_object(losses_of_ranks, own)
-        return losses_of_ranks
+        return self._rt.gathered(own)
 
     def _error(
         self, known: StepRecord, kind: Literal["nonfinite", "spike"], reason: str, losses_of_ranks: list[RankLoss]

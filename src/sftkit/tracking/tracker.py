@@ -31,18 +31,9 @@ from sftkit.tracking.dashboard.remote import DashboardWriter, first_line, open_d
 from sftkit.tracking.rows import drop_evals_after, drop_rows_after, read_metric_rows, read_results
 
 log = logging.getLogger(__name__)
-EventKind = Literal[
-    "recompile",
-    "fallback",
-    "graph_break",
-    "hook",
-    "nonfinite",
-    "spike",
-    "replicas",
-    "checkpoint_failed",
-    "checkpoint_fallback",
-    "starvation",
-]
+CompileEvent = Literal["recompile", "fallback", "graph_break", "hook"]
+CheckpointEvent = Literal["checkpoint_failed", "checkpoint_fallback"]
+EventKind = Literal[CompileEvent, CheckpointEvent, "nonfinite", "spike", "replicas", "starvation"]
 ALERTS: dict[EventKind, tuple[str, str]] = {
     "recompile": ("recompile after the warm-up", "WARN"),
     "fallback": ("compiled code ran uncompiled", "WARN"),
