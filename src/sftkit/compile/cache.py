@@ -193,7 +193,13 @@ def _file(where: str, key: str, index: int) -> str | None:
 def _read(path: str, key: str) -> tuple[bytes | None, str]:
     """Return (content, "") or (None, why there is none)."""
     try:
-        whole = _bytes(path)
+        if "://" in path:
+            import fsspec
+
+            with fsspec.open(path, "rb") as file:
+                whole = file.read()
+        else:
+            whole = Path(path).read_bytes()
     except FileNotFoundError:
         return None, "missing"
     except Exception as error:
@@ -209,16 +215,6 @@ def _read(path: str, key: str) -> tuple[bytes | None, str]:
     if hashlib.sha256(content).hexdigest() != wanted:
         return None, "damaged"
     return content, ""
-
-
-def _bytes(path: str) -> bytes:
-    """Return the content of a file or URL."""
-    if "://" not in path:
-        return Path(path).read_bytes()
-    import fsspec
-
-    with fsspec.open(path, "rb") as file:
-        return file.read()
 
 
 def _write(path: str, content: bytes) -> None:

@@ -228,9 +228,7 @@ def summarize(
         graph["aten_ops"] = (graph["aten_ops"] or 0) + (code["aten_ops"] or 0)
         graph["files"] += [code["file"]]
         graph["kernels"] = (graph["kernels"] or []) + code["kernels"]
-    in_order = sorted(
-        graphs, key=lambda key: ([int(number) for number in re.findall(r"\d+", key[0])], key[1] != "forward")
-    )
+    in_order = sorted(graphs, key=lambda key: (list(map(int, re.findall(r"\d+", key[0]))), key[1] != "forward"))
     return [graphs[key] | {"function": functions.get(key[0], "?")} for key in in_order]
 
 
@@ -249,10 +247,10 @@ def kernels(code: str) -> list[dict[str, Any]]:
         kernel says where it came from by its name alone, so it has no nodes.
     """
     kernels_by_name: dict[str, dict[str, Any]] = {}
-    origins: tuple[list[str], list[str]] | None = None
+    origins: list[list[str]] | None = None
     for line in map(str.strip, code.rpartition("async_compile.wait(globals())")[2].splitlines()):
         if comment := ORIGINS.match(line):
-            origins = _words(comment[1]), _words(comment[2])
+            origins = [[word for word in listed.split(", ") if word] for listed in comment.groups()]
             continue
         for kind, launch in LAUNCHES.items():
             if call := launch.match(line):
@@ -265,11 +263,6 @@ def kernels(code: str) -> list[dict[str, Any]]:
                 origins = None
                 break
     return list(kernels_by_name.values())
-
-
-def _words(listed: str) -> list[str]:
-    """Return the entries of a list in a comment."""
-    return [word for word in listed.split(", ") if word]
 
 
 def _in_name(kernel: str, kind: str) -> list[str]:

@@ -109,23 +109,17 @@ def _check_apart(parts: dict[str, CompiledPart]) -> None:
 def _check_called(orig_model: PreTrainedModel, parts: dict[str, CompiledPart], *, sharded: bool) -> None:
     """Refuse modules that a step does not call, or that cannot be a graph of their own."""
     projection, blocks = output_projection(orig_model), set(decoder_blocks(orig_model))
-    others = f"name other modules, such as {_some(_good_paths(orig_model))}"
     for path, part in parts.items():
-        inside = set(part.module.modules())
+        inside, reason = set(part.module.modules()), None
         if projection in inside:
-            raise ConfigError(
-                f'compile.modules: "{path}" is not called in a step, where the loss reads the weight of the head in a kernel of '
-                f"its own: {others}"
-            )
-        if type(part.module).__module__.startswith("torch.nn"):
-            raise ConfigError(
-                f'compile.modules: "{path}" is a {type(part.module).__name__} of torch, which Dynamo does not trace on its own: '
-                f"{others}"
-            )
-        if sharded and inside & blocks - {part.module}:
-            raise ConfigError(
-                f'compile.modules: "{path}" holds blocks whose sharded weights are gathered between graphs: {others}'
-            )
+            reason = "is not called in a step, where the loss reads the weight of the head in a kernel of its own"
+        elif type(part.module).__module__.startswith("torch.nn"):
+            reason = f"is a {type(part.module).__name__} of torch, which Dynamo does not trace on its own"
+        elif sharded and inside & blocks - {part.module}:
+            reason = "holds blocks whose sharded weights are gathered between graphs"
+        if reason is not None:
+            others = _some(_good_paths(orig_model))
+            raise ConfigError(f'compile.modules: "{path}" {reason}: name other modules, such as {others}')
 
 
 def _good_paths(orig_model: PreTrainedModel) -> list[str]:

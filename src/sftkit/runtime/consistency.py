@@ -28,10 +28,8 @@ def assert_same_on_ranks(rt: Runtime, what: dict[str, str]) -> None:
         ConfigError: on every rank, with each name that differs and who has which value.
     """
     if differences := differing_values(rt.gathered(what)):
-        lines = "\n  ".join(differences)
-        raise ConfigError(
-            f"the ranks of this run differ; start all of them from the same checkout and recipe:\n  {lines}"
-        )
+        text = "the ranks of this run differ; start all of them from the same checkout and recipe:"
+        raise ConfigError("\n  ".join((text, *differences)))
 
 
 def differing_values(values: list[dict[str, str]]) -> list[str]:

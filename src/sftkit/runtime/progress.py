@@ -30,9 +30,8 @@ def working(text: str) -> Iterator[None]:
         yield
         return
     spinner = progress.SpinnerColumn("line", speed=0.3)  # about a frame each time it is drawn
-    with LastLine(
-        spinner, progress.TextColumn("{task.description}", markup=False), progress.TimeElapsedColumn()
-    ) as line:
+    description = progress.TextColumn("{task.description}", markup=False)
+    with LastLine(spinner, description, progress.TimeElapsedColumn()) as line:
         line.add_task(visible(text), total=None)
         yield
 

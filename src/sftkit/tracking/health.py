@@ -161,25 +161,17 @@ class Health:
     def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
         """Report a step that was left out, and end training if that is asked for or too many were."""
         self._write_documents(known, kind)
-        losses_of_ranks = self._of_all_ranks(known)
-        reason = (
-            spike_cause(losses_of_ranks, known.spikes)
-            if known.finite
-            else cause(losses_of_ranks, float(known.outcome.grad_norm))
-        )
+        losses, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
+        reason = spike_cause(losses, known.spikes) if known.finite else cause(losses, norm)
         if then == "error" or self._in_a_row > self._numerics.max_skips:
-            raise self._error(known, kind, reason, losses_of_ranks)
+            raise self._error(known, kind, reason, losses)
         self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
 
     def read(self) -> dict[str, float | None]:
         """Return the window's counts; every rank must call it."""
-        values: dict[str, float | None] = {
-            "health/spikes": self._spiked,
-            "health/skipped_steps": self._in_window,
-            "health/nonfinite_steps": self._nonfinite,
-        }
+        spikes, skipped = self._spiked, self._in_window
         self._in_window = self._spiked = 0
-        return values
+        return {"health/spikes": spikes, "health/skipped_steps": skipped, "health/nonfinite_steps": self._nonfinite}
 
     def window(self) -> Window:
         """Return the counts so far and what spikes are measured against. Waits for the device."""

@@ -247,10 +247,8 @@ class Meter:
     def _source_shares(self) -> dict[str, float | None]:
         """Return data/share/<source> of the window; nothing where there is one source."""
         names, total = self._examples.source_names, max(int(self._source_tokens.sum()), 1)
-        shares = (self._source_tokens / total).tolist()
-        return (
-            {f"data/share/{name}": share for name, share in zip(names, shares, strict=True)} if len(names) > 1 else {}
-        )
+        shares = zip(names, (self._source_tokens / total).tolist(), strict=True)
+        return {f"data/share/{name}": share for name, share in shares} if len(names) > 1 else {}
 
 
 class ShapeCounts:
@@ -283,9 +281,7 @@ class ShapeCounts:
         """Return shape/*: the counts of every declared shape; with symbolic sizes only those not declared."""
         declared = () if self.layout.dynamic else self.layout.shapes
         known = declared.index(self._last) if self._last in declared else None
-        counts: dict[str, float | None] = {
-            f"shape/{rows}x{length}": self.seen[rows, length] for rows, length in declared
-        }
+        counts = {f"shape/{rows}x{length}": self.seen[rows, length] for rows, length in declared}
         return {"shape/id": known, **counts, "shape/undeclared": self.undeclared}
 
 

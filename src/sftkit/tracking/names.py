@@ -123,6 +123,7 @@ def regex(name: str) -> str:
 @cache
 def find_metric(name: str) -> Metric | None:
     """Return the metric that a name in metrics.jsonl or evals.jsonl belongs to; None: it is not documented."""
+    # A name without <words> fits itself alone, and METRICS has it before the patterns that it fits as well.
     return next((metric for metric in METRICS if re.fullmatch(regex(metric.name), name)), None)
 
 

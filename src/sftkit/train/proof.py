@@ -51,9 +51,8 @@ def prompt_check(found: PromptedTargets | None) -> Check:
     if found is None or not found.answers:
         reason = "every token is learned" if found is None else "no conversation was rendered"
         return Check(name, None, reason, "-", how)
-    words = (
-        f"{found.answers - len(found.unasked)} of {found.answers} answers in {len(found.conversations)} conversations"
-    )
+    asked = found.answers - len(found.unasked)
+    words = f"{asked} of {found.answers} answers in {len(found.conversations)} conversations"
     return Check(name, not found.unasked, "; ".join((words, *found.unasked[:2])), expected, how)
 
 
@@ -75,9 +74,8 @@ def mask_check(examples: Examples, eos_token_ids: Sequence[int]) -> Check:
     last = examples.offsets[1:] - 1  # whatever follows the last target was cut off
     masked = examples.num_targets < examples.lengths
     tokens, targets = int(examples.lengths.sum()), int(sums[-1])
-    share = (
-        f"{100.0 * targets / max(tokens, 1):.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
-    )
+    target_pct = 100.0 * targets / max(tokens, 1)
+    share = f"{target_pct:.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
     if not masked.any():
         return Check(name, None, share, "-", how)
     ended = examples.is_target[last] & np.isin(examples.ids[last], list(eos_token_ids))

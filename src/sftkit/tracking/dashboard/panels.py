@@ -46,7 +46,6 @@ class Shown(NamedTuple):
     """A table, the newest of each run."""
 
     names: tuple[str]
-    title: str = ""
 
 
 Panel = LinePlot | Number | Shown
