@@ -34,7 +34,7 @@ def main() -> None:
     tokenizer = prepare.tokenizer_of(cfg)
     precision = prepare.gpu_precision(cfg.train)
     orig_model = prepare.meta_model(cfg.model, tokenizer, precision)
-    max_length, start = prepare.row_length(cfg, tokenizer, orig_model, precision)
+    max_length, start = prepare.max_length_of(cfg, tokenizer, orig_model, precision)
     console.print(start, markup=False, soft_wrap=True)
 
     # What it would learn from, and in which steps.

@@ -21,7 +21,7 @@ def main() -> None:
     from sftkit.train import assemble
 
     with assemble.open_recipe(cfg, "mid") as run:
-        # Where we start. orig_model stays eager: evaluation, samples and checkpoints use it.
+        # Where we start. Evaluation, samples and checkpoints use orig_model; only a training step runs it compiled.
         tokenizer = load_tokenizer(cfg.model)
         start = assemble.load_start(run, tokenizer)
 

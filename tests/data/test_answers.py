@@ -400,9 +400,9 @@ def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
             messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
         row = Row(f"x:{number}", messages=messages)
         learning = chat.Learning(thinking="learn_empty" if name == "r1_distill" else "auto", split_turns=split)
-        monkeypatch.setattr(answer_matcher, "EXACTLY", 2)
+        monkeypatch.setattr(answer_matcher, "RENDERED_FIRST", 2)
         quick = chat.tokenize(row, tokenizer, max_length=100_000, learning=learning)
-        monkeypatch.setattr(answer_matcher, "EXACTLY", 10**9)
+        monkeypatch.setattr(answer_matcher, "RENDERED_FIRST", 10**9)
         exact = chat.tokenize(row, tokenizer, max_length=100_000, learning=learning)
         assert quick.counts == exact.counts
         for one, other in zip(quick.examples, exact.examples, strict=True):
@@ -521,7 +521,7 @@ def test_likeness_looks_at_the_whole_turn(make, monkeypatch) -> None:
     ]
     found = []
     for exactly in (2, 10**9):
-        monkeypatch.setattr(answer_matcher, "EXACTLY", exactly)
+        monkeypatch.setattr(answer_matcher, "RENDERED_FIRST", exactly)
         found.append(
             chat.tokenize(
                 Row("x:1", messages=messages), tokenizer, max_length=5000, learning=chat.Learning(split_turns=False)

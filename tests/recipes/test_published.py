@@ -301,7 +301,7 @@ def test_a_row_longer_than_the_models_positions_is_refused(recipe: Path, stand_i
     with pytest.raises(
         ConfigError, match=f"data.max_length: {max_positions + 1} is more than the model's {max_positions} positions"
     ):
-        prepare.row_length(longer, words, shell(published(cfg)), "bf16")
+        prepare.max_length_of(longer, words, shell(published(cfg)), "bf16")
 
 
 @pytest.mark.parametrize("recipe", SFT, ids=name_of)

@@ -64,7 +64,7 @@ def publish(temporary: Path, final: Path) -> None:
     flush(temporary / MANIFEST)
     for path in (*(p for p in temporary.rglob("*") if p.is_dir()), temporary):
         flush(path)
-    if final.exists():  # the same step of an earlier, abandoned stretch of this run
+    if final.exists():  # the same step, of an earlier start whose later steps were given up
         archive(final)
     os.rename(temporary, final)
     flush(final.parent)

@@ -42,8 +42,8 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     """Copy what this rank will write; every rank calls it, and shards are gathered in the same order on all.
 
     A model that is not sharded is copied by the main rank. Of a sharded one each rank keeps the files that fall to it,
-    so none ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts of a
-    mixture in one tensor), which only the whole can be turned into: the main rank keeps it then. Padding of the
+    so none ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts
+    of a mixture in one tensor): only the whole model can be converted, so the main rank keeps all of it. Padding of the
     vocabulary is left out. Stages of a pipeline each write files of their own.
     """
     tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)

@@ -43,7 +43,7 @@ class RunConfig:
     seed: NonNegative = 0
     "Seeds weights, data order and dropout."
     step_timeout_seconds: Annotated[float, Field(gt=0.0)] = 600.0
-    "A rank that makes no progress in a step for so long ends the run, with its place and stack; longer than any step."
+    "Seconds without progress in a step after which a rank ends the run and reports where it is, with its stack; must be longer than any step."
     start_timeout_seconds: Annotated[float, Field(gt=0.0)] = 3600.0
     "The same for what takes longer: warm-up with compilation, the first step, an evaluation, a checkpoint."
 
@@ -98,7 +98,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     "Run Python code that ships with a hub model. Off unless you have read that code; pin model.revision with it."
     pad_vocab_to_multiple_of: Positive | None = None
-    "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the rows more are zeros that no token, no logit, no update and no file has. null: no padding."
+    "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the added rows stay zero and are in no file; no token, logit or update uses them. null: no padding."
     gradient_checkpointing: bool = False
     "Recompute activations in the backward pass: less memory, about a third more compute."
 
@@ -116,7 +116,7 @@ class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
     "The most row positions of a document, whose last token takes none; null: as in the run that wrote the checkpoint."
     row_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
-    "Tokens in a packed row, max_length or more; null: max_length. The other layouts hold one document of max_length."
+    "Tokens in a packed row, max_length or more; null: max_length. In other layouts a row holds one document of at most max_length."
     num_buckets: Positive | None = None
     "bucketed: how many row lengths, chosen from the data's own lengths so that padding is least; null: 4."
     bucket_lengths: tuple[Positive, ...] | None = None
@@ -130,7 +130,7 @@ class DataConfig:
     thinking: Literal["auto", "learn_empty", "off"] = "auto"
     "auto: an answer without reasoning is one with thinking turned off, so an empty thinking block that the template writes is context; learn_empty: the block is learned; off: reasoning in the data is left out."
     split_turns: bool = True
-    "Answers that the chat template renders otherwise once they are history (Qwen3 drops their reasoning) end documents of their own, as they would be asked; false: they are context only. Costs tokens, see sftkit inspect."
+    "Answers that the chat template renders otherwise once they are history (Qwen3 drops their reasoning) each end a separate document, as they would be asked; false: they are context only. Costs tokens, see sftkit inspect."
     on_bad_row: Literal["error", "skip"] = "error"
     "A row that cannot be used: stop with its file and line, or skip it and count."
     num_proc: Positive = 1
@@ -162,7 +162,7 @@ class LossConfig:
     token_metrics: bool = False
     "Also measure token accuracy and entropy, from the same pass."
     router_aux_loss_coef: Annotated[float, Field(ge=0.0)] | None = None
-    "Models with experts: weight of the auxiliary loss that keeps them evenly used; 0: it is measured only. null: as the model's config says, its own router_aux_loss_coef where output_router_logits is true, else 0."
+    "Models with experts: weight of the auxiliary loss that keeps them evenly used; 0: it is measured only; null: the config's router_aux_loss_coef if its output_router_logits is true, else 0."
 
 
 @settings
@@ -179,7 +179,7 @@ class OptimConfig:
     implementation: Literal["auto", "compiled", "foreach_map"] = "auto"
     "How adamw's update runs. auto: torch's fused kernel for fp32 weights, for bf16 or sharded ones on a GPU one launch of a kernel for all; compiled: all parameters in one graph, with mode and options of compile; foreach_map: so too, and one kernel for many parameters."
     static_gradients: bool = False
-    "compiled and foreach_map: gradients keep their memory from step to step, where CUDA graphs of the update read them without a copy. A parameter that a step does not reach has then a gradient of 0: it decays and its moments fade, where it is left alone otherwise."
+    "compiled and foreach_map: gradients keep their memory from step to step, so CUDA graphs of the update read them without a copy. A parameter that a step does not reach then has a gradient of 0: it decays and its moments fade; otherwise it is left alone."
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     "Decoupled weight decay on matrices; norms, biases and embeddings have none."
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
@@ -219,13 +219,13 @@ class TrainConfig:
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
-    "What is computed again or rounded to save memory. speed: what costs no time, a tenth of the activations; balanced: half of them; low: nearly all, and 8-bit optimizer states."
+    "How much is recomputed to save memory. speed: what costs no time, a tenth of the activations; balanced: half; low: nine tenths, and smaller optimizer states (adamw8bit or adamw_sr)."
     max_minutes: Annotated[float, Field(gt=0.0)] | None = None
     "End with a checkpoint so many minutes after this process was started, for queues with a time limit; null: no limit."
     resume: FilePath | None = None
     "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe though a resumed run keeps them: optim.* (not name, implementation, static_gradients), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision."
+    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name, implementation, static_gradients), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision."
 
 
 def num_stages(train: TrainConfig) -> int | None:
@@ -238,7 +238,7 @@ class NumericsConfig:
     """Losses and gradient norms that are not finite or spike; weights that ranks hold alike."""
 
     on_nonfinite: Literal["error", "skip"] = "error"
-    "A loss or gradient norm that is not finite, whose update is left out in any case. error: end training, naming step, ranks and documents; skip: count the step and go on."
+    "If a loss or gradient norm is not finite, the update is left out in any case. error: end training, naming step, ranks and documents; skip: count the step and go on."
     on_spike: Literal["warn", "skip", "error"] = "warn"
     "A loss or gradient norm more than 6 standard deviations above the mean of the 128 steps before. warn: say so and go on; skip: leave the update out, too; error: leave it out and end training."
     max_skips: Positive = 10
@@ -260,7 +260,7 @@ class CompileModuleConfig:
     """How the modules at one path of compile.modules are compiled; null: as compile says."""
 
     enabled: bool = True
-    "Off: what an entry for a list of modules compiles leaves this one eager."
+    "Off: this module stays eager, although an entry for the list that it is in compiles the others."
     mode: CompileMode | None = None
     "compile.mode of it; default: torch's own."
     dynamic: CompileDynamic | None = None
@@ -335,7 +335,7 @@ class EvalConfig:
     allow_code_execution: bool = False
     "Run programs that the model writes, in a sandbox; humaneval and mbpp need it."
     max_examples: Positive | None = None
-    "Examples per task, and per family of families; null: all."
+    "Maximum number of examples of a task; with families, of each family; null: all."
     batch_size: Positive = 64
     "Prompts that go through the model together; fewer where memory asks for it. Changes speed and memory, not results: exactly so in fp32; in bf16 log-likelihoods may move by some hundredths of a nat."
     max_new_tokens: Positive | None = None
@@ -353,7 +353,7 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2, le=LARGEST)] = 2
     "Newest checkpoints kept."
     best: str | None = None
-    "Metric of the evaluations whose best checkpoint is kept too: val/loss, or any other; higher is better for names that begin with eval/, but for errors such as perplexity, else lower."
+    "Metric of the evaluations whose best checkpoint is kept too: val/loss, or any other; higher is better for names that begin with eval/, except errors such as perplexity; for all others lower."
     pin_every: Positive | None = None
     "Checkpoints at multiples of this many steps are kept for good, as are those with a file named PINNED; null: none."
 

@@ -21,7 +21,7 @@ NOWHERE = (-1, -1)
 "The place of an answer that does not stand in a text after the prompt that a server would send for it."
 LONGEST_TURN = 50
 "The most messages of a turn that are compared; answers further into a turn are rendered."
-EXACTLY = 2
+RENDERED_FIRST = 2
 "Answers of each situation that are rendered before others are found by them."
 
 
@@ -51,7 +51,7 @@ class AnswerMatcher:
     def find(self, k: int) -> Span | None:
         """Return where answer k stands, its end-of-turn token included; None: too little is known, render it."""
         alike = self._known.get(self._situation(k), [])
-        if len(alike) < EXACTLY or None in alike or len(set(alike)) > 1:
+        if len(alike) < RENDERED_FIRST or None in alike or len(set(alike)) > 1:
             return None
         outcome = alike[0]
         assert outcome is not None

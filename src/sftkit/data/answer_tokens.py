@@ -19,7 +19,7 @@ def encode_answers(
 ) -> tuple[Encoded, set[int]]:
     """Encode a text so that the part before its last answer has the token ids that it would have by itself, as a prompt.
 
-    Returns the tokens, and the earlier answers for which that does not hold. `enough`: as in `encode`.
+    Returns the tokens, and the answers for which that does not hold. `enough`: as in `encode`.
 
     An answer that begins with whitespace may share a token with the end of the prompt, which no server would ever see.
     """

@@ -3,8 +3,8 @@
 An answer is learned where the text before it is what the chat template makes of the messages before it, generation
 prompt included: then each of its tokens is one that the model itself will have to write. What a generation prompt
 supplies, such as a closed thinking block, is context. Where a template renders an answer otherwise once it is history
-(Qwen3 leaves its reasoning out), the answer is context only; split by answers, each stands at the end of a document of
-its own, in exactly the context in which it would be asked.
+(Qwen3 leaves its reasoning out), the answer is context only. With data.split_turns it also ends a separate document, in
+exactly the context in which it would be asked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ the model writes. The end-of-turn token belongs to them, whitespace after that d
 
 
 @dataclass(frozen=True)
-class _Own:
+class _LastAnswer:
     """An answer as the last message."""
 
     text: str
@@ -84,7 +84,7 @@ class Finder:
         self._reasons = [reasoning_of(one) for one in conversation.messages if one["role"] == "assistant"]
         self._record_args = conversation.args
         self._args: dict[str, object] = {}
-        self._known: dict[int, _Own] = {}
+        self._known: dict[int, _LastAnswer] = {}
 
     @property
     def answers(self) -> list[int]:
@@ -186,7 +186,7 @@ class Finder:
 
     def _located(self, last: int, wanted: list[int]) -> Document:
         """Find answers that stand in the text of the conversation as they do when they are the last message."""
-        own = self._own(last)
+        own = self._as_last_answer(last)
         matcher = AnswerMatcher(self.template, self.messages, own.text, last)
         spans: dict[int, Span] = {}
         for k in wanted:
@@ -195,7 +195,7 @@ class Finder:
                 continue
             found = matcher.find(k)
             if found is None:
-                one = self._own(k)
+                one = self._as_last_answer(k)
                 found = self._span_in(own.text, one)
                 matcher.add(k, one.start, one.core_end, found)
             elif found != NOWHERE:
@@ -208,7 +208,7 @@ class Finder:
         _, marks = self._marks(last)
         return Document(own.text[: own.end], {k: within(span, marks) for k, span in spans.items()})
 
-    def _span_in(self, text: str, one: _Own) -> Span:
+    def _span_in(self, text: str, one: _LastAnswer) -> Span:
         """Return where an answer stands in the text of a longer conversation; NOWHERE if it is not
         there as it would be asked."""
         if text.startswith(one.text[: one.end]):
@@ -252,7 +252,7 @@ class Finder:
         ]
         return max(start, (min if self.thinking == "learn_empty" else max)(ends, default=start))
 
-    def _own(self, k: int) -> _Own:
+    def _as_last_answer(self, k: int) -> _LastAnswer:
         """Return an answer as the last message; rendered once."""
         if k in self._known:
             return self._known[k]
@@ -265,7 +265,7 @@ class Finder:
         length = max(map(len, ends), default=0)
         self._check(k, core, core)
         end = start + len(core)
-        self._known[k] = _Own(text, start, end - length, end)
+        self._known[k] = _LastAnswer(text, start, end - length, end)
         return self._known[k]
 
     def _arguments(self, k: int) -> dict[str, object]:
@@ -311,7 +311,7 @@ class Finder:
                 return text.index(header) + len(header)
         raise cannot_begin_with_an_answer(self.where)
 
-    def _with_end(self, text: str, one: _Own) -> int:
+    def _with_end(self, text: str, one: _LastAnswer) -> int:
         """Return the end of an answer that another turn follows, with the token that ends it there
         if its own text has none."""
         token = self.template.end_within

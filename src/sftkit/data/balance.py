@@ -36,7 +36,8 @@ def row_pairs(
 
 
 def assign_rows(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
-    """Assign rows to every rank in every micro-batch, so that all ranks have about as much to do, in each and in sum.
+    """Assign rows to every rank in every micro-batch, so that all ranks have about the same work, in each micro-batch
+    and in the step.
 
     Rows of similar cost go into the same micro-batch of all ranks, the most expensive first: ranks that exchange
     weights or gradients wait for the slowest one in each. Within it the next most expensive row goes to the lightest

@@ -26,7 +26,8 @@ class Batch:
     """A micro-batch: B rows of T positions, D document slots, P projected positions, and counts on the host.
 
     Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE. If n
-    ranks share the rows, C = T / n positions of each row are local; else C = T.
+    ranks share the rows, C = T / n positions of each row are local, with context parallelism two chunks of it
+    ("chunks:" below, see shard.RowShard); else C = T.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -268,8 +269,8 @@ def warm_up_batch(
     shard: RowShard = FULL_ROW,
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
-    """Make the worst case of a declared shape: random tokens, documents as long as allowed, every position a target
-    as far as the most documents of a row reach.
+    """Make the worst case of a declared shape: random tokens, as many and as long documents as a row may hold, every
+    position of them a target.
 
     Args:
         made_up: gives so many documents something to encode.

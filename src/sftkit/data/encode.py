@@ -13,7 +13,7 @@ from sftkit.errors import ConfigError
 CHUNK_CHARACTERS = 2**16
 "Characters that are tokenized at a time: tokenizers need some 600 bytes for each."
 _MARGIN = 8
-"Words at the end of a chunk that the next one repeats twice: what follows may change the last ones."
+"The next chunk repeats twice as many words; the first half must come out the same: what follows may change the last ones."
 
 
 class Encoded(NamedTuple):

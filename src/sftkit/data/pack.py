@@ -45,7 +45,7 @@ class DocumentLengths:
     lengths: np.ndarray
     "int [D] in positions, equal on all ranks"
     max_length: int
-    "most positions of a document: from the recipe, or inherited"
+    "most positions of a document: from the recipe, or from the run that the model comes from"
     encoded: bool = False
     "each document has an input for an encoder"
 
@@ -67,7 +67,8 @@ class Layout:
     docs_per_row: int = 1
     "the most documents in a row"
     budget_rows: int = 1
-    "bucketed: a micro-batch of shorter rows may take the positions of so many rows of max_length, on any number of ranks"
+    """bucketed: so many rows of max_length are replaced by as many shorter rows as fit in their positions; the same on
+    any number of ranks"""
     pad_multiple: int = 1
     "dynamic: what row lengths are a multiple of"
     encoded: bool = False

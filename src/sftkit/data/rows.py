@@ -238,8 +238,8 @@ def _plain(column: str) -> Callable[[Raw, str], Row]:
 
 def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
     """Return a converter of pictures with captions. A picture is a file, relative to the row's own, or the name of a
-    generated one; captions are one text or several. A text beside the name of a file that is not there may be any text:
-    corpora have file names too."""
+    generated one; captions are one text or several. A record with `text` whose file does not exist counts as plain
+    text, as corpora have columns of file names too."""
 
     def make(raw: Raw, where: str) -> Row:
         name, said = _text(raw, image, where), raw[text]

@@ -18,8 +18,8 @@ class RowShard:
 
     kind: Literal["full", "columns", "chunks"]
     """columns (tensor parallel): the index-th of num_shards equal chunks, embedded and projected here; attention sees all.
-    chunks (context parallel): index and 2 num_shards - 1 - index of 2 num_shards, an early and a late one, since late
-    queries see more keys."""
+    chunks (context parallel): numbers index and 2 num_shards - 1 - index of 2 num_shards chunks, as late queries see
+    more keys."""
     index: int
     num_shards: int
 

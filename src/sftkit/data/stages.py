@@ -1,7 +1,7 @@
 """What each stage learns of a record, as the partial that `loader.load_examples` takes.
 
-A stage script and scripts/inspect_data.py take it from here, so what is looked at is what is learned, and whichever
-comes first fills the cache of both: its key names the function and all that is bound to it.
+A stage script and scripts/inspect_data.py take it from here, so inspection shows what is learned. They share a cache,
+whose key names the function and all that is bound to it.
 """
 
 from __future__ import annotations

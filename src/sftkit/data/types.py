@@ -1,4 +1,4 @@
-"""The shapes that data takes on its way from a row to a batch."""
+"""The types of data on its way from a record to a batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Row:
     template_args: JsonObject | None = None
     "Arguments of the chat template for this conversation, such as enable_thinking."
     image: str | None = None
-    "File of a picture, or the name of a generated one; beside a text a name of which there is no such file."
+    "File of a picture, or the name of a generated one. Beside `text`: a file name in the record, of which no file exists."
     captions: tuple[str, ...] = ()
     "What the picture shows, each a document of its own."
 

@@ -75,8 +75,8 @@ def build(
     check_options(cfg.compile)
     with ExitStack() as stack:  # an error on the way puts back what was set
         write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
-        # What the compiler will see: float8 layers, and attention. Compiled code is read before, since the choice of
-        # attention may run kernels.
+        # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention is
+        # chosen, which may run kernels.
         apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
         compile_cache.restore(cfg, orig_model, layout, rt)
         choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
@@ -219,8 +219,8 @@ class Blocks:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Forbid compilation within the context, as compile.on_recompile says, and explain an
-        error that memory ran out."""
+        """Forbid compilation within the context, as compile.on_recompile says, and turn an out-of-memory error into
+        advice."""
         on_recompile = self._cfg.compile.on_recompile if self.compiled else "warn"
         contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
         with contract, oom_advice(self._plan, self._cfg, self._layout):
@@ -229,8 +229,8 @@ class Blocks:
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
-        """Run the compiled forward and backward passes and update: gradients are summed in fp32, exchanged once, and
-        clipped inside the update."""
+        """Run the forward and backward passes of all micro-batches and one update, which clips; see
+        engine.step.optimizer_step."""
         max_norm = self._cfg.optim.max_grad_norm
         train_step = TrainStep(self._wrapped, self.optimizer, self.model.objective, self._rt, max_norm)
         return optimizer_step(train_step, batches, learning_rate, stop=stop, spikes=spikes)

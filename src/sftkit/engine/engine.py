@@ -29,7 +29,7 @@ class Training:
     "as loaded or made; the engine moves it to the device, and changes it in place"
     objective: Objective
     layout: Layout
-    "of the rows that it learns from"
+    "of the training rows"
     source: ModelConfig | None = None
     "where the weights of a meta model come from (models.load)"
 
@@ -54,7 +54,7 @@ class Setup:
     attention_reason: str
     optimizer: str
     memory_plan: str
-    "in a line"
+    "as a line for people"
     checkpoint_bytes: float
     "size of one checkpoint of all ranks: weights and optimizer states"
     pipeline_layers: tuple[int, ...] | None = None
@@ -81,9 +81,9 @@ class Engine(Protocol):
 
     @property
     def model(self) -> ModelWithLoss:
-        """Return the plain model with its objective, for the validation loss; the step does not call it.
+        """Return orig_model with the objective, not wrapped: for the validation loss.
 
-        `model.orig_model` is all that evaluation, generation and checkpoints see.
+        Tasks, generation and checkpoints see `model.orig_model` alone.
         """
 
     @property

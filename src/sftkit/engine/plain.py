@@ -40,8 +40,8 @@ def _of_document(model: ModelWithLoss, inputs: dict[str, Tensor], targets: Tenso
 def _of_row(model: ModelWithLoss, objective: Balanced, row: Batch, multiple: int) -> Iterator[Sums]:
     """Yield the sums of a row's documents, each with its share of the row's auxiliary loss.
 
-    What the whole row chooses must be known first: it is counted in passes without gradients. Given that, the loss
-    is a sum over documents.
+    How often the row chooses each expert must be known first, and is counted in passes without gradients. Given that,
+    the loss is a sum over documents.
     """
     routing, ids = model.routing, row.doc_ids[row.doc_ids >= 0]
     assert routing is not None

@@ -27,7 +27,7 @@ by 0.7 and more, a wrong divisor moves the scale."""
 
 
 class Roundings(NamedTuple):
-    """Distance that roundings move gradients of the plain model: the worst of `DRAWS` passes."""
+    """How far rounding moves gradients of the plain model: the worst of `DRAWS` passes."""
 
     relative: float
     "relative difference of the parameter that they move furthest"

@@ -35,7 +35,7 @@ class DocumentCheck:
     logits_difference: float
     "relative: norm of the difference over the norm of the plain model's logits"
     loss: float
-    "mean of the objective's monitored sum, nats per target: a micro-batch for each document, divided by what both count"
+    "mean of the objective's monitored sum in nats per target, over both documents, each in a micro-batch of its own"
     plain_loss: float
     "the same from the plain model's logits, by the objective's plain operators"
     targets: int
@@ -113,7 +113,7 @@ def _compare(model: ModelWithLoss, backend: str, device: torch.device, max_lengt
 
 
 def _first_replaced(batch: Batch, vocabulary: int) -> dict[str, torch.Tensor]:
-    """Return the inputs of a batch with every token of its first document replaced, and what is encoded for it."""
+    """Return the inputs of a batch with every token and the encoder's input of its first document replaced."""
     found = {name: value.clone() for name, value in batch.inputs.items()}
     ids = found["input_ids"][:, : _SIZES[0]]
     ids.copy_((ids + 1) % vocabulary)

@@ -1,5 +1,5 @@
-"""One optimizer step: all that is timed. Micro-batches and ranks give sums, which are divided only here, by the
-count of the global batch."""
+"""One optimizer step. Micro-batches and ranks give sums, which are divided only here, by the divisor of the global
+batch."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def gradients(
     batches, divisor = micro_batches
     if isinstance(model, Pipelined):
         return model.gradients(batches, divisor, totals)
-    # Only the last micro-batch's backward pass exchanges gradients; before it the sum of the earlier ones is put back.
+    # Before the last micro-batch the sum of the earlier ones is put back. Replicas exchange only then, shards as their
+    # plan says.
     losses = []
     last, earlier = len(batches) - 1, GradientSum(parameters, len(batches))
     for i, batch in enumerate(batches):

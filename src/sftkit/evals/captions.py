@@ -1,5 +1,4 @@
-"""Texts that a model with an encoder writes, compared with what was said: of held-out pictures, or texts, of
-data.val."""
+"""Texts that a model with an encoder writes about the pictures or texts of data.val, compared with the references."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def prompts_of(
     num_prompts: int,
     max_new_tokens: int,
 ) -> Prompts:
-    """Return what asks for a text to the encoder's input of each of the first `num_prompts` documents: its first
+    """Return the prompts for the encoder inputs of the first `num_prompts` documents. A prompt is a document's first
     token, which no answer has."""
     assert examples.encoder_inputs is not None
     return Prompts(

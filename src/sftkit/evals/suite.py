@@ -136,7 +136,7 @@ class Suite:
     def __post_init__(self) -> None:
         if self.config.tasks:
             check_causal(self.orig_model.config, f"eval.tasks={','.join(self.config.tasks)}")
-        # What is wrong with them is said now.
+        # Tasks whose answers leave no room for a prompt are refused now.
         check_room([task for task, _ in self.encoded_tasks], self.config, self._longest)
 
     @cached_property

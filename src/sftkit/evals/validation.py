@@ -1,4 +1,4 @@
-"""Validation loss and bits per byte of each source, on the eager `orig_model`, document by document."""
+"""Validation loss and bits per byte of each source: rows as in training, `orig_model` run uncompiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sftkit.ops.attention_choice import eager_backend
 from sftkit.runtime.start import Runtime
 
 IN_A_ROW = 4
-"Batches of each stage of a pipeline between two questions for a stop, at which stages wait for one another."
+"Batches of a pipeline between two checks for a requested stop, in which its stages wait for one another."
 
 
 def validate(

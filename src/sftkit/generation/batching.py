@@ -83,7 +83,7 @@ def shared_prefixes(rows: Sequence[np.ndarray], max_shared: Sequence[int], group
 
     Args:
         rows: int [T_i] each.
-        most: how many tokens of each row may be shared, so that what is asked of the model lies after them.
+        max_shared: how many tokens of each row may be shared: those before what the model is asked for.
         groups: their names; "" is no group.
     """
     members: dict[str, list[int]] = {}

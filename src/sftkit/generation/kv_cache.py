@@ -24,7 +24,7 @@ def max_cached_positions(orig_model: PreTrainedModel) -> int | None:
     """Return for how many positions, over all rows of a batch, keys and values fit in MAX_CACHE_BYTES; None
     if the model keeps none.
 
-    Of the whole model's sizes, also where ranks share its heads.
+    Computed from the whole model's sizes, also where ranks share its heads.
     """
     config = orig_model.config.get_text_config()
     if getattr(config, "num_attention_heads", None) is None:

@@ -33,8 +33,9 @@ Signature = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """Return the tensors of a batch that a graph takes. Which positions have targets is not among it: there would be a graph for every number of
-    them, so the loss looks at all, and those without one weigh nothing."""
+    """Return the tensors of a batch that a graph takes. The index of targets is not among them, as there would be a
+    graph for every number of targets: the loss is computed at all positions, and those without a target weigh
+    nothing."""
     return {**batch.inputs, **{name: getattr(batch, name) for name in OWN}}
 
 

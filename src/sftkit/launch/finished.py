@@ -23,7 +23,7 @@ def finished(cfg: Config) -> str | None:
     has to be started.
 
     The recipe is the one that it was trained by, its newest checkpoint is whole, and the files that it was made from
-    are those that it has written down. Weights that have changed since are told of, as nothing would be trained from
+    are those that it has written down. The line warns of weights that have changed since: no start would train from
     them.
     """
     run_dir = Path(cfg.run.dir)

@@ -156,7 +156,7 @@ def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
 def accelerate_launch() -> None:
     """Run `accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
 
-    As it comes, with a single process, it dies of a signal and leaves the script behind. With several processes torch's
+    By itself, with a single process, it ends at a signal and leaves the script running. With several processes torch's
     elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a process, the exit code says
     which.
     """

@@ -247,11 +247,10 @@ def resolve_max_length(
     precision: str,
     positions: int | None = None,
 ) -> tuple[int, str]:
-    """Return the row length, taken from the run that the model comes from unless it is set, and lines
-    that say what is inherited.
+    """Return max_length, taken from the run that the model comes from unless it is set, and lines that say so.
 
     Raises:
-        ConfigError: no row length anywhere, or one of more than `positions`, the most that the model has.
+        ConfigError: no max_length anywhere, or one above `positions`, the number that the model has.
     """
     length = max_length or (trained_length(Path(resolve(model.path))) if model.path else None)
     if length is None:

@@ -50,11 +50,11 @@ class Balanced:
         return self._objective.sums_of_logits(logits, targets)
 
     def count(self, batch: Batch) -> int:
-        """Return the number of targets that the wrapped objective counts."""
+        """Return what a batch adds to the wrapped objective's divisor."""
         return self._objective.count(batch)
 
     def divisors(self, examples: Examples) -> np.ndarray:
-        """Return what the wrapped objective divides the sums of each document by."""
+        """Return what each document adds to the wrapped objective's divisor of a step."""
         return self._objective.divisors(examples)
 
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -2,8 +2,8 @@
 
 The boundaries travel as `documents`, a keyword argument of every layer, with fixed shapes whatever the documents are.
 transformers builds no mask for an attention name that it does not know, so nothing quadratic exists outside the
-reference kernel. Attention that is not causal, an encoder's and that of texts to what was encoded for them, gets its
-boundaries as the mask of its layers.
+reference kernel. Attention that is not causal, inside an encoder and from texts to its output, gets its boundaries as
+the attention_mask of its layers.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ def attend_cached(  # noqa: PLR0913 - transformers calls it
 
     The query heads that share a key head are treated as that number of positions that see the same keys.
 
-    The query heads of a key head count as so many positions that see the same keys.
-
     Args:
         query: [B, H, 1, D]; key: [B, KV, N, D]; value: [B, KV, N, Dv]; places not written yet must be finite.
         attention_mask: bool [B, 1, 1, N], False at padding and at places not written yet; None: all is seen.

@@ -97,7 +97,7 @@ def attend_flex(
 
     Args:
         query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
-        documents: their ids and blocks, of whole_blocks and blocks_of.
+        documents: their ids and blocks, from pad_to_blocks and blocks_of.
         scores: without dropout and bias.
 
     Returns:

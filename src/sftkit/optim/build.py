@@ -33,8 +33,8 @@ def build_optimizer(
         graph: arguments of torch.compile for an update that is one graph (optim.implementation).
 
     Raises:
-        ConfigError: the optimizer does not fit the model's precision or sharding, its blocks are not
-            named, its package is missing.
+        ConfigError: the optimizer does not fit the model's precision or sharding, needs decoder blocks that
+            transformers does not name, or its package is missing.
     """
     assert optim.name != "auto"
     spec = OPTIMIZERS[optim.name]

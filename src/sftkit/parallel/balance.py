@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline has: as even as the work comes, with head and loss as part of the last stage."""
+"""How many layers each stage of a pipeline has: the work is split as evenly as possible, head and loss included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sftkit.models.structure import attention_windows, count_parameters, decoder
 PIPELINE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose decoder is an embedding, layers that are alike, and a norm."
 WORTH_SAYING = 0.97
-"A split is named whose slowest stage takes less than this share of the slowest one's time."
+"Another split is named if its slowest stage takes less than this share of the present slowest stage's time."
 
 
 def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
@@ -27,16 +27,18 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
         ConfigError: a model that has no stages, or layers that are not the model's.
     """
     num_layers = len(decoder_blocks(orig_model))
-    per_place = 2 if train.pipeline_schedule == "interleaved" else 1
+    stages_per_rank = 2 if train.pipeline_schedule == "interleaved" else 1
     configured = train.pipeline_layers
-    stages = len(configured) if configured and per_place > 1 else pipeline_size * per_place
+    stages = len(configured) if configured and stages_per_rank > 1 else pipeline_size * stages_per_rank
     _check_model(orig_model, num_layers, stages, pipeline_size)
     if configured is None:
         parameters = count_parameters(orig_model)
         return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
     if sum(configured) != num_layers or len(configured) != stages or len(configured) % pipeline_size:
         several = (
-            f"{2 * pipeline_size} (or another multiple of {pipeline_size})" if per_place > 1 else f"{pipeline_size}"
+            f"{2 * pipeline_size} (or another multiple of {pipeline_size})"
+            if stages_per_rank > 1
+            else f"{pipeline_size}"
         )
         raise ConfigError(
             f"train.pipeline_layers={list(configured)}: must be {several} numbers that add up to the {num_layers} layers of the model, or "

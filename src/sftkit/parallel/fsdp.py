@@ -1,4 +1,4 @@
-"""Weights cut over the ranks with torch's FSDP2: compiled blocks one by one, embedding and head with them.
+"""Weights sharded over the ranks with torch's FSDP2: compiled blocks one by one, then embedding and head.
 
 Every weight is gathered before it is used and its gradient summed over the ranks in fp32, each keeping its shard. The model
 keeps its class and its parameter names; parameters are DTensors from then on.
@@ -27,7 +27,7 @@ class Meshes:
     """The process groups of a sharded run."""
 
     blocks: DeviceMesh
-    "what the weights of blocks are cut over by FSDP: [shards] or [replicas, shards]; context ranks count as shards"
+    "what FSDP shards the weights of blocks over: [shards] or [replicas, shards]; context ranks count as shards"
     rest: DeviceMesh
     "the same for embedding, final norm and head, where tensor-parallel ranks, which compute other positions, count too"
     tensor: DeviceMesh | None
@@ -59,7 +59,8 @@ def _without_one_replica(mesh: DeviceMesh, topology: Topology) -> DeviceMesh:
 
 
 def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision: str) -> None:
-    """Cut the weights of `model.orig_model` in place, after the blocks have been compiled (lazily) and before the optimizer.
+    """Shard the weights of `model.orig_model` in place, after the blocks are compiled (lazily) and before the optimizer
+    is built.
 
     Args:
         model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_chosen` become methods that gather what they need, as the
@@ -107,7 +108,7 @@ def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def _gather_in(owner: torch.nn.Module, model: torch.nn.Module, name: str) -> None:
-    """Make model.name a forward method of `owner` for FSDP: its weights are gathered before and let go after."""
+    """Make model.name a forward method of `owner` for FSDP: its weights are gathered before and freed after."""
     setattr(owner, name, getattr(model, name))
     register_fsdp_forward_method(owner, name)
     setattr(model, name, getattr(owner, name))

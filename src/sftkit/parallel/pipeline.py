@@ -1,8 +1,8 @@
 """Micro-batches through the stages of a model, in the order of a schedule of torch.distributed.pipelining.
 
-Torch's stages and schedules send hidden states and their gradients, and say when which micro-batch is forward or backward. What
-they would do to a batch, to the loss and to gradients is ours: a stage takes each micro-batch whole, the loss is a sum over the
-divisor of the global batch, bf16 gradients add up in fp32, and what several ranks hold is exchanged once, at the end.
+Torch's stages and schedules send hidden states and their gradients, and order the passes. Batches, loss and gradients
+are not left to them: a stage takes each micro-batch whole, the loss is a sum over the divisor of the global batch, bf16
+gradients add up in fp32, and what several ranks hold is exchanged once, at the end.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 TIMES = 3
 "Passes of which the fastest is what a stage takes."
 FEW = 3
-"Micro-batches from which bf16 gradients add up in fp32: two of them make one rounding, with or without."
+"Micro-batches from which bf16 gradients add up in fp32: a sum of two is rounded once either way."
 
 
 class Pipelined(torch.nn.Module):
     """What the train step calls in place of a model: the stages of this rank, and the exchange with the others."""
 
     def __init__(self, model: ModelWithLoss, placement: Stages, stages: list[StageModule], schedule: str) -> None:
-        """Keep the stages. `stages`: of this rank, where they are sharded at all sharded."""
+        """Keep the stages. `stages`: of this rank, already sharded if the run shards weights."""
         super().__init__()
         self.model, self.placement, self.stages = model, placement, stages
         self.exchanges = True
@@ -197,7 +197,7 @@ def _shards(rt: Runtime) -> DeviceMesh:
 def into_stages(
     model: ModelWithLoss, source: ModelConfig | None, layers: tuple[int, ...], schedule: str, rt: Runtime
 ) -> Pipelined:
-    """Cut the model, in place, into stages, each on its rank; every rank calls it.
+    """Split the model, in place, into stages, each on its rank; every rank calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).

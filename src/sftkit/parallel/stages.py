@@ -1,4 +1,5 @@
-"""A model cut between its layers: each rank of a pipeline keeps the weights of its stages, the others are on the meta device.
+"""A model split between its layers: each rank of a pipeline keeps the weights of its stages, the others are on the meta
+device.
 
 The transformers model stays as it is, with all its modules and names; a parameter without memory is another rank's. Embedding
 and first layers are the first stage; the last layers, the final norm and the head the last one. A weight that is embedding and
@@ -31,7 +32,7 @@ def split_layers(
 ) -> Stages:
     """Leave this rank the weights of its stages, on the device; every rank calls it.
 
-    Weights that were on the meta device get memory, but those that will be sharded; those of other stages lose it.
+    Weights on the meta device get memory, except those that will be sharded; weights of other stages lose theirs.
     """
     sizes = (topology.stages, topology.stage_ranks)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("stages", "alike"))
@@ -75,7 +76,8 @@ def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], pipeline_size
 
 
 def _ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of the first and the last rank of this rank's pipeline; None in one between them. Every rank calls it."""
+    """Return the group of the first and the last rank of this rank's pipeline; None on the ranks between them. Every
+    rank calls it."""
     found = None
     for ranks in mesh.mesh.T.tolist():
         group = dist.new_group([ranks[0], ranks[-1]])
@@ -85,7 +87,7 @@ def _ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 class StageModule(torch.nn.Module):
-    """Consecutive layers of a model as what a schedule calls, with one micro-batch after the other.
+    """Consecutive layers of a model. A schedule calls it with one micro-batch after the other.
 
     Between stages only hidden states travel; what else a micro-batch has, each stage takes from its own copy of it.
     """
@@ -99,7 +101,7 @@ class StageModule(torch.nn.Module):
         self.head = output_projection(orig_model) if self.is_last else None
         tied = self.head is not None and self.head.weight is embedding_module(orig_model).weight
         self.tied = embedding_module(orig_model) if tied and not self.is_first else None
-        "what has the head's weight too, so that sharding finds it"
+        "the embedding, if it shares the head's weight, so that sharding finds it"
         self._of = (model,)  # in a tuple, so that the layers of other stages are none of this module's
         self._batches: list[Batch] = []
         self._scale = 1.0
@@ -152,8 +154,8 @@ def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: 
 
 
 def shard_stage(stage: StageModule, mesh: DeviceMesh, precision: str) -> None:
-    """Cut the weights of a stage over the ranks with the same layers (FSDP2): gathered once a step, gradients exchanged once,
-    summed in fp32, as torch's schedules do it.
+    """Shard the weights of a stage over the ranks with the same layers (FSDP2): gathered once a step, gradients
+    exchanged once, summed in fp32, as torch's schedules do it.
 
     Args:
         mesh: [shards] or [replicas, shards].

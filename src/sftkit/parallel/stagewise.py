@@ -24,7 +24,7 @@ from sftkit.models.stages import Stages, stages_of
 from sftkit.models.structure import decoder, decoder_blocks, embedding_module, output_projection
 
 IN_FLIGHT = 2
-"Hidden states that a rank may have sent and the next one not yet received: so far a stage runs ahead."
+"Maximum number of hidden states that were sent and not received yet: how far a stage may run ahead."
 
 Forward = Callable[..., Tensor]
 
@@ -163,7 +163,8 @@ def _as_it_is(hidden: Tensor) -> Tensor:
 
 
 def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
-    """Stand in for a layer of another rank. In a cache it has its length, which positions and masks are made of, and no keys and values."""
+    """Stand in for a layer of another rank. In a cache it has the length, from which positions and masks are made, but
+    no keys and values."""
     cache = arguments.get("past_key_values")
     if cache is not None:
         nothing = hidden.new_empty(hidden.shape[0], 0, hidden.shape[1], 0)
@@ -197,7 +198,7 @@ class _Links:
         self._in_flight.append((self._work(dist.isend, value, peer), value))
 
     def finish(self, but: int = 0) -> None:
-        """Wait for what is on its way, for all but so many of it."""
+        """Wait for all tensors on their way but the newest `but`."""
         while len(self._in_flight) > but:
             self._in_flight.popleft()[0].wait()
 
@@ -214,7 +215,7 @@ class _Links:
 
 
 class _Passed(torch.autograd.Function):
-    """Hidden states from the rank of one stage to the rank of the next; on other ranks what is given."""
+    """Hidden states from the rank of one stage to the rank of the next; on other ranks the input itself."""
 
     @staticmethod
     def forward(ctx: Any, links: _Links, stage: int, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the matrices of a block cut over ranks, activations between them cut by position.
+"""Tensor parallelism: the matrices of a block are sharded over ranks, activations between them by position.
 
 Ranks of a group hold the same rows. Each computes embedding, norms and loss for its own columns of them; attention and the
 feed-forward layer see whole rows and some of the heads and channels: an all-gather before, a reduce-scatter after
@@ -60,7 +60,8 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
     """Turn the weights of the blocks into DTensors on the mesh, in place, and let them exchange activations.
 
     Raises:
-        ConfigError: an architecture that is not in MODEL_TYPES, or heads or channels that the ranks do not divide.
+        ConfigError: an architecture that is not in TENSOR_MODEL_TYPES, or heads or channels that the ranks do not
+            divide.
     """
     check_tensor_parallel(orig_model, mesh.size())
     activations = Activations()
@@ -142,7 +143,7 @@ def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement)
 
 
 def _as_dtensor(mesh: DeviceMesh, placement: Callable[[], Placement]) -> Any:
-    """Return a hook that says of what whole the input is this rank's shard."""
+    """Return a hook that wraps the input, this rank's shard, as a DTensor."""
 
     def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (DTensor.from_local(inputs[0], mesh, [placement()], run_check=False), *inputs[1:])

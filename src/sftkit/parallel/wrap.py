@@ -56,8 +56,9 @@ def replicate(model: Module, rt: Runtime) -> torch.nn.Module:
 
 
 def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> AbstractContextManager[object]:
-    """Exchange gradients only in the last micro-batch of a step (`sync`); of a sharded model as its plan says. Of a pipeline
-    around all micro-batches of a step: whether they are exchanged."""
+    """Return a context for a micro-batch, with `sync` for the last one of a step: replicas exchange gradients only in
+    that one, shards as their plan says. For a pipeline it is a context for all micro-batches: `sync` says whether they
+    are exchanged at all."""
     if isinstance(model, Pipelined):
         return model.exchanging(exchanges=sync)
     if rt.topology.sharded:
@@ -67,5 +68,6 @@ def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> Abstrac
 
 
 def gradient_scale(rt: Runtime) -> float:
-    """Return the factor that makes a sum over ranks of what the wrapper does with gradients: DDP averages, shards and stages add up."""
+    """Return the factor of the loss that makes gradients sums over ranks: DDP averages them, shards and stages add them
+    up."""
     return 1.0 if rt.topology.partial else float(rt.world_size)

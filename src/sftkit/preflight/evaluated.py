@@ -11,7 +11,7 @@ from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.demo.builtin import FAMILIES
 
 _MAX_NAMES = 8
-"That a message lists."
+"Maximum number of names in a message."
 
 
 OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "token_f1", "low", "high"))

@@ -1,4 +1,4 @@
-"""Is there what a recipe starts from: data with columns that its stage learns from, the model, the run before? No
+"""Check that a recipe's inputs exist: data with columns that its stage learns from, the model, the run before. No
 torch.
 
 Launcher, chain and scripts read a recipe with these rules, so that whatever is missing stands in one report with

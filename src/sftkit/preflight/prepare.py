@@ -88,7 +88,7 @@ def memory_plan(
         said_later.disabled = False
 
 
-def row_length(
+def max_length_of(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, orig_model: PreTrainedModel | None, precision: str
 ) -> tuple[int, str]:
     """Return data.max_length, or that of the run before, and a line about where the run would start."""

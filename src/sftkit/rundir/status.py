@@ -161,8 +161,8 @@ class RunStatus:
 
     def gone(self) -> list[int]:
         """Return the ranks of this machine that had ended before a launcher told the others to, in order: their process
-        ids are gone, as the launcher has collected their exit codes. Of those that it tells to end it collects them
-        when this rank, too, has ended."""
+        ids are gone, as the launcher has collected their exit codes. Codes of ranks that it told to end are collected
+        only after this rank has ended, too."""
         return sorted(rank for rank, pid in self.neighbours.items() if not psutil.pid_exists(pid))
 
     def write_end(self, number: int | None, *, stopped: bool) -> None:

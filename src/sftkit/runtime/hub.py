@@ -17,7 +17,7 @@ from sftkit.rundir.names import resolve
 
 PROBE_SECONDS = 5.0
 MAX_SECONDS = PROBE_SECONDS + 1
-"That a question to the hub may take, name resolution included."
+"Maximum duration of a question to the hub, name resolution included."
 HubKind = Literal["model", "dataset"]
 
 

@@ -252,7 +252,8 @@ def start(
     Raises:
         ConfigError: the launcher's settings do not fit, or its processes form no group.
     """
-    # Before Accelerate looks for the other processes: what is missing would be a wait, or a run of its own for each.
+    # Before Accelerate looks for the other processes: missing variables would make it wait, or make each process a run
+    # of its own.
     check_variables(os.environ)
     precision = resolve_precision(train.precision)
     use_one_worker_per_group()
@@ -301,7 +302,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def garbage_collected_between_steps() -> Iterator[Callable[..., int]]:
-    """Keep Python's cycle collector, inside, from running except when the yielded function, gc.collect, is called: in
+    """Within the context, let Python's cycle collector run only when the yielded function, gc.collect, is called: in
     the middle of a step it would stop one rank, and with it all. Objects that exist already are not examined."""
     gc.collect()
     gc.freeze()

@@ -78,7 +78,7 @@ class Watchdog:
     def _poll(self) -> None:
         if self._status.world_size > 1:
             with suppress(OSError):  # the directory may not be there yet, or be a disk that stumbles; later again
-                self._write_heartbeat()  # at once: who is stopped within the first second has been somewhere, too
+                self._write_heartbeat()  # at once, for a rank that stops within the first second
         last_poll = time.monotonic()
         while not self._stopped.wait(_POLL_SECONDS):
             now = time.monotonic()

@@ -115,7 +115,7 @@ class Health:
 
         Args:
             rt: with the status of the run: what ends it is written there, and the documents of a step beside it.
-            tracker: is told what went wrong, as an event.
+            tracker: problems are reported to it, as events.
         """
         assert rt.status is not None
         self._monitored = objective.monitored

@@ -77,7 +77,7 @@ class Meter:
         return self._before.plus(self._tokens, self._targets, self._pairs, self._seconds(), self._encoded)
 
     def axes(self) -> dict[str, float | None]:
-        """Return what the values of this moment can be drawn over; see Progress.axes."""
+        """Return train/tokens, train/flops and train/seconds so far, over which a dashboard can draw an evaluation."""
         return self.progress.axes(
             self._orig_model, counts_attention=self._windows is not None, encoder_positions=self._encoder_positions
         )
@@ -97,7 +97,7 @@ class Meter:
         self._clock.begin()
 
     def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """Count a step. The sums of one that changed nothing are left out here, its targets by `add_skipped`."""
+        """Count a step. The sums of a skipped step are left out here, its divisor by `add_skipped`."""
         self._steps += 1
         self._clock.step_ended()
         self.shapes.add(step_batches)
@@ -123,7 +123,7 @@ class Meter:
         return sum(n * int(causal_pairs(lengths, window, chunked=chunked).sum()) for (window, chunked), n in kinds)
 
     def add_skipped(self, divisor: int) -> None:
-        """Take the divisor of a step of this window that turned out to be left out: it is in no mean."""
+        """Take the divisor of steps of this window that were skipped: they are in no mean."""
         self._left_out += divisor
 
     def read(self) -> dict[str, float | None]:

@@ -27,8 +27,8 @@ Interval = tuple[float, float]
 class Trace:
     """The steps from `log.trace_at` on, recorded by torch.profiler: trace/rankN.json.gz, and what follows from it.
 
-    Each rank writes its own. The device finishes its work before the first and after the last traced step, so their
-    time is theirs.
+    Each rank writes its own. The device finishes its work before the first and after the last traced step, so the time
+    is that of these steps alone.
     """
 
     def __init__(self, first_step: int | None, run_dir: Path, rt: Runtime) -> None:

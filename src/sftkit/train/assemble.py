@@ -1,4 +1,4 @@
-"""The assembly of a run, once for all stages: a stage script says what differs, this says what comes after what.
+"""The assembly of a run, the same for all stages: a stage script says what is special to it, this module the order.
 
 Order is kept by construction: each function takes what the one before it returns.
 """
@@ -186,8 +186,8 @@ def earlier_layers(run: Run) -> tuple[int, ...] | None:
     if train.pipeline_layers or folder is None or pipeline_size == 1:
         return train.pipeline_layers
     before = (yaml.safe_load((folder / RECIPE).read_text()).get("train") or {}).get("pipeline_layers")
-    per_place = 2 if train.pipeline_schedule == "interleaved" else 1
-    return tuple(before) if before and len(before) == pipeline_size * per_place else None
+    stages_per_rank = 2 if train.pipeline_schedule == "interleaved" else 1
+    return tuple(before) if before and len(before) == pipeline_size * stages_per_rank else None
 
 
 def with_layers(cfg: Config, layers: tuple[int, ...] | None) -> Config:

@@ -12,8 +12,8 @@ class Due:
     """What follows a step, in this order."""
 
     window: bool
-    """keep the counts of the steps since the last logged line, before the next line uses them up: a resumed run then
-    writes the same lines as an uninterrupted one"""
+    """keep for the checkpoint what was counted since the last line that was due, before a line that only a stop asks
+    for uses it up: a resumed run then writes the same lines as an uninterrupted one"""
     log: bool
     save: bool
     wait_for_save: bool

@@ -37,7 +37,7 @@ def first_evaluation(
         status: at the step that this start goes on from.
 
     Raises:
-        ConfigError: train.max_minutes are over.
+        ConfigError: the time of train.max_minutes is up.
     """
     step, run_dir = status.step, services.checkpoints.run_dir
     assert status.total_steps is not None

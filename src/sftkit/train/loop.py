@@ -32,7 +32,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
 
     Args:
         cfg: how long the run is, what is due after which step, and what is watched; nothing of how a step is computed.
-        engine: how a step is computed. `engine.model.orig_model` is all that evaluation and checkpoints see.
+        engine: how a step is computed. Evaluation and checkpoints see `engine.model.orig_model`, not the wrapped model.
         batches: this rank's share of the epochs' plans, which say how many steps there are, and what data a step takes.
         services: what evaluates, saves and logs, and the state that this start resumes.
 
@@ -61,7 +61,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         begin = partial(begin_writing, rt, services, step, evaluation, monitor.meter.axes())
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         report_ended_saves = partial(report_saves, checkpoints, tracker, status, rt)
-        # Before the progress bar: data workers are forked, which its thread could break.
+        # Before the progress bar: data workers are forked, which is not safe beside its thread.
         steps = on_device(batches.steps(step, total_steps), rt.device)
         tracker.start_progress(step, total_steps)
         closing_checks = partial(proof.closing_checks, monitor.meter, batches, engine)

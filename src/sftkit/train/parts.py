@@ -42,7 +42,7 @@ class Start:
     """What training starts from."""
 
     orig_model: PreTrainedModel
-    "eager, and stays so: what evaluation, samples and checkpoints see"
+    "what evaluation, samples and checkpoints see; only a training step runs it compiled"
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     "maximum row positions of a document: from the recipe, or from the run that the model comes from"

@@ -44,7 +44,7 @@ def send(rows: Tensor, sizes: Tensor, room: int, group: ProcessGroup, *, back: b
 
     Args:
         rows: [S, H], those for the first rank first; behind the last anything.
-        sizes: of exchange_counts. back: the other way round: what came is answered.
+        sizes: of exchange_counts. back: in the other direction, for the results of rows that were received.
         room: rows that may come at most.
     """
     return _Send.apply(rows, sizes, room, group.group_name, back)

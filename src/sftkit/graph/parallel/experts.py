@@ -34,7 +34,7 @@ _DISPATCHER = "_sftkit_dispatcher"
 def use_grouped_products(
     orig_model: PreTrainedModel, group: ProcessGroup | None = None, dispatcher: str = "allgather"
 ) -> None:
-    """Let the experts of a model be computed here, in place; before weights are cut.
+    """Let the experts of a model be computed here, in place; call it before weights are sharded.
 
     Args:
         group: each of its ranks has an equal share of every block's experts, in order.

@@ -32,7 +32,7 @@ class ShardingSpec(NamedTuple):
 
     mesh: DeviceMesh
     placements: Sequence[Placement]
-    "the last, a shard, is gathered where the weight is read; of the others replicas are copies, and shards stay cut"
+    "the last, a shard, is gathered where the weight is read; of the others replicas are copies, and shards stay sharded"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Gathered(torch.autograd.Function):
 def shard_for_graph(
     model: ModelWithLoss, spec_of: Callable[[torch.nn.Module, str], ShardingSpec], precision: str
 ) -> None:
-    """Cut every weight of the model, in place.
+    """Shard every weight of the model, in place.
 
     Args:
         spec_of: of a module and the name of one of its own parameters how that lies over the ranks.

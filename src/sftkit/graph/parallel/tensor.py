@@ -39,9 +39,9 @@ class TensorPlan:
     """What the modules of a block are to tensor parallelism, by their names in it."""
 
     columns: tuple[str, ...]
-    "matrices cut by what they give: heads, channels"
+    "matrices sharded by their outputs: heads, channels"
     rows: tuple[str, ...]
-    "matrices cut by what they take, whose results are added up"
+    "matrices sharded by their inputs, whose results are added up"
     gathered: tuple[str, ...]
     "norms behind which whole rows are needed"
     replicated: tuple[str, ...]
@@ -49,7 +49,7 @@ class TensorPlan:
     divided: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     "numbers of the model's config that the ranks must divide"
     experts: tuple[str, ...] = ()
-    "routed experts, of which each rank has a share; beside them nothing is cut, and every rank keeps to its own positions"
+    "routed experts, of which each rank has a share; nothing beside them is sharded, and every rank computes its own positions"
 
     @property
     def known(self) -> set[str]:
@@ -83,9 +83,9 @@ class GraphMeshes:
     """The process groups of a sharded run."""
 
     every: DeviceMesh
-    "[ranks] or [replicas, ranks]: what weights are cut over that ranks have use for whole"
+    "[ranks] or [replicas, ranks]: for weights that every rank uses whole, sharded over all ranks"
     tensor_parallel: DeviceMesh | None
-    "[tensor, shards] or [replicas, tensor, shards]: what matrices of tensor-parallel blocks are cut over, by tensor first"
+    "[tensor, shards] or [replicas, tensor, shards]: for matrices of tensor-parallel blocks, sharded by tensor first"
 
 
 def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
@@ -130,7 +130,7 @@ class WeightPlacement:
     def __init__(self, orig_model: PreTrainedModel, meshes: GraphMeshes) -> None:
         self._every, self._tensor_parallel = meshes.every, meshes.tensor_parallel
         self._placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
-        "parameters that are cut by tensor parallelism, and then by shards"
+        "parameters that are sharded by tensor parallelism, and then by shards"
         if meshes.tensor_parallel is not None:
             plan, shards = tensor_plan(orig_model), meshes.tensor_parallel.size(-1)
             for block in decoder_blocks(orig_model):

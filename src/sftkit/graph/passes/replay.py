@@ -4,7 +4,7 @@ A half runs once as it is, which lets libraries and communicators allocate what 
 replay the record. It reads its inputs where they were when it was recorded: weights, and what the forward half left in the graphs'
 memory, lie there anyway; a batch is copied there. What is handed out is copied too, as the next replay writes over it; only what the
 forward half keeps for the backward half is not, so a backward pass must come before the next forward pass, of another shape too, as
-records of all shapes share a memory pool. It does in a step of several micro-batches.
+records of all shapes share a memory pool. A step of several micro-batches keeps this order.
 """
 
 from __future__ import annotations
