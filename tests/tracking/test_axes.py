@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from helpers import tiny_llama
 
 from sftkit.models.structure import Work, train_flops
@@ -11,7 +13,7 @@ from sftkit.tracking.progress import PROGRESS, Progress, progress_of
 def test_progress_adds_up_over_windows_and_through_a_checkpoint() -> None:
     model = tiny_llama()
     done = Progress().plus(100, 40, 900, 2.0).plus(50, 20, 400, 1.0)
-    resumed = progress_of({"step": 7, "tokens": 150, PROGRESS: done.state()})
+    resumed = progress_of({"step": 7, "tokens": 150, PROGRESS: asdict(done)})
     assert resumed == done
     assert resumed.axes(model, counts_attention=True) == {
         "train/tokens": 150, "train/flops": train_flops(model, Work(150, 60, 1300)), "train/seconds": 3.0

@@ -24,7 +24,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.optim.gradients import squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.rundir.status import RunStatus
-from sftkit.tracking.health import DelayedFlags, Health, Reports
+from sftkit.tracking.health import DelayedFlags, Health
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
@@ -52,7 +52,8 @@ def health_of(folder: Path, numerics: NumericsConfig) -> tuple[Health, StepBatch
     batches = some_batches()
     rt = cpu_runtime()
     tracker = Tracker(folder, LogConfig(every=8, wandb="off"), rt, {}).open()
-    health = Health(numerics, rt, batches, OBJECTIVE, Reports(tracker, RunStatus(folder, 0, 1)))
+    rt.status = RunStatus(folder, 0, 1)
+    health = Health(numerics, rt, batches, OBJECTIVE, tracker)
     return health, next(iter(batches.steps(0, 1)))
 
 

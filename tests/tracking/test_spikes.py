@@ -23,7 +23,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.optim.build import build_optimizer
 from sftkit.rundir.status import RunStatus
-from sftkit.tracking.health import Health, Reports
+from sftkit.tracking.health import Health
 from sftkit.tracking.outcome import Flags, StepOutcome
 from sftkit.tracking.spikes import Spikes, spikes_in
 from sftkit.tracking.tracker import Tracker
@@ -184,7 +184,8 @@ class Told:
         batches, rt = some_batches(), cpu_runtime()
         self.folder = folder
         tracker = Tracker(folder, LogConfig(wandb="off"), rt, {}).open()
-        self.health = Health(numerics, rt, batches, OBJECTIVE, Reports(tracker, RunStatus(folder, 0, 1)))
+        rt.status = RunStatus(folder, 0, 1)
+        self.health = Health(numerics, rt, batches, OBJECTIVE, tracker)
         self.step_batches: StepBatches = next(iter(batches.steps(0, 1)))
         self.step = 0
 

@@ -14,7 +14,6 @@ import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
@@ -53,10 +52,8 @@ def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) 
     folder; a single file holds the main rank's.
     """
     if cfg.compile.cache:
-        index = rt.device.index or 0
-        rt.print(
-            save_compiled(cfg.compile.cache, code_key(cfg, orig_model, layout, rt), index, writes=rt.rank == index)
-        )
+        key, index = code_key(cfg, orig_model, layout, rt), rt.device.index or 0
+        rt.print(save_compiled(cfg.compile.cache, key, index, writes=rt.rank == index))
 
 
 def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:
@@ -64,34 +61,21 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
     device. torch checks again."""
     compile = {k: v for k, v in asdict(cfg.compile).items() if k not in NOT_IN_GRAPH}
     config = {k: v for k, v in orig_model.config.to_dict().items() if k not in VOLATILE}
-    return _digest(
-        {
-            "model": [class_name(orig_model), config],
-            "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
-            "settings": [compile, asdict(cfg.attention), asdict(cfg.loss), cfg.train.fp8, cfg.train.memory],
-            "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),
-            "padding": padding_rows(orig_model),
-            "precision": rt.precision,
-            "topology": [rt.topology.sharded, rt.topology.tensor, rt.topology.context],
-            **_environment(rt.device),
-        }
-    )
-
-
-def _environment(device: torch.device) -> dict[str, object]:
-    """Return versions and device: code compiled under others is of no use."""
-    cuda = device.type == "cuda"
-    return {
+    cuda = rt.device.type == "cuda"
+    parts = {
+        "model": [class_name(orig_model), config],
+        "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
+        "settings": [compile, asdict(cfg.attention), asdict(cfg.loss), cfg.train.fp8, cfg.train.memory],
+        "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),
+        "padding": padding_rows(orig_model),
+        "precision": rt.precision,
+        "topology": [rt.topology.sharded, rt.topology.tensor, rt.topology.context],
         "versions": {name: installed_version(name) for name in _PACKAGES},
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
-        "capability": torch.cuda.get_device_capability(device) if cuda else None,
+        "device": torch.cuda.get_device_name(rt.device) if cuda else "cpu",
+        "capability": torch.cuda.get_device_capability(rt.device) if cuda else None,
     }
-
-
-def _digest(parts: dict[str, Any]) -> str:
-    """Return the sha256 of the parts, the same for equal parts in whatever order."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -111,20 +95,20 @@ def load_compiled(where: str, key: str, index: int = 0) -> str:
     if path is None:
         return "cold compile"
     content, problem = _read(path, key)
-    if content is None:
-        if problem != "missing":
-            log.warning("compile.cache: %s: %s; compiling anew", path, problem)
-        return f"no compiled code for this model and machine in {where} yet" if problem == "missing" else "cold compile"
-    try:
-        artifacts, kernels = unpack(content)
-        loaded = torch.compiler.load_cache_artifacts(artifacts)
-        write_kernels(kernels)
-    except Exception as error:  # torch may raise anything for a file that it cannot use
-        loaded, problem = None, str(error)
-    if loaded is None:
-        log.warning("compile.cache: %s: torch cannot read it (%s); compiling anew", path, problem)
-        return "cold compile"
-    return f"compiled code from {path} ({len(content) / 2**20:.1f} MiB)"
+    if problem == "missing":
+        return f"no compiled code for this model and machine in {where} yet"
+    if content is not None:
+        try:
+            artifacts, kernels = unpack(content)
+            loaded = torch.compiler.load_cache_artifacts(artifacts)
+            write_kernels(kernels)
+            if loaded is not None:
+                return f"compiled code from {path} ({len(content) / 2**20:.1f} MiB)"
+            problem = "torch cannot read it"
+        except Exception as error:  # torch may raise anything for a file that it cannot use
+            problem = f"torch cannot read it ({error})"
+    log.warning("compile.cache: %s: %s; compiling anew", path, problem)
+    return "cold compile"
 
 
 def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
@@ -209,7 +193,13 @@ def _file(where: str, key: str, index: int) -> str | None:
 def _read(path: str, key: str) -> tuple[bytes | None, str]:
     """Return (content, "") or (None, why there is none)."""
     try:
-        whole = _bytes(path)
+        if "://" in path:
+            import fsspec
+
+            with fsspec.open(path, "rb") as file:
+                whole = file.read()
+        else:
+            whole = Path(path).read_bytes()
     except FileNotFoundError:
         return None, "missing"
     except Exception as error:
@@ -227,16 +217,6 @@ def _read(path: str, key: str) -> tuple[bytes | None, str]:
     return content, ""
 
 
-def _bytes(path: str) -> bytes:
-    """Return the content of a file or URL."""
-    if "://" not in path:
-        return Path(path).read_bytes()
-    import fsspec
-
-    with fsspec.open(path, "rb") as file:
-        return file.read()
-
-
 def _write(path: str, content: bytes) -> None:
     """Write all of it or nothing: a reader never sees half a file."""
     if "://" in path:
@@ -247,7 +227,6 @@ def _write(path: str, content: bytes) -> None:
         temporary = f"{inside}.{os.getpid()}.tmp"
         filesystem.pipe_file(temporary, content)
         filesystem.mv(temporary, inside)
-        return
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replace_shared(target, content)
+    else:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_shared(Path(path), content)

@@ -210,37 +210,37 @@ def warm_up(
         whether the train step is compiled; False when there is no working compiler and compile.on_failure is warn.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    if not compile.enabled:
-        # Nothing to build, but the largest batch must fit.
+
+    def run(chosen: Sequence[tuple[int, int]], passes: int = 1) -> None:
+        # Each pass starts without gradients, as a step does; CUDA graphs reuse their memory too.
         with torch.random.fork_rng(devices=devices):
-            run_shape(*shapes[-1])
-        model.zero_grad(set_to_none=True)
+            for rows, row_length in chosen:
+                for _ in range(passes):
+                    run_shape(rows, row_length)
+                    model.zero_grad(set_to_none=True)
+
+    if not compile.enabled:
+        run(shapes[-1:])  # nothing to build, but the largest batch must fit
         return False
     error: Exception | None = _compiler_problem(compile) if ranks.sharded else None
     if ranks.sharded and ranks.any_rank(error is not None):
         return _fall_back(model, compile, error)
-    # Each pass starts without gradients, as a step does; CUDA graphs reuse their memory too.
-    with torch.random.fork_rng(devices=devices):
-        try:
-            for rows, row_length in shapes:
-                for _ in range(_passes(compile)):
-                    run_shape(rows, row_length)
-                    model.zero_grad(set_to_none=True)
-        except torch.OutOfMemoryError:
+    try:
+        # With CUDA graphs the first pass of a shape compiles, the second warms up, the third records.
+        run(shapes, passes=3 if has_cuda_graphs(compile) else 1)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as caught:
+        if ranks.sharded:
             raise
-        except Exception as caught:
-            if ranks.sharded:
-                raise
-            error = caught
+        error = caught
     model.zero_grad(set_to_none=True)
     if not ranks.any_rank(error is not None):
         return True
     if error is not None:
         # An error that eager execution has too is not the compiler's fault: it is raised from here.
         undo_compile(model)
-        with torch.random.fork_rng(devices=devices):
-            run_shape(*shapes[-1])
-        model.zero_grad(set_to_none=True)
+        run(shapes[-1:])
     return _fall_back(model, compile, error)
 
 
@@ -265,11 +265,3 @@ def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception 
     log.warning("torch.compile does not work here, training eagerly: %s (compile.enabled=false hides this)", reason)
     undo_compile(model)
     return False
-
-
-def _passes(compile: CompileConfig) -> int:
-    """Return how many passes build a graph.
-
-    With CUDA graphs the first compiles, the second warms up, the third records.
-    """
-    return 3 if has_cuda_graphs(compile) else 1

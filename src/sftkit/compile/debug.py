@@ -50,7 +50,7 @@ class CompilerFiles(logging.Handler):
     def __init__(self, folder: Callable[[], Path], compile: CompileConfig) -> None:
         """Take records of the logs that compile.debug names. `folder`: returns where to write."""
         super().__init__(logging.DEBUG)
-        self._folder = folder
+        self.folder = folder  # the place of a run changes at its first step
         self.names = {artifact: name for name in compile.debug for artifact in ARTIFACTS[name]}
         if not has_cuda_graphs(compile):
             self.names.pop(OF_CUDA_GRAPHS, None)
@@ -58,16 +58,11 @@ class CompilerFiles(logging.Handler):
         "a dict for each graph that Inductor wrote code for: id, pass, aten_ops, file, kernels"
         self._ready = False
 
-    @property
-    def folder(self) -> Path:
-        """Return where to write by now: the place of a run changes at its first step."""
-        return self._folder()
-
     def make_folder(self) -> None:
         """Make the folder, when there is something to write, without the files of an earlier start."""
         if not self._ready:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+            shutil.rmtree(self.folder(), ignore_errors=True)
+            self.folder().mkdir(parents=True)
             self._ready = True
 
     def for_terminal(self, record: logging.LogRecord) -> bool:
@@ -88,7 +83,7 @@ class CompilerFiles(logging.Handler):
                     self._add_code(graph, text.partition("\n")[2])
             # Other records of graphs are metadata of thousands of characters.
             elif name != "graphs" or "TRACED GRAPH" in text:
-                with (self.folder / f"{name}.txt").open("a") as file:
+                with (self.folder() / f"{name}.txt").open("a") as file:
                     file.write(f"[{graph}] {text.strip()}\n\n")
         except OSError:
             self.handleError(record)
@@ -101,7 +96,7 @@ class CompilerFiles(logging.Handler):
 
         direction = "backward" if getattr(V.graph, "is_backward", False) else "forward"
         nodes = getattr(getattr(getattr(V.graph, "module", None), "graph", None), "nodes", None)
-        folder = self.folder / "output_code"
+        folder = self.folder() / "output_code"
         folder.mkdir(exist_ok=True)
         stem = f"{graph.replace('/', '_')}-{direction}"
         taken = len(list(folder.glob(f"{stem}*.py")))
@@ -112,7 +107,7 @@ class CompilerFiles(logging.Handler):
                 "id": graph,
                 "pass": direction,
                 "aten_ops": None if nodes is None else sum(node.op == "call_function" for node in nodes),
-                "file": str(file.relative_to(self.folder.parent)),
+                "file": str(file.relative_to(self.folder().parent)),
                 "kernels": kernels(code),
             }
         )
@@ -184,12 +179,10 @@ def torch_loggers() -> list[logging.Logger]:
 
     The class of their handlers differs between versions, so torch itself is asked whether a handler is one of its own.
     """
-    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    named = logging.root.manager.loggerDict.values()
+    ours = [one for one in named if isinstance(one, logging.Logger) and one.name.split(".")[0] == "torch"]
     # Private: _is_torch_handler is what torch's own set_logs asks before it removes handlers (torch 2.13).
-    ours = [logger for logger in loggers if logger.name.split(".")[0] == "torch"]
-    return [
-        logger for logger in ours if logger.name != "torch.__trace" and any(map(_is_torch_handler, logger.handlers))
-    ]
+    return [one for one in ours if one.name != "torch.__trace" and any(map(_is_torch_handler, one.handlers))]
 
 
 def _write_summary(rank: int, files: CompilerFiles) -> None:
@@ -198,7 +191,7 @@ def _write_summary(rank: int, files: CompilerFiles) -> None:
     if rank != 0:
         return
     graphs = summarize(dynamo_utils.get_compilation_metrics(), files.generated)
-    folder = files.folder.parent
+    folder = files.folder().parent
     content = {"torch": torch.__version__, "logs": sorted(set(files.names.values())), "graphs": graphs}
     replace_text(folder / SUMMARY, json.dumps(content, indent=1))
     replace_text(folder / COMPILE_SUMMARY, as_markdown(content))
@@ -220,7 +213,8 @@ def summarize(
             continue
         phases = phase_seconds(record)
         if record.is_forward is not False:
-            functions[record.compile_id] = _function(record)
+            place = f"{Path(record.co_filename or '?').name}:{record.co_firstlineno}"
+            functions[record.compile_id] = f"{record.co_name} ({place})"
         direction = "backward" if record.is_forward is False else "forward"
         graphs[record.compile_id, direction] = _entry(record.compile_id, direction) | {
             "captured_ops": record.graph_op_count,
@@ -234,9 +228,7 @@ def summarize(
         graph["aten_ops"] = (graph["aten_ops"] or 0) + (code["aten_ops"] or 0)
         graph["files"] += [code["file"]]
         graph["kernels"] = (graph["kernels"] or []) + code["kernels"]
-    in_order = sorted(
-        graphs, key=lambda key: ([int(number) for number in re.findall(r"\d+", key[0])], key[1] != "forward")
-    )
+    in_order = sorted(graphs, key=lambda key: (list(map(int, re.findall(r"\d+", key[0]))), key[1] != "forward"))
     return [graphs[key] | {"function": functions.get(key[0], "?")} for key in in_order]
 
 
@@ -244,11 +236,6 @@ def _entry(graph: str, direction: str) -> dict[str, Any]:
     """Return the dict of a pass of which nothing is known yet."""
     unknown = dict.fromkeys(("captured_ops", "aten_ops", "seconds", "recompile_reason", "kernels"))
     return {"id": graph, "pass": direction, "function": "?"} | unknown | {"phases": {}, "files": []}
-
-
-def _function(record: dynamo_utils.CompilationMetrics) -> str:
-    """Return the name and place of the function that a record is about."""
-    return f"{record.co_name} ({Path(record.co_filename or '?').name}:{record.co_firstlineno})"
 
 
 def kernels(code: str) -> list[dict[str, Any]]:
@@ -260,10 +247,10 @@ def kernels(code: str) -> list[dict[str, Any]]:
         kernel says where it came from by its name alone, so it has no nodes.
     """
     kernels_by_name: dict[str, dict[str, Any]] = {}
-    origins: tuple[list[str], list[str]] | None = None
+    origins: list[list[str]] | None = None
     for line in map(str.strip, code.rpartition("async_compile.wait(globals())")[2].splitlines()):
         if comment := ORIGINS.match(line):
-            origins = _words(comment[1]), _words(comment[2])
+            origins = [[word for word in listed.split(", ") if word] for listed in comment.groups()]
             continue
         for kind, launch in LAUNCHES.items():
             if call := launch.match(line):
@@ -276,11 +263,6 @@ def kernels(code: str) -> list[dict[str, Any]]:
                 origins = None
                 break
     return list(kernels_by_name.values())
-
-
-def _words(listed: str) -> list[str]:
-    """Return the entries of a list in a comment."""
-    return [word for word in listed.split(", ") if word]
 
 
 def _in_name(kernel: str, kind: str) -> list[str]:
@@ -301,16 +283,15 @@ def _in_name(kernel: str, kind: str) -> list[str]:
 def as_markdown(content: dict[str, Any]) -> str:
     """Return the content of summary.json for reading."""
     graphs = content["graphs"]
-    lines = [
-        f"# What the compiler made\n\ntorch {content['torch']}, main rank. docs/compile.md says how to read this.\n"
-    ]
+    title = f"# What the compiler made\n\ntorch {content['torch']}, main rank. docs/compile.md says how to read this.\n"
     if not graphs:
-        return lines[0] + "\nNothing was compiled.\n"
-    lines += ["| graph | function | operators captured | ATen operators | fused kernels | library calls | seconds |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+        return title + "\nNothing was compiled.\n"
+    columns = "graph | function | operators captured | ATen operators | fused kernels | library calls | seconds"
+    lines = [title, f"| {columns} |", "|---|---|---|---|---|---|---|"]
     for graph in graphs:
         counts = [graph["captured_ops"], graph["aten_ops"], *_kernel_counts(graph["kernels"]), graph["seconds"]]
-        cells = [f"{graph['id']} {graph['pass']}", graph["function"], *map(_cell, counts)]
+        known = ("" if count is None else str(count) for count in counts)
+        cells = [f"{graph['id']} {graph['pass']}", graph["function"], *known]
         lines.append(f"| {' | '.join(cells)} |")
     if "output_code" not in content["logs"]:
         lines.append("\nKernels are listed with `compile.debug: [output_code]`.")
@@ -320,7 +301,9 @@ def as_markdown(content: dict[str, Any]) -> str:
             if graph["recompile_reason"]:
                 lines.append(f"Compiled again: `{graph['recompile_reason']}`\n")
             lines += [f"Code: {', '.join(graph['files'])}\n", "| kernel | launches | from |", "|---|---|---|"]
-            lines += [f"| `{k['name']}` | {k['launches']} | {_origin(k)} |" for k in graph["kernels"]]
+            for kernel in graph["kernels"]:
+                origin = ", ".join(name.removeprefix("aten.") for name in kernel["aten"])
+                lines.append(f"| `{kernel['name']}` | {kernel['launches']} | {origin} |")
     return "\n".join(lines) + "\n"
 
 
@@ -330,16 +313,6 @@ def _kernel_counts(kernels: list[dict[str, Any]] | None) -> tuple[int | None, in
         return None, None
     library = [kernel for kernel in kernels if kernel["kind"] == "library"]
     return len(kernels) - len(library), sum(kernel["launches"] for kernel in library)
-
-
-def _origin(kernel: dict[str, Any]) -> str:
-    """Return the operators that a kernel came from, for a table."""
-    return ", ".join(name.removeprefix("aten.") for name in kernel["aten"])
-
-
-def _cell(value: float | None) -> str:
-    """Return a cell of a table, empty for None."""
-    return "" if value is None else str(value)
 
 
 def _artifact(record: logging.LogRecord) -> str:

@@ -24,8 +24,8 @@ def under_way(compile: CompileConfig, key: str) -> str:
     what = "compiling blocks" if compile.scope == "block" else "compiling the model"
     try:
         earlier = json.loads(_file(key).read_text())
-        last = f"{earlier['seconds']:.0f} s the last time"  # a busy machine takes longer
-        return f"{what}: {last}, then without compiled code" if earlier["compiled_anew"] else f"{what}: {last}"
+        last = f"{what}: {earlier['seconds']:.0f} s the last time"  # a busy machine takes longer
+        return f"{last}, then without compiled code" if earlier["compiled_anew"] else last
     except (OSError, ValueError, KeyError, TypeError):
         return what
 

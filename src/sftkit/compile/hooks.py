@@ -78,11 +78,16 @@ class HookWatch:
         return sorted(changed | uncalled)
 
     def _inside(self) -> set[str]:
-        """Return the names of the modules whose hooks are part of compiled code."""
-        if not self._captured:
-            return _compiled(self._model)
-        run = {module for part in called(self._model) for module in part.modules()}
-        return {name for name, module in self._model.named_modules() if module in run} | {EVERY_MODULE}
+        """Return the names of the modules whose hooks are part of compiled code; a compiled module's
+        own hooks run around it."""
+        if self._captured:
+            inside = {module for part in called(self._model) for module in part.modules()}
+        else:
+            # Private: what Module.compile sets; no public attribute says whether a module is compiled.
+            compiled = [module for module in self._model.modules() if module._compiled_call_impl is not None]
+            inside = {child for module in compiled for child in module.modules() if child is not module}
+        found = {name for name, module in self._model.named_modules() if module in inside}
+        return found | {EVERY_MODULE} if inside else found
 
 
 def _of_library(hook: Any) -> bool:
@@ -106,13 +111,3 @@ def _hooks(orig_model: PreTrainedModel) -> frozenset[Hook]:
         for number in getattr(torch_module, f"_global{field}")
     )
     return frozenset((*own, *of_all))
-
-
-def _compiled(orig_model: PreTrainedModel) -> set[str]:
-    """Return the names of modules whose hooks are part of compiled code; a compiled module's
-    own hooks run around it."""
-    # Private: what Module.compile sets; no public attribute says whether a module is compiled.
-    compiled = [module for module in orig_model.modules() if module._compiled_call_impl is not None]
-    inside = {child for module in compiled for child in module.modules() if child is not module}
-    found = {name for name, module in orig_model.named_modules() if module in inside}
-    return found | {EVERY_MODULE} if inside else found

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, get_origin
 
 import torch
@@ -63,8 +63,7 @@ def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded:
 
 def with_own(compile: CompileConfig, own: CompileModuleConfig) -> CompileConfig:
     """Return the settings of one module: its own over those of compile."""
-    given = {field.name: getattr(own, field.name) for field in fields(own)}
-    return replace(compile, modules=None, **{key: value for key, value in given.items() if value is not None})
+    return replace(compile, modules=None, **{key: value for key, value in vars(own).items() if value is not None})
 
 
 def _at(orig_model: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -111,23 +110,17 @@ def _check_apart(parts: dict[str, CompiledPart]) -> None:
 def _check_called(orig_model: PreTrainedModel, parts: dict[str, CompiledPart], *, sharded: bool) -> None:
     """Refuse modules that a step does not call, or that cannot be a graph of their own."""
     projection, blocks = output_projection(orig_model), set(decoder_blocks(orig_model))
-    others = f"name other modules, such as {first_of(_good_paths(orig_model), 12)}"
     for path, part in parts.items():
-        inside = set(part.module.modules())
+        inside, reason = set(part.module.modules()), None
         if projection in inside:
-            raise ConfigError(
-                f'compile.modules: "{path}" is not called in a step, where the loss reads the weight of the head in a kernel of '
-                f"its own: {others}"
-            )
-        if type(part.module).__module__.startswith("torch.nn"):
-            raise ConfigError(
-                f'compile.modules: "{path}" is a {type(part.module).__name__} of torch, which Dynamo does not trace on its own: '
-                f"{others}"
-            )
-        if sharded and inside & blocks - {part.module}:
-            raise ConfigError(
-                f'compile.modules: "{path}" holds blocks whose sharded weights are gathered between graphs: {others}'
-            )
+            reason = "is not called in a step, where the loss reads the weight of the head in a kernel of its own"
+        elif type(part.module).__module__.startswith("torch.nn"):
+            reason = f"is a {type(part.module).__name__} of torch, which Dynamo does not trace on its own"
+        elif sharded and inside & blocks - {part.module}:
+            reason = "holds blocks whose sharded weights are gathered between graphs"
+        if reason is not None:
+            others = first_of(_good_paths(orig_model), 12)
+            raise ConfigError(f'compile.modules: "{path}" {reason}: name other modules, such as {others}')
 
 
 def _good_paths(orig_model: PreTrainedModel) -> list[str]:
@@ -195,10 +188,7 @@ def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -
 def has_cuda_graphs(compile: CompileConfig) -> bool:
     """Return whether any graph will be recorded as a CUDA graph and replayed."""
     own = [with_own(compile, module) for module in (compile.modules or {}).values() if module.enabled] or [compile]
-    recorded = (
-        c.backend == "cudagraphs" or (c.options or {}).get(CUDA_GRAPHS, c.mode in CUDA_GRAPH_MODES) for c in own
-    )
-    return any(recorded)
+    return any(c.backend == "cudagraphs" or (c.options or {}).get(CUDA_GRAPHS, c.mode in CUDA_GRAPH_MODES) for c in own)
 
 
 def check_marked(compile: CompileConfig, backend: str) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, fields
+from typing import Any
 
 from sftkit.compile.watch import CompileWatch
 from sftkit.runtime.start import Runtime
@@ -54,9 +53,7 @@ class RecordsOfRanks:
         It exchanges one flag, and the records only where those of a rank have changed.
         """
         if self._rt.any_rank(own != self._ranks[self._rt.rank]):
-            if self._rt.world_size > 1:
-                torch.distributed.all_gather_object(self._ranks, own)
-            self._ranks[self._rt.rank] = own
+            self._ranks = self._rt.gathered(own)
         return together(self._ranks)
 
     def known(self, own: Records) -> Records:
@@ -70,19 +67,13 @@ class RecordsOfRanks:
 def together(ranks: Sequence[Records]) -> Records:
     """Return the records of all ranks as one."""
 
-    def texts(field: str) -> tuple[str, ...]:
+    def united(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], int):
+            return sum(values)
         found: dict[str, str] = {}
-        for rank, own in enumerate(ranks):
-            for text in getattr(own, field):
+        for rank, texts in enumerate(values):
+            for text in texts:
                 found.setdefault(text, f"rank {rank}: {text}" if rank else text)
         return tuple(found.values())
 
-    return Records(
-        sum(own.recompiles for own in ranks),
-        sum(own.fallbacks for own in ranks),
-        sum(own.in_evaluation for own in ranks),
-        texts("recompile_kinds"),
-        texts("fallback_kinds"),
-        texts("graph_break_reasons"),
-        texts("hooks"),
-    )
+    return Records(*(united([getattr(own, field.name) for own in ranks]) for field in fields(Records)))

@@ -62,8 +62,7 @@ def compiler_switches(
                 "activation_memory_budget_runtime_estimator": "flops",
             }
             # A graph from a cache writes no log, so graphs that compile.debug asks for must be compiled here.
-            logged = bool(FROM_COMPILER & set(compile.debug))
-            if logged:
+            if FROM_COMPILER & set(compile.debug):
                 functorch["enable_autograd_cache"] = False
                 stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
             stack.enter_context(torch._dynamo.config.patch(dynamo))

@@ -27,16 +27,9 @@ def assert_same_on_ranks(rt: Runtime, what: dict[str, str]) -> None:
     Raises:
         ConfigError: on every rank, with each name that differs and who has which value.
     """
-    if rt.world_size == 1:
-        return
-    gathered: list[dict[str, str]] = [{}] * rt.world_size
-    torch.distributed.all_gather_object(gathered, what)
-    differences = differing_values(gathered)
-    if differences:
-        lines = "\n  ".join(differences)
-        raise ConfigError(
-            f"the ranks of this run differ; start all of them from the same checkout and recipe:\n  {lines}"
-        )
+    if differences := differing_values(rt.gathered(what)):
+        text = "the ranks of this run differ; start all of them from the same checkout and recipe:"
+        raise ConfigError("\n  ".join((text, *differences)))
 
 
 def differing_values(values: list[dict[str, str]]) -> list[str]:
@@ -59,11 +52,8 @@ def differing_values(values: list[dict[str, str]]) -> list[str]:
 def neighbours(rt: Runtime) -> dict[int, int]:
     """Return rank -> process id of the ranks on this machine and in this container, which this process can see; every
     rank must call it."""
-    here = (pid_scope(), os.getpid())
-    gathered = [here] * rt.world_size
-    if rt.world_size > 1:
-        torch.distributed.all_gather_object(gathered, here)
-    return {rank: pid for rank, (place, pid) in enumerate(gathered) if place == here[0]}
+    scope = pid_scope()
+    return {rank: pid for rank, (place, pid) in enumerate(rt.gathered((scope, os.getpid()))) if place == scope}
 
 
 def recipe_identity(recipe: str) -> dict[str, str]:

@@ -32,11 +32,10 @@ def use_one_worker_per_group() -> None:
         if kwargs or isinstance(timeout, group._Options):  # the caller chose its options
             plain(self, store, rank, size, timeout, **kwargs)
             return
-        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        devices = [group.create_device(interface=name) for name in interfaces if name]
         options = group._Options()
-        options._devices = [group.create_device(interface=name) for name in interfaces] or [
-            group.create_default_device()
-        ]
+        options._devices = devices or [group.create_default_device()]
         options._timeout, options._threads = timeout, 1
         plain(self, store, rank, size, options)
 

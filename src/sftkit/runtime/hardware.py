@@ -118,8 +118,7 @@ def environment(device: torch.device, world_size: int) -> dict[str, object]:
     # torch's own word has the build in it (2.15.0+cu132); that of its package, on the index, has not.
     packages: dict[str, str | None] = {"torch": str(torch.__version__)}
     packages |= {p: installed_version(p) for p in ("transformers", "accelerate", "datasets", "tokenizers", "sftkit")}
-    faster = {p: installed_version(p) for p in ("triton", "flash-attn-4", "torchao")}
-    packages |= {package: found for package, found in faster.items() if found is not None}
+    packages |= {p: found for p in ("triton", "flash-attn-4", "torchao") if (found := installed_version(p)) is not None}
     return {
         "packages": packages,
         "python": platform.python_version(),

@@ -35,7 +35,7 @@ def hub_answers() -> bool:
 def _error_of(call: Callable[[], object]) -> Exception | None:
     """Return what a call raises, a TimeoutError if it takes too long; None: nothing. It runs in a thread, as name
     resolution knows no timeout."""
-    ended: list[Exception | None] = []
+    ended: list[Exception | None] = [TimeoutError()]
 
     def work() -> None:
         try:
@@ -47,7 +47,7 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(MAX_SECONDS)
-    return ended[0] if ended else TimeoutError()
+    return ended[-1]
 
 
 def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) -> str | None:
@@ -88,9 +88,8 @@ def _ask(name: str, kind: HubKind, revision: str | None) -> None:
     """
     from huggingface_hub import HfApi
 
-    if (
-        HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS).gated
-    ):  # of which all see this much
+    known = HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS)
+    if known.gated:  # of such a repository all see this much
         HfApi().auth_check(name, repo_type=kind)
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,22 +78,15 @@ def last_kill(log: Path, since: float) -> str | None:
         since: lines before this time.monotonic() do not count.
     """
     found = None
-    try:
-        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        while record := os.read(descriptor, 8192):
+    # An error is the end of what is there, or of what may be read.
+    with suppress(OSError, ValueError), open(os.open(log, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as records:
+        while record := records.read(8192):
             for line in record.decode(errors="replace").splitlines():
                 # A record reads "priority,number,microseconds since the boot,...;text".
                 head, _, text = line.partition(";")
                 fields = head.split(",")
                 if "Killed process" in text and len(fields) > 2 and int(fields[2]) / 1e6 >= since - 1.0:
                     found = text
-    except (OSError, ValueError):  # the end of what is there, or of what may be read
-        pass
-    finally:
-        os.close(descriptor)
     return found
 
 

@@ -7,17 +7,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
+from rich import progress
 from rich.console import RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Column
 
 from sftkit.config.terminal import print_text, visible
@@ -38,17 +29,18 @@ def working(text: str) -> Iterator[None]:
             print_text(text, error=True)  # stdout may be an answer or a table that goes to a file
         yield
         return
-    spinner = SpinnerColumn("line", speed=0.3)  # about a frame each time it is drawn
-    with LastLine(spinner, TextColumn("{task.description}", markup=False), TimeElapsedColumn()) as line:
+    spinner = progress.SpinnerColumn("line", speed=0.3)  # about a frame each time it is drawn
+    description = progress.TextColumn("{task.description}", markup=False)
+    with LastLine(spinner, description, progress.TimeElapsedColumn()) as line:
         line.add_task(visible(text), total=None)
         yield
 
 
-class LastLine(Progress):
+class LastLine(progress.Progress):
     """Lines that a thread draws under all other output of this process, and that leave nothing behind. Several stand
     one above the other. A terminal that is gone stops nothing."""
 
-    def __init__(self, *columns: str | ProgressColumn, expand: bool = False) -> None:
+    def __init__(self, *columns: str | progress.ProgressColumn, expand: bool = False) -> None:
         super().__init__(
             *columns,
             console=output_console(),
@@ -82,11 +74,11 @@ class TrainingBar(LastLine):
         self.step = step
         self.newest = ""
         super().__init__(
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
+            progress.BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.TextColumn("eta"),
+            progress.TimeRemainingColumn(),
             expand=True,
         )
         self.add_task("", total=total_steps, completed=step)

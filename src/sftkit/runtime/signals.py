@@ -161,11 +161,6 @@ class Listener:
         ours = weakref.ref(self)  # what is registered there stays for good
         os.register_at_fork(after_in_child=lambda: _leave_to_parent(ours()))
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether the thread reads signals: it does until `close`."""
-        return self._writing >= 0
-
     def take_signals(self) -> None:
         """Have signals come here; to be called again after somebody else may have taken them."""
         for number in heeded():
@@ -203,7 +198,7 @@ class Listener:
 
 def _leave_to_parent(listener: Listener | None) -> None:
     """Stop listening in a process that was forked off: a data worker's signals are not ours."""
-    if listener is not None and listener.is_open:
+    if listener is not None and listener._writing >= 0:  # it is not closed
         signal.set_wakeup_fd(-1)
 
 
@@ -278,10 +273,8 @@ def end_process(code: int) -> NoReturn:
     children that are just being started."""
     _starting.acquire(timeout=5.0)
     for child in psutil.Process().children(recursive=True):
-        try:
+        with suppress(psutil.Error):
             child.kill()
-        except psutil.Error:
-            continue
     try:
         release_all()
         for stream in (sys.stdout, sys.stderr):

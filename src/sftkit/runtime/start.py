@@ -18,13 +18,8 @@ from typing import Self, TypeVar
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import (
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-    TorchDynamoPlugin,
-    broadcast_object_list,
-)
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin, broadcast_object_list
 from transformers.utils import logging as transformers_logging
 
 from sftkit.config.schema import RunConfig, TrainConfig, num_stages
@@ -184,9 +179,14 @@ class Runtime:
         """Return the names of all ranks, each once, in the same order on every rank; every rank must ask."""
         if self.topology.stages == 1:  # ranks have the same ones
             return list(names)
-        found: list[Sequence[str]] = [()] * self.world_size
-        torch.distributed.all_gather_object(found, list(names))
-        return list(dict.fromkeys(chain.from_iterable(found)))
+        return list(dict.fromkeys(chain.from_iterable(self.gathered(list(names)))))
+
+    def gathered(self, own: T) -> list[T]:
+        """Return what each rank gives, in the order of ranks; every rank must ask."""
+        found = [own] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(found, own)
+        return found
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -85,12 +85,10 @@ class Watchdog:
             if now - last_poll > _STOPPED_SECONDS:  # a debugger, Ctrl-Z, a queue that suspends: no hang of this rank
                 self._status.progress()
             last_poll = now
-            try:
+            with suppress(OSError):  # a shared disk that stumbles is no reason to end training
                 if self._status.world_size > 1:
                     self._write_heartbeat()
                     self._check_other_ranks()
-            except OSError:  # a shared disk that stumbles is no reason to end training
-                pass
             idle = time.monotonic() - self._status.since
             if idle > self.limit():
                 self._report_hang(idle)

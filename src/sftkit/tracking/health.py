@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -19,7 +19,6 @@ from sftkit.data.types import listed
 from sftkit.errors import NonFiniteError, NumericsError, SpikeError
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.names import skipped_documents_file
-from sftkit.rundir.status import RunStatus
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.spikes import Spike, Spikes, spikes_in
@@ -53,16 +52,16 @@ class StepRecord:
     """A step whose flags the host has read, the same on every rank."""
 
     step: int
-    stop: bool
-    "a rank asks to stop"
-    finite: bool
-    skipped: bool
-    spikes: list[Spike]
     step_batches: StepBatches
     "without its micro-batches"
     own_divisors: list[int]
     "what each of this rank's micro-batches adds to the divisor"
     outcome: StepOutcome
+    stop: bool = False
+    "a rank asks to stop"
+    finite: bool = True
+    skipped: bool = False
+    spikes: list[Spike] = field(default_factory=list)
 
 
 class DelayedFlags:
@@ -83,23 +82,10 @@ class DelayedFlags:
     def push(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
         """Take a step that has been launched; call `read` after each."""
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
-        arrived = None
-        if self._cuda:
-            arrived = torch.cuda.Event()
-            arrived.record()
+        arrived = torch.cuda.current_stream().record_event() if self._cuda else None
         own = [self._count(batch) for batch in step_batches.micro_batches]
-        launched = replace(step_batches, micro_batches=[])
-        known = StepRecord(
-            step,
-            stop=False,
-            finite=True,
-            skipped=False,
-            spikes=[],
-            step_batches=launched,
-            own_divisors=own,
-            outcome=outcome,
-        )
-        self._waiting.append((known, host, arrived))
+        launched = StepRecord(step, replace(step_batches, micro_batches=[]), own, outcome)
+        self._waiting.append((launched, host, arrived))
 
     def read(self, *, wait: bool) -> list[StepRecord]:
         """Return the steps whose flags can be read by now, oldest first; `wait`: all steps."""
@@ -119,31 +105,22 @@ _COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
 "Numbers of steps: not finite, left out in a row, left out in the window, with a spike; the same on every rank."
 
 
-@dataclass(frozen=True)
-class Reports:
-    """Where problems are reported."""
-
-    tracker: Tracker
-    "as an event"
-    status: RunStatus
-    "as what ended the run; the documents of a step are written beside it"
-
-
 class Health:
     """Counts what went wrong, and ends training where the recipe says so."""
 
     def __init__(
-        self,
-        numerics: NumericsConfig,
-        rt: Runtime,
-        batches: Batches,
-        objective: Objective,
-        reports: Reports,
+        self, numerics: NumericsConfig, rt: Runtime, batches: Batches, objective: Objective, tracker: Tracker
     ) -> None:
-        """Begin to count."""
+        """Begin to count.
+
+        Args:
+            rt: with the status of the run: what ends it is written there, and the documents of a step beside it.
+            tracker: problems are reported to it, as events.
+        """
+        assert rt.status is not None
         self._monitored = objective.monitored
         self._numerics, self._rt, self._batches = numerics, rt, batches
-        self._status, self._tracker = reports.status, reports.tracker
+        self._status, self._tracker = rt.status, tracker
         self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
         self.spikes = Spikes(numerics.on_spike, objective.monitored, rt.device)
         "for the engine, which asks it to judge each step before the update"
@@ -184,25 +161,17 @@ class Health:
     def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
         """Report a step that was left out, and end training if that is asked for or too many were."""
         self._write_documents(known, kind)
-        losses_of_ranks = self._of_all_ranks(known)
-        reason = (
-            spike_cause(losses_of_ranks, known.spikes)
-            if known.finite
-            else cause(losses_of_ranks, float(known.outcome.grad_norm))
-        )
+        losses, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
+        reason = spike_cause(losses, known.spikes) if known.finite else cause(losses, norm)
         if then == "error" or self._in_a_row > self._numerics.max_skips:
-            raise self._error(known, kind, reason, losses_of_ranks)
+            raise self._error(known, kind, reason, losses)
         self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
 
     def read(self) -> dict[str, float | None]:
         """Return the window's counts; every rank must call it."""
-        values: dict[str, float | None] = {
-            "health/spikes": self._spiked,
-            "health/skipped_steps": self._in_window,
-            "health/nonfinite_steps": self._nonfinite,
-        }
+        spikes, skipped = self._spiked, self._in_window
         self._in_window = self._spiked = 0
-        return values
+        return {"health/spikes": spikes, "health/skipped_steps": skipped, "health/nonfinite_steps": self._nonfinite}
 
     def window(self) -> Window:
         """Return the counts so far and what spikes are measured against. Waits for the device."""
@@ -217,13 +186,23 @@ class Health:
 
     def _write_documents(self, known: StepRecord, kind: Literal["nonfinite", "spike"]) -> None:
         """Write this rank's documents of a step that was left out to a file."""
+        examples, nonfinite = self._batches.examples, nonfinite_micro_batches(known.outcome)
         content = {
             "step": known.step,
             "epoch": known.step_batches.epoch,
             "loss": float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1),
             "losses": losses_of(known),
             "grad_norm": float(known.outcome.grad_norm),
-            "documents": _document_records(self._batches, known.step_batches, nonfinite_micro_batches(known.outcome)),
+            "documents": [
+                {
+                    "index": i,
+                    "source": examples.source_names[int(examples.source[i])],
+                    "micro_batch": number + 1,
+                    "loss_is_finite": number not in nonfinite,
+                    "ids": examples[i].ids.tolist(),
+                }
+                for i, number in micro_batches_of(known.step_batches)
+            ],
         }
         file = skipped_documents_file(self._status.run_dir, kind, known.step, self._rt.rank)
         with suppress(OSError):  # a full disk must not hide the error that this is about
@@ -231,19 +210,16 @@ class Health:
 
     def _of_all_ranks(self, known: StepRecord) -> list[RankLoss]:
         """Return what each rank knows of its loss in a step that is left out; every rank must call it."""
-        losses = losses_of(known)
+        losses, examples = losses_of(known), self._batches.examples
         named = [losses.index(max(losses))] if known.finite else nonfinite_micro_batches(known.outcome)
         own = RankLoss(
             loss=float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1),
             micro_batches=[number + 1 for number in named],
             largest=max(losses) if known.finite else -math.inf,
             of=len(losses),
-            documents=names_in(self._batches, known.step_batches, named),
+            documents=[examples.name(i) for i, number in micro_batches_of(known.step_batches) if number in named],
         )
-        losses_of_ranks = [own] * self._rt.world_size
-        if self._rt.world_size > 1:
-            torch.distributed.all_gather_object(losses_of_ranks, own)
-        return losses_of_ranks
+        return self._rt.gathered(own)
 
     def _error(
         self, known: StepRecord, kind: Literal["nonfinite", "spike"], reason: str, losses_of_ranks: list[RankLoss]
@@ -286,8 +262,8 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
     if not nonfinite:
         if math.isfinite(norm):
             return "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond fp32"
-        which = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
-        which = "a gradient is NaN" if math.isnan(norm) else which
+        infinite = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
+        which = "a gradient is NaN" if math.isnan(norm) else infinite
         return (
             f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be at "
             "fault, or a document whose gradient explodes"
@@ -309,27 +285,3 @@ def micro_batches_of(step_batches: StepBatches) -> list[tuple[int, int]]:
     """Return (document, micro-batch from 0) for each of this rank's documents of a step."""
     numbers = [number for number, count in enumerate(step_batches.documents_in) for _ in range(count)]
     return list(zip(step_batches.documents, numbers, strict=True))
-
-
-def names_in(batches: Batches, step_batches: StepBatches, numbers: list[int]) -> list[str]:
-    """Return the names of this rank's documents in these micro-batches of a step, from 0."""
-    return [batches.examples.name(i) for i, number in micro_batches_of(step_batches) if number in numbers]
-
-
-def _document_records(batches: Batches, step_batches: StepBatches, nonfinite: list[int]) -> list[dict[str, object]]:
-    """Return this rank's documents of a step: index, source, micro-batch from 1, whether its loss is finite, token ids.
-
-    Args:
-        nonfinite: micro-batches whose loss is not finite, from 0.
-    """
-    examples = batches.examples
-    return [
-        {
-            "index": i,
-            "source": examples.source_names[int(examples.source[i])],
-            "micro_batch": number + 1,
-            "loss_is_finite": number not in nonfinite,
-            "ids": examples[i].ids.tolist(),
-        }
-        for i, number in micro_batches_of(step_batches)
-    ]

@@ -143,7 +143,7 @@ class Meter:
         p50, p95 = percentiles(self._clock.read())
         values: dict[str, float | None] = {
             **self._objective.metrics(means),
-            "train/grad_norm": _finite(float(self._grad_norm)),
+            "train/grad_norm": norm if math.isfinite(norm := float(self._grad_norm)) else None,
             "perf/tok_per_sec": self._tokens / seconds,
             "perf/tok_per_sec_per_gpu": self._tokens / seconds / self._rt.world_size,
             "perf/target_tok_per_sec": self._targets / seconds,
@@ -230,9 +230,7 @@ class Meter:
         each rank's peak in GiB)."""
         ranks = self._rt.world_size
         own = torch.zeros(3, ranks)
-        own[:, self._rt.rank] = torch.tensor(
-            [self._wait_seconds, peak_memory_gib(self._rt.device), float(self._own_divisor)]
-        )
+        own[:, self._rt.rank] = torch.tensor([self._wait_seconds, peak_memory_gib(self._rt.device), self._own_divisor])
         vector = self._sums.vector
         known = self._rt.sum(torch.cat([vector, own.flatten().to(vector.device)])).tolist()
         count = len(vector)
@@ -249,10 +247,8 @@ class Meter:
     def _source_shares(self) -> dict[str, float | None]:
         """Return data/share/<source> of the window; nothing where there is one source."""
         names, total = self._examples.source_names, max(int(self._source_tokens.sum()), 1)
-        shares = (self._source_tokens / total).tolist()
-        return (
-            {f"data/share/{name}": share for name, share in zip(names, shares, strict=True)} if len(names) > 1 else {}
-        )
+        shares = zip(names, (self._source_tokens / total).tolist(), strict=True)
+        return {f"data/share/{name}": share for name, share in shares} if len(names) > 1 else {}
 
 
 class ShapeCounts:
@@ -285,21 +281,12 @@ class ShapeCounts:
         """Return shape/*: the counts of every declared shape; with symbolic sizes only those not declared."""
         declared = () if self.layout.dynamic else self.layout.shapes
         known = declared.index(self._last) if self._last in declared else None
-        counts: dict[str, float | None] = {
-            f"shape/{rows}x{length}": self.seen[rows, length] for rows, length in declared
-        }
+        counts = {f"shape/{rows}x{length}": self.seen[rows, length] for rows, length in declared}
         return {"shape/id": known, **counts, "shape/undeclared": self.undeclared}
 
 
 def skipped_rows(examples: Examples) -> dict[str, float | None]:
     """Return data/dropped_rows and data/truncated_rows: what became of the training rows before the first step."""
-    totals: Counter[str] = Counter()
-    for counts in examples.counts.values():
-        totals.update(counts)
+    totals = sum(map(Counter, examples.counts.values()), Counter[str]())
     dropped = totals["dropped_too_long"] + totals["dropped_no_target"] + totals["skipped_bad"]
     return {"data/dropped_rows": dropped, "data/truncated_rows": totals["truncated"]}
-
-
-def _finite(value: float) -> float | None:
-    """Return the value, None if it is not finite."""
-    return value if math.isfinite(value) else None

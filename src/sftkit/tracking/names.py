@@ -20,11 +20,6 @@ class Metric:
     summary: Summary = "last"
     "which value of its curve stands for the run"
 
-    @property
-    def is_pattern(self) -> bool:
-        """Return whether the name stands for several."""
-        return "<" in self.name
-
 
 METRICS = (
     Metric("compile/graphs", "graphs", "max"),
@@ -118,19 +113,18 @@ TABLES = (
 
 # What each <word> of a pattern may stand for, as a regular expression.
 _WORDS = {"rows": r"[0-9]+", "length": r"[0-9]+", "source": r".+", "metric": r"[^/]+", "task": r"[^/]+", "phase": r".+"}
-_EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
 
 
-def regex(metric: Metric) -> str:
+def regex(name: str) -> str:
     """Return a regular expression, without anchors, of the names that a pattern stands for."""
-    return re.sub(r"<(\w+)>", lambda word: _WORDS[word[1]], metric.name)
+    return re.sub(r"<(\w+)>", lambda word: _WORDS[word[1]], name)
 
 
 @cache
 def find_metric(name: str) -> Metric | None:
     """Return the metric that a name in metrics.jsonl or evals.jsonl belongs to; None: it is not documented."""
-    patterns = (metric for metric in METRICS if metric.is_pattern and re.fullmatch(regex(metric), name))
-    return _EXACT.get(name) or next(patterns, None)
+    # A name without <words> fits itself alone, and METRICS has it before the patterns that it fits as well.
+    return next((metric for metric in METRICS if re.fullmatch(regex(metric.name), name)), None)
 
 
 def summary_of(name: str) -> Summary:

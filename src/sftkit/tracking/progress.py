@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -43,17 +43,12 @@ class Progress:
             counts_attention: False: not all work of this model can be counted.
             encoder_positions: positions of one input of its encoder; 0: it has none.
         """
-        work = Work(self.tokens, self.targets, self.pairs, self.encoded, encoder_positions)
-        flops = train_flops(orig_model, work)
+        flops = train_flops(orig_model, Work(self.tokens, self.targets, self.pairs, self.encoded, encoder_positions))
         return {
             "train/tokens": self.tokens,
             "train/flops": flops if self.is_whole and counts_attention else None,
             "train/seconds": self.seconds if self.is_whole else None,
         }
-
-    def state(self) -> dict[str, Any]:
-        """Return the progress as JSON values, for a checkpoint."""
-        return asdict(self)
 
 
 def progress_of(resumed: Mapping[str, Any]) -> Progress:

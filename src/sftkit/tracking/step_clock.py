@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class StepClock:
 
     def begin(self) -> None:
         """Let the next step start here: at first, and after whatever was not training."""
-        self._settle()
+        self.so_far()
         self._marks = [self._now()]
 
     def step_ended(self) -> None:
@@ -33,14 +34,17 @@ class StepClock:
 
     def read(self) -> list[float]:
         """Return the seconds of each step since the last call. The device must have finished them."""
-        self._settle()
-        self._marks = self._marks[-1:]
-        seconds, self._seconds = self._seconds, []
+        seconds, self._seconds = self.so_far(), []
         return seconds
 
     def so_far(self) -> list[float]:
-        """Return the same without starting anew."""
-        self._settle()
+        """Return the same without starting anew. Before a pause this waits for the last step, as the pause itself does."""
+        for before, after in pairwise(self._marks):
+            if isinstance(after, float):
+                self._seconds.append(after - before)  # type: ignore[operator]
+            else:
+                after.synchronize()
+                self._seconds.append(before.elapsed_time(after) / 1000)  # type: ignore[union-attr]
         self._marks = self._marks[-1:]
         return list(self._seconds)
 
@@ -56,22 +60,11 @@ class StepClock:
         event.record()
         return event
 
-    def _settle(self) -> None:
-        """Turn marks into seconds. Before a pause this waits for the last step, as the pause itself does."""
-        for before, after in zip(self._marks[:-1], self._marks[1:], strict=True):
-            if isinstance(after, float):
-                self._seconds.append(after - before)  # type: ignore[operator]
-            else:
-                after.synchronize()
-                self._seconds.append(before.elapsed_time(after) / 1000)  # type: ignore[union-attr]
-
 
 def percentiles(seconds: list[float]) -> tuple[float | None, float | None]:
     """Return (median, 95th percentile); None each without a step."""
-    if not seconds:
-        return None, None
-    p50, p95 = np.percentile(seconds, [50, 95])
-    return float(p50), float(p95)
+    p50, p95 = np.percentile(seconds, [50, 95]).tolist() if seconds else (None, None)
+    return p50, p95
 
 
 class SyncCounter:

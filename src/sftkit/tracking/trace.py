@@ -38,6 +38,7 @@ class Trace:
             first_step: the first step that is traced; None: none is.
         """
         self._first, self._folder, self._rt = first_step, run_dir / TRACE, rt
+        self._on_gpu = rt.device.type == "cuda"
         self._profile: profile | None = None
         self._started, self._last = 0.0, 0
 
@@ -58,25 +59,21 @@ class Trace:
         if self._first is None or not self._first - 1 <= step < self._first + TRACED_STEPS:
             return 0.0
         self._last = step
-        if step == self._first - 1:
-            self._finish()  # those steps' time is training time: it counts before the pause begins
-            began = time.perf_counter()
+        begins = step == self._first - 1
+        if not begins and (step < self._first + TRACED_STEPS - 1 or self._profile is None):  # None: resumed amid them
+            return 0.0
+        self._finish()  # those steps' time is training time: it counts before the pause begins
+        began = time.perf_counter()
+        if begins:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes of a start and an end would be on the terminal
             self._profile = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu)
             self._profile.start()
             self._started = time.perf_counter()
-            return self._started - began
-        if step == self._first + TRACED_STEPS - 1 and self._profile is not None:  # None: resumed amid them
-            self._finish()
-            began = time.perf_counter()
+        else:
+            assert self._profile is not None
             self._write(self._profile)
             self._profile = None
-            return time.perf_counter() - began
-        return 0.0
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self._rt.device.type == "cuda"
+        return time.perf_counter() - began
 
     def _finish(self) -> None:
         if self._on_gpu:

@@ -20,15 +20,7 @@ from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import Level
 from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
 from sftkit.rundir.files import append_all_or_nothing
-from sftkit.rundir.names import (
-    EVALS,
-    EVALUATIONS,
-    EVENTS,
-    METRICS_FILE,
-    RESULTS,
-    SAMPLES,
-    evaluation_dir,
-)
+from sftkit.rundir.names import EVALS, EVALUATIONS, EVENTS, METRICS_FILE, RESULTS, SAMPLES, evaluation_dir
 from sftkit.runtime.console import output_console
 from sftkit.runtime.progress import TrainingBar
 from sftkit.runtime.start import Runtime
@@ -39,18 +31,9 @@ from sftkit.tracking.dashboard.remote import DashboardWriter, first_line, open_d
 from sftkit.tracking.rows import drop_evals_after, drop_rows_after, read_metric_rows, read_results
 
 log = logging.getLogger(__name__)
-EventKind = Literal[
-    "recompile",
-    "fallback",
-    "graph_break",
-    "hook",
-    "nonfinite",
-    "spike",
-    "replicas",
-    "checkpoint_failed",
-    "checkpoint_fallback",
-    "starvation",
-]
+CompileEvent = Literal["recompile", "fallback", "graph_break", "hook"]
+CheckpointEvent = Literal["checkpoint_failed", "checkpoint_fallback"]
+EventKind = Literal[CompileEvent, CheckpointEvent, "nonfinite", "spike", "replicas", "starvation"]
 ALERTS: dict[EventKind, tuple[str, str]] = {
     "recompile": ("recompile after the warm-up", "WARN"),
     "fallback": ("compiled code ran uncompiled", "WARN"),
@@ -332,12 +315,11 @@ def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str,
         for task, result in zip(tasks, results, strict=True):
             name = f"eval/{task}/{result['metric']}" if tasks.count(task) > 1 else f"eval/{task}"
             shown[name] = result["value"]
-    parts = [
+    return GAP.join(
         f"{name.removeprefix('val/').removeprefix('eval/')} {value:.3f}"
         for name, value in shown.items()
         if value is not None
-    ]
-    return "  ".join(parts)
+    )
 
 
 def _number(value: float | None, form: str) -> str:

@@ -45,14 +45,6 @@ def own_values(rt: Runtime, rows: list[list[float | None]], *, same_ranks: bool)
     return table.sum(0) if rt.is_main else torch.zeros_like(table[0])
 
 
-def open_window(meter: Meter, health: Health) -> Window:
-    """Return what a checkpoint keeps of the steps that no line has reported yet; every rank must call it.
-
-    Waits for the device.
-    """
-    return {"meter": meter.window(), "health": health.window()}
-
-
 def is_open(resumed: Mapping[str, Any]) -> bool:
     """Return whether a stop asked for the line at the step of this checkpoint: then the next line has its steps too."""
     return bool(resumed.get(WINDOW, {}).get("meter", {}).get("steps"))

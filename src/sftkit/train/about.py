@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,17 +11,15 @@ from sftkit.config.schema import source_label
 from sftkit.data.loader import Batches
 from sftkit.engine.engine import Setup
 from sftkit.models.structure import count_parameters
+from sftkit.rundir.files import read_object
 from sftkit.rundir.names import ENVIRONMENT
 from sftkit.train.parts import Run
 
 
 def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
     """Return the recipe by its sections, with `resolved` and `environment` beside them."""
-    return {
-        **asdict(run.cfg),
-        "resolved": resolved(run, orig_model, batches, setup),
-        "environment": _environment(run.dir) if run.rt.is_main else {},
-    }
+    environment = read_object(run.dir / ENVIRONMENT) if run.rt.is_main else {}
+    return {**asdict(run.cfg), "resolved": resolved(run, orig_model, batches, setup), "environment": environment}
 
 
 def resolved(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
@@ -53,10 +48,3 @@ def resolved(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Set
         "documents": len(batches.examples),
         "tokens": int(batches.examples.lengths.sum()),
     }
-
-
-def _environment(run_dir: Path) -> dict[str, Any]:
-    """Return environment.json; empty where it cannot be read."""
-    with suppress(OSError, ValueError):
-        return json.loads((run_dir / ENVIRONMENT).read_text())
-    return {}

@@ -147,11 +147,9 @@ def lay_out(
 ) -> Batches:
     """Return this rank's batches of the documents, in rows of declared shapes. They go on with the plan segments of the
     resumed checkpoint, so that no document of the epoch is repeated or lost."""
-    examples, max_length, earlier = documents.examples, documents.max_length, resume.segments
-    lengths, encoded = examples.lengths, examples.encoded
-    layout = make_layout(
-        cfg.data, cfg.train, DocumentLengths(lengths, max_length, encoded=encoded), rt.data_world_size, earlier
-    )
+    examples, earlier = documents.examples, resume.segments
+    lengths = DocumentLengths(examples.lengths, documents.max_length, encoded=examples.encoded)
+    layout = make_layout(cfg.data, cfg.train, lengths, rt.data_world_size, earlier)
     share = RankRows(rt.data_rank, row_shard(rt.topology, rt.rank))
     dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples))
     workers, step = cfg.data.num_workers, resume.state["step"]

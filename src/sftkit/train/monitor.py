@@ -10,14 +10,12 @@ from sftkit.data.loader import Batches, StepBatches
 from sftkit.engine.engine import Engine
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.start import Runtime
-from sftkit.tracking import window
 from sftkit.tracking.experts import ExpertLoad
-from sftkit.tracking.health import Health, Reports
+from sftkit.tracking.health import Health
 from sftkit.tracking.meter import Meter
 from sftkit.tracking.outcome import StepOutcome
-from sftkit.tracking.window import Window
+from sftkit.tracking.window import Window, resume_window
 from sftkit.train.parts import TrainServices
-from sftkit.train.saves import save_metrics
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,15 @@ class Monitor:
 
     def open_window(self) -> Window:
         """Return what a checkpoint keeps of the steps that no line has reported yet. Waits for the device."""
-        return window.open_window(self.meter, self.health)
+        return {"meter": self.meter.window(), "health": self.health.window()}
 
 
 def start_monitor(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> Monitor:
     """Return the monitor of this start; a resumed run takes over counts and the window of steps not yet logged."""
-    assert rt.status is not None
     model = engine.model
     meter = Meter(model.orig_model, model.objective, batches, rt)
-    health = Health(cfg.numerics, rt, batches, model.objective, Reports(services.tracker, rt.status))
-    if line := window.resume_window(services.resumed, meter, health, rt, cfg.log.every):
+    health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
+    if line := resume_window(services.resumed, meter, health, rt, cfg.log.every):
         rt.print(line)
     return Monitor(meter, health, ExpertLoad(model.routing, rt))
 
@@ -77,14 +74,8 @@ def log_window(
     tracker, checkpoints = services.tracker, services.checkpoints
     loads = monitor.expert_load.read(status.step, checkpoints.run_dir)
     report = engine.report()
-    metrics = {
-        **monitor.meter.read(),
-        **values,
-        **loads,
-        **report.metrics,
-        **save_metrics(checkpoints),
-        **monitor.health.read(),
-    }
+    metrics = {**monitor.meter.read(), **values, **loads, **report.metrics}
+    metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()} | monitor.health.read()
     tracker.log_metrics(status.step, status.total_steps, metrics)
     for kind, texts in report.events:
         tracker.new_events(kind, status.step, texts)

@@ -49,12 +49,10 @@ def prompt_check(found: PromptedTargets | None) -> Check:
     )
     name, expected = "Every target is sampled by a server", "each after the ids of a prompt"
     if found is None or not found.answers:
-        return Check(
-            name, None, "every token is learned" if found is None else "no conversation was rendered", "-", how
-        )
-    words = (
-        f"{found.answers - len(found.unasked)} of {found.answers} answers in {len(found.conversations)} conversations"
-    )
+        reason = "every token is learned" if found is None else "no conversation was rendered"
+        return Check(name, None, reason, "-", how)
+    asked = found.answers - len(found.unasked)
+    words = f"{asked} of {found.answers} answers in {len(found.conversations)} conversations"
     return Check(name, not found.unasked, "; ".join((words, *found.unasked[:2])), expected, how)
 
 
@@ -76,9 +74,8 @@ def mask_check(examples: Examples, eos_token_ids: Sequence[int]) -> Check:
     last = examples.offsets[1:] - 1  # whatever follows the last target was cut off
     masked = examples.num_targets < examples.lengths
     tokens, targets = int(examples.lengths.sum()), int(sums[-1])
-    share = (
-        f"{100.0 * targets / max(tokens, 1):.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
-    )
+    target_pct = 100.0 * targets / max(tokens, 1)
+    share = f"{target_pct:.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
     if not masked.any():
         return Check(name, None, share, "-", how)
     ended = examples.is_target[last] & np.isin(examples.ids[last], list(eos_token_ids))
@@ -91,13 +88,7 @@ def divisor_check(seen: int, divided_by: int) -> Check:
     same = abs(seen - divided_by) <= 1e-6 * divided_by if divided_by else None  # None: no line was logged
     found = f"{seen:,} targets reached the model, {divided_by:,} were divided by"
     how = "targets counted in the batches of all ranks, against the counts of the plan that gradients are divided by"
-    return Check(
-        "Loss is divided by the targets of all ranks and micro-batches",
-        same,
-        found,
-        "equal",
-        how,
-    )
+    return Check("Loss is divided by the targets of all ranks and micro-batches", same, found, "equal", how)
 
 
 def resume_check(step: int, folder: Path | None) -> Check:
@@ -146,9 +137,8 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
             batch = torch.tensor([ids], device=orig_model.device)
             kind = kind_of(orig_model.config)
             made_up = kind.made_up_inputs(orig_model, 1, length)
-            given = (
-                {} if made_up is None else {n: torch.from_numpy(a).to(batch.device) for n, a in made_up.arrays.items()}
-            )
+            arrays = {} if made_up is None else made_up.arrays
+            given = {name: torch.from_numpy(array).to(batch.device) for name, array in arrays.items()}
             logits = kind.plain_logits(orig_model, {"input_ids": batch, **given})[0].float().cpu()
     finally:
         orig_model.train(was_training)

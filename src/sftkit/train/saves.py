@@ -68,8 +68,3 @@ def report_saves(checkpoints: Saves, tracker: Tracker, status: RunStatus, rt: Ru
             tracker.event("checkpoint_failed", saved, text)
         if rt.is_main:
             status.save_ended(saved, failure)
-
-
-def save_metrics(checkpoints: Saves) -> dict[str, float | None]:
-    """Return the metrics of the newest save, ckpt/*."""
-    return {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()}

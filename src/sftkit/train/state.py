@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sftkit.config.schema import DataConfig
@@ -34,7 +34,7 @@ def checkpoint_state(
     return {
         "tokens": position.progress.tokens,
         "max_length": batches.layout.max_length,
-        PROGRESS: position.progress.state(),
+        PROGRESS: asdict(position.progress),
         "epoch": position.epoch,
         "total_steps": position.total_steps,
         "tracker": services.tracker.run_id,

@@ -56,7 +56,8 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     if not rt.is_main:
         return
     file = run_dir / SUMMARY
-    if not trained.metrics and not trained.stopped and _finished(file):
+    # An earlier start of the run has ended with its last evaluation.
+    if not trained.metrics and not trained.stopped and file.exists() and not json.loads(file.read_text())["stopped"]:
         rt.print(f"\nalready finished at step {trained.step}; {file} is left as it is")
         return
     try:
@@ -74,8 +75,3 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     if trained.stopped:
         rt.print(f"go on: {resume_command(sys.argv)}")
     try_report(run_dir, rt.print)
-
-
-def _finished(summary: Path) -> bool:
-    """Return whether an earlier start of the run has ended with its last evaluation."""
-    return summary.exists() and not json.loads(summary.read_text())["stopped"]

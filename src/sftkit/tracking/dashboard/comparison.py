@@ -74,15 +74,11 @@ def _from_wandb(run: str, entity: str, project: str) -> Compared:
         raise ConfigError(f"wandb does not give {entity}/{project}/{run}: {first_line(error)}") from error
     if found is None:
         raise ConfigError(f"--report {run}: {entity}/{project} has no run of that name or id")
-    where = found.config.get("environment") or {}
-    return Compared(run, (found.id,), curves_of(rows), machine_name(where))
+    return Compared(run, (found.id,), curves_of(rows), machine_name(found.config.get("environment") or {}))
 
 
 def comparison(
-    entity: str,
-    project: str,
-    runs: tuple[Compared, Compared],
-    logged: Collection[str] | None = None,
+    entity: str, project: str, runs: tuple[Compared, Compared], logged: Collection[str] | None = None
 ) -> reports.Report:
     """Return a report of two runs of a project; `logged`: names that they have, None: not known."""
     ids = [one for run in runs for one in run.ids]
@@ -92,11 +88,7 @@ def comparison(
         return reports.PanelGrid(runsets=[reports.Runset(name="the runs", filters=either)], panels=shown)
 
     comparer = reports.RunComparer(diff_only="split", layout=reports.Layout(w=24, h=12))
-    blocks: list[Any] = [
-        *_numbers(*runs),
-        reports.H1("What differs"),
-        grid([comparer]),
-    ]
+    blocks: list[Any] = [*_numbers(*runs), reports.H1("What differs"), grid([comparer])]
     for section in panels.panel_sections(logged):
         blocks += [reports.H1(section.title), grid([panel_of(panel) for panel in section.panels])]
     blocks.append(reports.P("Names, units and formulas: docs/metrics.md of sftkit."))
@@ -112,9 +104,7 @@ def _numbers(first: Compared, second: Compared) -> list[Any]:
         return [reports.H1("Speed-up: not known"), reports.P(words)]
     found = compare_curves(first.curves, second.curves, (first.machine, second.machine))
     speed_up = found["speed_up"]
-    rows = [
-        [r["name"], format_value(r["step"]), format_value(r["value"]), format_value(r["other"])] for r in found["rows"]
-    ]
+    rows = [[r["name"], *(format_value(r[key]) for key in ("step", "value", "other"))] for r in found["rows"]]
     lines = [["", "step", first.name, second.name], ["---", *["---:"] * 3], *rows]
     return [
         reports.H1(f"Speed-up: {'not known' if speed_up is None else format(speed_up, '.2f')}"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, Metric, find_metric, regex
+from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, regex, summary_of
 
 _DRAWN = {
     # All but low and high: wandb's regular expressions cannot look ahead, and no metric begins with l or h.
@@ -46,7 +46,6 @@ class Shown(NamedTuple):
     """A table, the newest of each run."""
 
     names: tuple[str]
-    title: str = ""
 
 
 Panel = LinePlot | Number | Shown
@@ -79,110 +78,89 @@ def _number(name: str, threshold: str | None = None) -> Number:
     return Number((name,), f"{name}: {threshold}" if threshold else name)
 
 
+def _section(title: str, *panels: Panel, is_open: bool = False, one_row: bool = False) -> Section:
+    """Return a section with these panels."""
+    return Section(title, panels, is_open, one_row)
+
+
+_MUST_BE_ZERO = (
+    *("proof/failed", "compile/recompiles", "compile/fallbacks", "compile/graph_breaks", "shape/undeclared"),
+    *("health/nonfinite_steps", "health/skipped_steps", "mem/ooms"),
+)
 PANEL_SECTIONS = (
-    Section(
+    _section(
         "Speed",
-        (
-            curve("perf/tok_per_sec"),
-            LinePlot(
-                ("perf/step_seconds", "perf/step_p50_seconds", "perf/step_p95_seconds"), "step: mean, median, p95 (s)"
-            ),
-            curve("perf/mfu"),
-            curve("perf/data_wait_pct"),
+        curve("perf/tok_per_sec"),
+        LinePlot(
+            ("perf/step_seconds", "perf/step_p50_seconds", "perf/step_p95_seconds"), "step: mean, median, p95 (s)"
         ),
+        curve("perf/mfu"),
+        curve("perf/data_wait_pct"),
         is_open=True,
     ),
-    Section(
+    _section(
         "Loss",
-        (
-            LinePlot(("train/loss", "val/loss"), "training and validation loss (nats per target)"),
-            over("train/tokens", "tokens"),
-            over("train/flops", "FLOPs"),
-            over("train/seconds", "seconds in steps"),
-            curve("val/bpb"),
-            curve("train/grad_norm"),
-        ),
+        LinePlot(("train/loss", "val/loss"), "training and validation loss (nats per target)"),
+        over("train/tokens", "tokens"),
+        over("train/flops", "FLOPs"),
+        over("train/seconds", "seconds in steps"),
+        curve("val/bpb"),
+        curve("train/grad_norm"),
         is_open=True,
     ),
-    Section(
+    _section(
         "Evaluation",
-        (
-            LinePlot(("eval/centred_mean", "eval/families/acc"), "means over tasks"),
-            curve("eval/<task>/<metric>"),
-            curve("eval/<task>/low", "eval/<task>/low and high: 95 % intervals"),
-            Shown(("eval/results",)),
-            Shown(("samples",)),
-        ),
+        LinePlot(("eval/centred_mean", "eval/families/acc"), "means over tasks"),
+        curve("eval/<task>/<metric>"),
+        curve("eval/<task>/low", "eval/<task>/low and high: 95 % intervals"),
+        Shown(("eval/results",)),
+        Shown(("samples",)),
         is_open=True,
     ),
-    Section(
-        "Proof",
-        (
-            _number("proof/failed", "0 is right"),
-            _number("compile/recompiles", "0 is right"),
-            _number("compile/fallbacks", "0 is right"),
-            _number("compile/graph_breaks", "0 is right"),
-            _number("shape/undeclared", "0 is right"),
-            _number("health/nonfinite_steps", "0 is right"),
-            _number("health/skipped_steps", "0 is right"),
-            _number("mem/ooms", "0 is right"),
-        ),
-        is_open=True,
-        one_row=True,
-    ),
-    Section(
+    _section("Proof", *(_number(name, "0 is right") for name in _MUST_BE_ZERO), is_open=True, one_row=True),
+    _section(
         "Compiled against eager: make validate",
-        (
-            _number("validate/speedup", "1.3 or more"),
-            _number("validate/failed", "0 is right"),
-            _number("validate/passed"),
-            _number("validate/not_checked"),
-            Shown(("validate/verdicts",)),
-            Shown(("validate/speed",)),
-        ),
+        _number("validate/speedup", "1.3 or more"),
+        _number("validate/failed", "0 is right"),
+        _number("validate/passed"),
+        _number("validate/not_checked"),
+        Shown(("validate/verdicts",)),
+        Shown(("validate/speed",)),
     ),
-    Section(
-        "Checks that the run made of itself", (Shown(("proof",)), _number("proof/passed"), _number("proof/not_checked"))
+    _section(
+        "Checks that the run made of itself", Shown(("proof",)), _number("proof/passed"), _number("proof/not_checked")
     ),
-    Section(
+    _section(
         "Training",
-        (
-            *(curve(f"train/{name}") for name in ("lr", "epoch", "objective", "token_accuracy", "entropy")),
-            *(curve(f"train/{name}") for name in ("aux_loss", "expert_load_max", "expert_load_min")),
-            *(_number(f"train/{name}") for name in ("tokens", "flops", "seconds")),
-            _number("health/spikes"),
-        ),
+        *(curve(f"train/{name}") for name in ("lr", "epoch", "objective", "token_accuracy", "entropy")),
+        *(curve(f"train/{name}") for name in ("aux_loss", "expert_load_max", "expert_load_min")),
+        *(_number(f"train/{name}") for name in ("tokens", "flops", "seconds")),
+        _number("health/spikes"),
     ),
-    Section("Validation by source", (curve("val/<source>/loss"), curve("val/<source>/bpb"))),
-    Section(
+    _section("Validation by source", curve("val/<source>/loss"), curve("val/<source>/bpb")),
+    _section(
         "Speed in detail",
-        (
-            *(curve(f"perf/{name}") for name in ("tok_per_sec_per_gpu", "target_tok_per_sec")),
-            *(curve(f"perf/{name}") for name in ("target_tok_per_sec_per_gpu", "encoded_per_sec", "host_syncs")),
-            curve("health/rank_skew_pct"),
-        ),
+        *(curve(f"perf/{name}") for name in ("tok_per_sec_per_gpu", "target_tok_per_sec")),
+        *(curve(f"perf/{name}") for name in ("target_tok_per_sec_per_gpu", "encoded_per_sec", "host_syncs")),
+        curve("health/rank_skew_pct"),
     ),
-    Section("Memory", tuple(curve(f"mem/{name}") for name in ("peak_gib", "reserved_gib", "alloc_retries"))),
-    Section(
+    _section("Memory", *(curve(f"mem/{name}") for name in ("peak_gib", "reserved_gib", "alloc_retries"))),
+    _section(
         "Compiler",
-        (
-            *(_number(f"compile/{name}") for name in ("graphs", "cache_hits", "seconds")),
-            curve("compile/seconds/<phase>"),
-        ),
+        *(_number(f"compile/{name}") for name in ("graphs", "cache_hits", "seconds")),
+        curve("compile/seconds/<phase>"),
     ),
-    Section("Shapes", (curve("shape/<rows>x<length>"), curve("shape/id"))),
-    Section(
+    _section("Shapes", curve("shape/<rows>x<length>"), curve("shape/id")),
+    _section(
         "Data",
-        (
-            *(curve(f"data/{name}") for name in ("padding_pct", "target_pct", "encoded", "share/<source>")),
-            *(_number(f"data/{name}") for name in ("dropped_rows", "truncated_rows")),
-            _number("preflight/warnings_count", "0 is right"),
-            *(_number(f"preflight/{name}") for name in ("documents", "tokens", "target_pct", "padding_pct")),
-            *(_number(f"preflight/{name}") for name in ("duplicate_pct", "epochs", "estimated_gib")),
-            *(Shown((f"preflight/{name}",)) for name in ("sources", "layouts", "findings", "warnings")),
-        ),
+        *(curve(f"data/{name}") for name in ("padding_pct", "target_pct", "encoded", "share/<source>")),
+        *(_number(f"data/{name}") for name in ("dropped_rows", "truncated_rows")),
+        _number("preflight/warnings_count", "0 is right"),
+        *(_number(f"preflight/{name}") for name in ("documents", "tokens", "target_pct", "padding_pct")),
+        *(_number(f"preflight/{name}") for name in ("duplicate_pct", "epochs", "estimated_gib")),
+        *(Shown((f"preflight/{name}",)) for name in ("sources", "layouts", "findings", "warnings")),
     ),
-    Section("Checkpoints", tuple(_number(f"ckpt/{name}") for name in ("block_seconds", "write_seconds", "bytes"))),
+    _section("Checkpoints", *(_number(f"ckpt/{name}") for name in ("block_seconds", "write_seconds", "bytes"))),
 )
 
 
@@ -192,12 +170,11 @@ def panel_sections(logged: Collection[str] | None) -> list[Section]:
     Args:
         logged: names of a run; None: not known, then those of every run on a GPU.
     """
-    found = []
-    for section in PANEL_SECTIONS:
-        panels = tuple(shown for panel in section.panels if (shown := _panel_of(panel, logged)) is not None)
-        if panels:
-            found.append(replace(section, panels=panels))
-    return found
+    sections = (
+        replace(section, panels=tuple(shown for panel in section.panels if (shown := _panel_of(panel, logged))))
+        for section in PANEL_SECTIONS
+    )
+    return [section for section in sections if section.panels]
 
 
 def _panel_of(panel: Panel, logged: Collection[str] | None) -> Panel | None:
@@ -212,9 +189,9 @@ def has(name: str, logged: Collection[str] | None) -> bool:
     """Return whether a name, or one that a pattern stands for, is among those of a run."""
     if logged is None:
         return name not in RARE
-    return (
-        name in logged or name == "step" or (is_pattern(name) and any(map(re.compile(expression(name)).search, logged)))
-    )
+    if name in logged or name == "step":
+        return True
+    return is_pattern(name) and any(map(re.compile(expression(name)).search, logged))
 
 
 def is_pattern(name: str) -> bool:
@@ -225,10 +202,10 @@ def is_pattern(name: str) -> bool:
 @cache
 def expression(name: str) -> str:
     """Return the regular expression of the names that a pattern stands for, as wandb takes it."""
-    return _DRAWN.get(name) or f"^{regex(Metric(name, '-'))}$"
+    return _DRAWN.get(name) or f"^{regex(name)}$"
 
 
 def value_of_run(name: str) -> str:
     """Return where wandb's summary has the value of a name that stands for the run."""
-    metric = None if name in RUN_VALUES else find_metric(name)
-    return name if metric is None or metric.summary == "last" else f"{name}.{metric.summary}"
+    summary = "last" if name in RUN_VALUES else summary_of(name)
+    return name if summary == "last" else f"{name}.{summary}"

@@ -56,19 +56,17 @@ def wandb_mode(setting: str | None) -> str:
     if setting is not None:
         return setting
     # wandb's own variable, which people set to keep it offline or away.
-    mode = os.environ.get("WANDB_MODE")
-    if mode in ("online", "offline"):
+    modes = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
+    if mode := modes.get(os.environ.get("WANDB_MODE", "")):
         return mode
-    if mode in ("disabled", "dryrun"):
-        return "off" if mode == "disabled" else "offline"
     try:
         import wandb
 
-        has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.login(prompt=False, verify=False)
+        if os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False):
+            return "online"
     except Exception as error:
         log.warning("wandb does not log in (%s): offline", first_line(error))
-        has_key = False
-    return "online" if has_key else "offline"
+    return "offline"
 
 
 def open_dashboard(

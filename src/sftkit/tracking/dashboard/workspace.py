@@ -90,10 +90,8 @@ def names_of(run_dir: Path | None) -> set[str] | None:
     if run_dir is None:
         return None
     check_run(run_dir)
-    names = logged_by(run_dir)
-    if any(Path("runs/validate").glob(f"*/{VALIDATION}")):
-        names |= {name for name in (*RUN_VALUES, *TABLES) if name.startswith("validate/")}
-    return names
+    validated = any(Path("runs/validate").glob(f"*/{VALIDATION}"))
+    return logged_by(run_dir) | {name for name in (*RUN_VALUES, *TABLES) if validated and name.startswith("validate/")}
 
 
 def newest_on_wandb(root: Path) -> Path | None:
