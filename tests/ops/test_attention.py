@@ -287,9 +287,9 @@ def test_on_a_gpu_flex_with_a_soft_cap_equals_a_loop_over_documents_in_rows_of_a
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_on_a_gpu_dense_sdpa_equals_a_loop_over_documents(heads: tuple[int, int], head_dim: int) -> None:
-    from sftkit.ops.attention import kernels_of
+    from sftkit.ops.attention import kernel_order
 
-    with kernels_of("sdpa"):
+    with kernel_order("sdpa"):
         check(
             "sdpa",
             [[256], [100], [1]],

@@ -16,10 +16,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from sftkit.checkpoint.state_store import to_host
 from sftkit.models.padding import without_padding
+from sftkit.models.size import INDEX_FILE, SINGLE_FILE
 from sftkit.models.stages import stages_of
 
 MAX_FILE_BYTES = 5 * 10**9
-SINGLE_FILE = "model.safetensors"
 
 
 @dataclass
@@ -151,4 +151,4 @@ def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder:
     for path in written:  # safetensors makes files that only their owner may read
         path.chmod(stat.S_IMODE((folder / "config.json").stat().st_mode))
     if snapshot.index is not None:
-        (folder / f"{SINGLE_FILE}.index.json").write_text(json.dumps(snapshot.index, indent=2))
+        (folder / INDEX_FILE).write_text(json.dumps(snapshot.index, indent=2))

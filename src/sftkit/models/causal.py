@@ -17,7 +17,7 @@ from sftkit.errors import DataError
 from sftkit.models import auto_classes
 from sftkit.models.kind import Continuation, ModelKind, ids_of
 from sftkit.models.structure import decoder
-from sftkit.ops.attention import documents_of, kernels_of, plain_attention
+from sftkit.ops.attention import documents_of, kernel_order, plain_attention
 
 
 def _model_inputs(inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def decoded(
     Args:
         module: the decoder, or one with some of its layers. inputs: its arguments by name, besides the documents.
     """
-    with kernels_of(backend):
+    with kernel_order(backend):
         outputs = module(**_model_inputs(inputs, batch, backend, context_group), **without_router_logits(module))
     hidden = outputs.last_hidden_state
     assert isinstance(hidden, torch.Tensor)

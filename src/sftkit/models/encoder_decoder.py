@@ -21,7 +21,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.kind import ModelKind
 from sftkit.models.structure import decoder
-from sftkit.ops.attention import documents_of, kernels_of, plain_attention
+from sftkit.ops.attention import documents_of, kernel_order, plain_attention
 from sftkit.ops.cross_attention import input_boundaries
 
 
@@ -102,7 +102,7 @@ class EncoderDecoder(ModelKind):
     ) -> Tensor:
         """Return the decoder's last hidden states, [B, C, H]; texts of a row see neither each other
         nor each other's inputs."""
-        with kernels_of(backend):
+        with kernel_order(backend):
             outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
         return self.scaled(orig_model, outputs.last_hidden_state)
 

@@ -281,7 +281,7 @@ def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
     return (causal & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
 
 
-def kernels_of(backend: str) -> AbstractContextManager[None]:
+def kernel_order(backend: str) -> AbstractContextManager[None]:
     """Set the order in which backend sdpa looks for a kernel, within the context: cuDNN's is the fastest on Hopper. Other
     backends have one."""
     return sdpa_kernel(DENSE_KERNELS, set_priority=True) if backend == "sdpa" else nullcontext()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.ops import flash
-from sftkit.ops.attention import kernels_of, relative_positions, windows
+from sftkit.ops.attention import kernel_order, relative_positions, windows
 from sftkit.ops.flex import FLEX_BLOCK
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.runtime.hardware import user_cache
@@ -204,7 +204,7 @@ def _milliseconds(backend: str, shape: tuple[int, ...], device: torch.device) ->
 
         def attend() -> torch.Tensor:
             q, k, v = (x.unflatten(0, (rows, row_length)).transpose(1, 2) for x in (query, key, value))
-            with kernels_of(backend):
+            with kernel_order(backend):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads < heads)
     else:
         starts = torch.arange(0, positions, length, dtype=torch.int32, device=device)

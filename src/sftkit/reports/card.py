@@ -16,7 +16,7 @@ from sftkit.reports.components import columns, value_text
 from sftkit.reports.details import SOURCES
 from sftkit.reports.evaluated import EVALUATION_COLUMNS, is_part, latest_evaluations
 from sftkit.reports.files import Report, Rows, dicts, drawable_number, mapping, passed
-from sftkit.reports.numbers import NONE, duration, format_value, interval, parameters
+from sftkit.reports.numbers import NONE, duration, format_interval, format_value, parameters
 
 PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}
 "Name of a model's auto class -> the hub's name of its task; any other model generates text."
@@ -198,7 +198,7 @@ def _results(report: Report) -> str | None:
     rows = []
     for row in _scores(report):
         value, *others = (format_value(row[key]) for key in ("value", "chance", "examples", "step"))
-        rows.append([md(row["task"]), md(row["metric"]), value, interval(row) or NONE, *others])
+        rows.append([md(row["task"]), md(row["metric"]), value, format_interval(row) or NONE, *others])
     return _table("Results", EVALUATION_COLUMNS, rows, right=range(2, 7))
 
 

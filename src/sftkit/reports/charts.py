@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import axis_texts, format_value, interval, log_ticks, ticks
+from sftkit.reports.numbers import axis_texts, format_interval, format_value, log_ticks, ticks
 
 Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
@@ -201,7 +201,7 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
             el("title", interval_text(row)),
             el("text", name if len(name) <= 20 else name[:19] + "…", x=left - 8, y=at + 4, text_anchor="end"),
         ]
-        if interval(row):
+        if format_interval(row):
             drawn.append(_line(clamped(row["low"]), at, clamped(row["high"]), at, "bar"))
         if row.get("chance") is not None:
             drawn.append(_line(clamped(row["chance"]), at - 7, clamped(row["chance"]), at + 7, "chance"))
@@ -215,7 +215,7 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
 
 def interval_text(row: dict[str, Any]) -> str:
     """Return `arc_easy: 0.431, 95 % interval 0.40 to 0.46, chance 0.25`."""
-    ends = f", 95 % interval {interval(row)}" if interval(row) else ""
+    ends = f", 95 % interval {format_interval(row)}" if format_interval(row) else ""
     chance = f", chance {row['chance']:.3g}" if row.get("chance") is not None else ""
     return f"{row['name']}: {row['value']:.4g}{ends}{chance}"
 

@@ -28,7 +28,7 @@ def format_value(value: Any, unit: str = "") -> str:
     return f"{text} {unit}".rstrip()
 
 
-def interval(row: Mapping[str, Any]) -> str | None:
+def format_interval(row: Mapping[str, Any]) -> str | None:
     """Return `0.401 to 0.461`, the interval of an evaluation; None where an end of it is not known."""
     if row.get("low") is None or row.get("high") is None:
         return None

@@ -9,7 +9,7 @@ from sftkit.reports.components import figure, folded, html_table, section, value
 from sftkit.reports.evaluated import EVALUATION_COLUMNS, is_part, standing
 from sftkit.reports.files import Report, Rows
 from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import NONE, format_value, interval
+from sftkit.reports.numbers import NONE, format_interval, format_value
 
 _MAX_CHARTS = 12
 
@@ -63,7 +63,15 @@ def _evaluation_table(report: Report) -> Html:
     for row in newest:
         task, metric = key = row["task"], row["metric"]
         step = f"{format_value(row['step'])}, final" if row.get("final") else row["step"]
-        cell = [_task(task), metric, _share(row["value"]), interval(row) or NONE, row["chance"], row["examples"], step]
+        cell = [
+            _task(task),
+            metric,
+            _share(row["value"]),
+            format_interval(row) or NONE,
+            row["chance"],
+            row["examples"],
+            step,
+        ]
         cell += [_share(first.get(key, {}).get("value"))] if moved else []
         cell += [other[key]] if other else []
         cells.append(cell)
@@ -113,7 +121,7 @@ def _over_steps(report: Report) -> list[Html]:
 
 def _eval_series(rows: Rows, label: str, *, other: bool) -> Series:
     """Return the line of a task over the steps; intervals for this run only."""
-    bars = [(row["step"], row["low"], row["high"]) for row in rows if interval(row)]
+    bars = [(row["step"], row["low"], row["high"]) for row in rows if format_interval(row)]
     return Series(label, [(row["step"], row["value"]) for row in rows], 0, other, () if other else bars)
 
 

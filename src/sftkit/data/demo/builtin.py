@@ -59,16 +59,16 @@ POSITIONS = {"first": 0, "second": 1, "last": -1}
 Drawn = tuple[str, str, dict[str, object]]
 "Operands, answer, and the fields of the wording."
 Draw = Callable[[Random], Drawn]
-Problem = tuple[str, str, str]
+TaskProblem = tuple[str, str, str]
 "Identity, which is the same in every wording, question and its one right answer."
-_makers: dict[str, Callable[[Random], Problem]] = {}
+_makers: dict[str, Callable[[Random], TaskProblem]] = {}
 
 
 def _family(*phrasings: str, below: str = "") -> Callable[[Draw], Draw]:
     """Register a function of rng -> (operands, answer, fields of the wording) as the task family of its name."""
 
     def register(draw: Draw) -> Draw:
-        def make(rng: Random) -> Problem:
+        def make(rng: Random) -> TaskProblem:
             operands, answer, fields = draw(rng)
             question = f"{_choose(rng, phrasings)}\n{below}".strip().format(**fields)
             return f"{draw.__name__}: {operands}", question, answer
@@ -250,7 +250,7 @@ def _conversation(family: str, rng: Random, *, heldout: bool) -> TaskConversatio
     return TaskConversation(family, messages, answer, tuple(problems))
 
 
-def _problem(family: str, rng: Random, *, heldout: bool) -> Problem:
+def _problem(family: str, rng: Random, *, heldout: bool) -> TaskProblem:
     """Draw a problem of this side of the split: every tenth (by hash) is held out."""
     while True:
         identity, question, answer = _makers[family](rng)

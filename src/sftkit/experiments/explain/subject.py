@@ -26,7 +26,7 @@ from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.ops.attention import kernels_of, plain_implementation
+from sftkit.ops.attention import kernel_order, plain_implementation
 from sftkit.ops.attention_choice import Execution, choose_backend
 from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.start import Runtime
@@ -128,7 +128,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         again,
         other,
         source=_source(config, cfg.model, orig_model),
-        around=partial(kernels_of, backend),
+        around=partial(kernel_order, backend),
         trained=ProfiledStep(model, batches[0], layout.dynamic),
         beside=_beside(orig_model),
     )
@@ -215,7 +215,7 @@ def _lengths(max_length: int) -> np.ndarray:
 
 def _call(model: ModelWithLoss, batch: Batch) -> ModuleCall:
     """Return the call of the decoder, with what the encoder, where there is one, has made of noise."""
-    with torch.no_grad(), kernels_of(model.backend):
+    with torch.no_grad(), kernel_order(model.backend):
         kwargs = model.kind.decoder_inputs(model.orig_model, batch, model.backend)
     return ModuleCall((), kwargs, "{} x {}".format(*batch.shape))
 
