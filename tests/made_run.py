@@ -160,6 +160,7 @@ def metrics(step: int, steps: int, shift: float) -> dict[str, Any]:
         "compile/recompiles": 0,
         "compile/fallbacks": 0,
         "compile/graph_breaks": 0,
+        "compile/cuda_graphs": 0,
         "compile/seconds": 31.5,
         "compile/cache_hits": 0,
         "compile/seconds/dynamo": 6.25,

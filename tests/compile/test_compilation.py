@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_llama
+from torch._dynamo import callback_handler
 from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.callback import CallbackTrigger
 from torch._dynamo.utils import CompilationMetrics
+from torch._guards import CompileId
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental import _config as symbolic_shapes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -31,7 +34,7 @@ from sftkit.compile.contract import (
     warm_up,
 )
 from sftkit.compile.switches import MAX_RECORDS, compiler_switches
-from sftkit.compile.watch import CompileWatch, phase_seconds
+from sftkit.compile.watch import LATE_CUDA_GRAPHS, CompileWatch, phase_seconds
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError
 
@@ -419,6 +422,51 @@ def test_a_graph_break_is_counted_and_refused_with_its_line(broken, caplog) -> N
     assert CompileWatch().graph_break_reasons() == []
 
 
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_a_cuda_graph_that_is_recorded_late_is_told_and_no_recompile(is_backward: bool) -> None:
+    def record() -> None:  # as torch._inductor.cudagraph_trees does, and the call of a graph after it
+        timed = {"dynamo_compile_column_us": "runtime_cudagraphify_time_us", "is_backward": is_backward}
+        with (
+            callback_handler.install_callbacks(CallbackTrigger.CUDAGRAPH_RECORDING, "0/0"),
+            dynamo_utils.dynamo_timed("CUDAGraphNode.record", compile_id=CompileId(frame_id=0, frame_compile_id=0), **timed),
+        ):
+            pass
+        dynamo_utils.get_runtime_metrics_context().finish()
+
+    _, watch = warmed_up()
+    record()
+    watch.warm_up_done()
+    assert (watch.counts()["compile/cuda_graphs"], watch.late_cuda_graphs()) == (1, [])
+    before = len(dynamo_utils.get_compilation_metrics())
+    record()
+    assert len(dynamo_utils.get_compilation_metrics()) == before + 1, "torch keeps a record of it"
+    assert (watch.counts()["compile/cuda_graphs"], watch.counts()["compile/recompiles"]) == (2, 0)
+    assert watch.recompile_kinds() == []
+    assert watch.late_cuda_graphs() == [LATE_CUDA_GRAPHS]
+
+
+@pytest.mark.gpu
+@pytest.mark.own_process
+def test_each_row_length_of_a_dynamic_layout_has_a_cuda_graph_of_its_own_and_is_told() -> None:
+    orig_model, settings = tiny_llama().cuda(), CompileConfig(mode="reduce-overhead", dynamic="marked")
+    compile_in_run(orig_model, settings, dynamic_layout=True)
+
+    def run_shape(rows: int, row_length: int) -> None:
+        begin_step()
+        float(run(orig_model, rows, row_length))
+
+    watch = CompileWatch()
+    assert warm_up(orig_model, run_shape, [(2, 32)], settings, Ranks(bool))
+    watch.warm_up_done()
+    recorded = watch.counts()["compile/cuda_graphs"]
+    assert recorded > 0
+    for row_length in (40, 40, 40, 48, 48, 48):
+        run_shape(2, row_length)
+    assert watch.counts()["compile/cuda_graphs"] > recorded
+    assert watch.counts()["compile/recompiles"] == 0
+    assert watch.late_cuda_graphs() == [LATE_CUDA_GRAPHS]
+
+
 def test_the_seconds_of_the_phases_add_up_to_those_of_the_compiler() -> None:
     _, watch = warmed_up(backend="aot_eager")
     counts = watch.counts()
@@ -590,6 +638,7 @@ def test_cuda_graphs_train_with_accumulation_like_eager(scope: str) -> None:
                     run_shape(rows, 16)
         gradients.append([p.grad.clone() for p in orig_model.get_decoder().parameters()])
         assert watch.counts()["compile/recompiles"] == 0
+        assert (watch.counts()["compile/cuda_graphs"] > 0, watch.late_cuda_graphs()) == (enabled, [])
         undo_compile(orig_model)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
 

@@ -209,7 +209,8 @@ def summarize(
     graphs: dict[tuple[str, str], dict[str, Any]] = {}
     functions: dict[str, str] = {}
     for record in records:
-        if record.compile_id is None or (record.is_forward and not record.graph_op_count):
+        # Of a later call, which tried out kernels or recorded a CUDA graph: not what the compile took.
+        if record.is_runtime or record.compile_id is None or (record.is_forward and not record.graph_op_count):
             continue
         phases = phase_seconds(record)
         if record.is_forward is not False:

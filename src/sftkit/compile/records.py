@@ -23,6 +23,7 @@ class Records:
     recompile_kinds: tuple[str, ...] = ()
     fallback_kinds: tuple[str, ...] = ()
     graph_break_reasons: tuple[str, ...] = ()
+    late_cuda_graphs: tuple[str, ...] = ()
     hooks: tuple[str, ...] = ()
     "what HookWatch found"
 
@@ -36,6 +37,7 @@ def records_of(watch: CompileWatch, hooks: Sequence[str] = ()) -> Records:
         tuple(watch.recompile_kinds()),
         tuple(watch.fallback_kinds()),
         tuple(watch.graph_break_reasons()),
+        tuple(watch.late_cuda_graphs()),
         tuple(hooks),
     )
 

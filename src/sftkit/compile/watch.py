@@ -21,6 +21,10 @@ NESTED = {
     "kernels": "triton_compile_time_us",
 }
 "Phase of a compile -> torch's field of its time, in microseconds, which includes all later phases."
+LATE_CUDA_GRAPHS = (
+    "CUDA graphs are recorded after the warm-up, which stops a step for as long and keeps memory: with row lengths that "
+    "vary, each has its own in every compiled part. compile.mode=default and max-autotune-no-cudagraphs use none"
+)
 BACKWARD = "backward_cumulative_compile_time_us"
 "Field of the time of all phases of a backward graph that is compiled at its first run, in microseconds."
 
@@ -42,11 +46,13 @@ class CompileWatch:
         self.fallbacks = 0
         "calls of compiled code that ran uncompiled after all"
         self._fallback_kinds: dict[str, str] = {}
+        self.cuda_graphs = self._warm_cuda_graphs = 0
         self._seconds, self._started = 0.0, 0.0
         dynamo_callback.on_compile_start(self._on_start)
         dynamo_callback.on_compile_end(self._on_end)
 
-    def _on_start(self, _: object) -> None:
+    def _on_start(self, args: dynamo_callback.CallbackArgs) -> None:
+        self.cuda_graphs += args.callback_trigger is dynamo_callback.CallbackTrigger.CUDAGRAPH_RECORDING
         self._started = time.perf_counter()
 
     def _on_end(self, _: object) -> None:
@@ -73,11 +79,16 @@ class CompileWatch:
 
     def warm_up_done(self) -> None:
         """Count every compile from here on as a recompile."""
-        self._warm_at = len(self._records())
+        self._warm_at, self._warm_cuda_graphs = len(self._records()), self.cuda_graphs
+
+    def late_cuda_graphs(self) -> list[str]:
+        """Return what is to say if CUDA graphs were recorded after the warm-up."""
+        return [LATE_CUDA_GRAPHS] if self.cuda_graphs > self._warm_cuda_graphs else []
 
     def _records(self) -> list[dynamo_utils.CompilationMetrics]:
-        """Return torch's records since the construction."""
-        return dynamo_utils.get_compilation_metrics()[self._skip :]
+        """Return torch's records of compiles since the construction, without those of kernels tried out and CUDA graphs
+        recorded at a later call."""
+        return [r for r in dynamo_utils.get_compilation_metrics()[self._skip :] if not r.is_runtime]
 
     def _late(self) -> list[dynamo_utils.CompilationMetrics]:
         """Return compiles and refusals after the warm-up; a backward pass counts only if its forward pass is older."""
@@ -96,6 +107,7 @@ class CompileWatch:
             "compile/recompiles": len(self._late()),
             "compile/fallbacks": self.fallbacks,
             "compile/graph_breaks": len(resumed) + sum(map(_left_eager, self._records())),
+            "compile/cuda_graphs": self.cuda_graphs,
             "compile/seconds": round(self._seconds, 3),
             **{f"compile/seconds/{phase}": round(spent, 3) for phase, spent in self.phases().items()},
             "compile/cache_hits": max(0, _cache_hits() - self._hits),

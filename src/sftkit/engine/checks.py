@@ -181,6 +181,7 @@ def report_of(
         ("recompile", list(records.recompile_kinds)),
         ("fallback", list(records.fallback_kinds)),
         ("graph_break", list(records.graph_break_reasons)),
+        ("cuda_graph", list(records.late_cuda_graphs)),
         ("hook", list(records.hooks)),
     ]
     checks = [*compile_checks(graphs, evaluations, records, error), hooks_check(records.hooks)]

@@ -134,7 +134,7 @@ class Reference:
         """Report that nothing is compiled."""
         never = Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")
         return EngineReport(
-            {"compile/graphs": 0, "compile/recompiles": 0, "compile/fallbacks": 0, "compile/graph_breaks": 0},
+            dict.fromkeys(map("compile/{}".format, ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs")), 0),
             [],
             [never],
         )

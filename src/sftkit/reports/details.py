@@ -52,6 +52,7 @@ _EVENTS = {
     "recompile": "compiled after the warm-up",
     "fallback": "ran uncompiled",
     "graph_break": "graph break",
+    "cuda_graph": "CUDA graphs recorded late",
     "hook": "hook not run",
     "nonfinite": "not finite",
     "spike": "spike",
@@ -177,7 +178,7 @@ def compiler(report: Report) -> Html:
     """Return the section on the compiler: graphs, seconds by phase, the shapes that ran, and why
     anything was compiled late."""
     last: dict[str, Any] = report["last"]
-    names = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cache_hits", "seconds")
+    names = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs", "cache_hits", "seconds")
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
     phases = [[n.removeprefix("compile/seconds/"), v] for n, v in last.items() if n.startswith("compile/seconds/")]
     shapes = [
@@ -187,7 +188,7 @@ def compiler(report: Report) -> Html:
     ]
     if not (counts or phases or shapes):
         return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
-    late = [event for event in report["events"] if event.get("kind") in ("recompile", "fallback", "graph_break")]
+    late = [event for event in report["events"] if event.get("kind") in ("recompile", "fallback", "graph_break", "cuda_graph")]
     reasons = [(el("h3", "Why"), [el("pre", value_text(event.get("text"))) for event in late[:20]])] if late else None
     tables = el(
         "div",

@@ -32,6 +32,7 @@ from sftkit.rundir.status import RunStatus, report
 from sftkit.runtime.gloo import use_one_worker_per_group
 from sftkit.runtime.hardware import device_name, gpu_unavailable_reason
 from sftkit.runtime.launcher import check_group, check_variables
+from sftkit.runtime.ptxas import use_ptxas_of_workers
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 
 T = TypeVar("T")
@@ -257,6 +258,7 @@ def start(
     check_variables(os.environ)
     precision = resolve_precision(train.precision)
     use_one_worker_per_group()
+    use_ptxas_of_workers()
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), num_stages(train))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use

@@ -26,6 +26,7 @@ METRICS = (
     Metric("compile/recompiles", "graphs", "max"),
     Metric("compile/fallbacks", "calls", "max"),
     Metric("compile/graph_breaks", "graphs", "max"),
+    Metric("compile/cuda_graphs", "graphs", "max"),
     Metric("compile/seconds", "s", "max"),
     Metric("compile/seconds/<phase>", "s", "max"),
     Metric("compile/cache_hits", "hits", "max"),

@@ -31,13 +31,14 @@ from sftkit.tracking.dashboard.remote import DashboardWriter, first_line, open_d
 from sftkit.tracking.rows import drop_evals_after, drop_rows_after, read_metric_rows, read_results
 
 log = logging.getLogger(__name__)
-CompileEvent = Literal["recompile", "fallback", "graph_break", "hook"]
+CompileEvent = Literal["recompile", "fallback", "graph_break", "cuda_graph", "hook"]
 CheckpointEvent = Literal["checkpoint_failed", "checkpoint_fallback"]
 EventKind = Literal[CompileEvent, CheckpointEvent, "nonfinite", "spike", "replicas", "starvation"]
 ALERTS: dict[EventKind, tuple[str, str]] = {
     "recompile": ("recompile after the warm-up", "WARN"),
     "fallback": ("compiled code ran uncompiled", "WARN"),
     "graph_break": ("graph break", "WARN"),
+    "cuda_graph": ("CUDA graphs recorded after the warm-up", "WARN"),
     "hook": ("hooks that the step does not run", "WARN"),
     "nonfinite": ("loss or gradient norm not finite", "ERROR"),
     "spike": ("spike of loss or gradient norm", "WARN"),

@@ -147,7 +147,7 @@ PANEL_SECTIONS = (
     _section("Memory", *(curve(f"mem/{name}") for name in ("peak_gib", "reserved_gib", "alloc_retries"))),
     _section(
         "Compiler",
-        *(_number(f"compile/{name}") for name in ("graphs", "cache_hits", "seconds")),
+        *(_number(f"compile/{name}") for name in ("graphs", "cuda_graphs", "cache_hits", "seconds")),
         curve("compile/seconds/<phase>"),
     ),
     _section("Shapes", curve("shape/<rows>x<length>"), curve("shape/id")),
