@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from sftkit.errors import ConfigError
+from sftkit.runtime.words import first_of
 
 INDEX_CLASSES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in (
@@ -219,8 +220,7 @@ def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], fo
                 f"{here.dtype} {list(here.shape)} in this run"
             )
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ConfigError(
-            f"{folder}: optimizer states do not fit: {'; '.join(sorted(problems)[:3])}{more}. Resume with the model, "
+            f"{folder}: optimizer states do not fit: {first_of(sorted(problems), between='; ')}. Resume with the model, "
             "optim.name and train.precision of the checkpoint, or start from its weights with model.path"
         )

@@ -20,6 +20,7 @@ from sftkit.data.types import SHOWN, EncoderInputs
 from sftkit.errors import DataError
 from sftkit.rundir.files import own_name
 from sftkit.runtime.progress import working
+from sftkit.runtime.words import first_of
 
 log = logging.getLogger(__name__)
 RESAMPLE = Image.Resampling.BILINEAR
@@ -141,10 +142,8 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
             faults.append(error)
     if not faults:
         return array
-    first = "; ".join(map(str, faults[:SHOWN]))
-    more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
     raise DataError(
-        f"{first}{more}. Mend {'it' if len(faults) == 1 else 'them'}, or take out the rows: {len(faults)} of {len(names):,} "
+        f"{first_of(faults, SHOWN, '; ')}. Mend {'it' if len(faults) == 1 else 'them'}, or take out the rows: {len(faults)} of {len(names):,} "
         "pictures cannot be read",
         reason="not a picture",
     )

@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from sftkit.runtime.words import first_of
+
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object of the data: a record, a message, a tool, arguments. Any, for what the keys hold is checked where they
 are read, and most of it is the chat template's to know."""
@@ -160,7 +162,4 @@ SHOWN = 5
 
 def listed(documents: Sequence[str]) -> str:
     """Return the first few of some documents, by name, and how many more there are."""
-    if not documents:
-        return "padding only"
-    more = f" and {len(documents) - SHOWN} more" if len(documents) > SHOWN else ""
-    return f"documents {', '.join(documents[:SHOWN])}{more}"
+    return f"documents {first_of(documents, SHOWN)}" if documents else "padding only"

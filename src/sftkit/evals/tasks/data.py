@@ -10,6 +10,7 @@ from typing import Any
 
 from sftkit.config.schema import SourceConfig
 from sftkit.errors import ConfigError, DataError
+from sftkit.runtime.words import first_of
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 "Kind of file -> reader of `datasets`; .jsonl, .json and .csv also with .gz."
@@ -78,7 +79,7 @@ def read_split(split: DatasetSplit, folder: str | None) -> list[CheckedRow]:
     else:
         files = _files(split, Path(folder))
         values = _load(files)
-        origin = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+        origin = first_of(files, 1)
     if not values:
         raise DataError(f"{origin}: it has no rows")
     return [CheckedRow(value, origin, index) for index, value in enumerate(values)]
@@ -110,9 +111,7 @@ def _unpacked(path: Path) -> Path:
 
 
 def _listed(paths: list[Path]) -> str:
-    names = [path.name for path in paths]
-    more = f" and {len(names) - 30} more" if len(names) > 30 else ""
-    return (", ".join(names[:30]) or "nothing") + more
+    return first_of([path.name for path in paths], 30) or "nothing"
 
 
 def _load(files: list[Path]) -> list[dict[str, Any]]:
