@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data import cache, chat, findings, readers, sources, spans
+from sftkit.data.rows import parse
 from sftkit.data.types import Examples, Row
 from sftkit.errors import DataError
 
@@ -348,5 +349,5 @@ def test_no_name_in_a_row_begins_a_line_of_its_own(
     assert "\n" not in told
     if "skipped" in told:
         with pytest.raises(DataError) as error:
-            chat.tokenize(sources.parse(("a:2", json.loads(row))), tokenizer, max_length=500)
+            chat.tokenize(parse(("a:2", json.loads(row))), tokenizer, max_length=500)
         assert "\n" not in str(error.value)

@@ -122,7 +122,7 @@ def test_a_saved_conversation_is_a_record_to_learn_from(talk, tmp_path: Path) ->
     record = {"messages": [{"role": "system", "content": "Brief."}, HI, YES]}
     assert json.loads((tmp_path / "chat.jsonl").read_text()) == record
     (raw,) = readers.rows_of(tmp_path / "mine.jsonl")
-    assert rows.convert(readers.parsed(raw), raw[0]).messages == record["messages"]
+    assert rows.parse(raw).messages == record["messages"]
     talk("Hi?", "/save")
     assert len((tmp_path / "chat.jsonl").read_text().splitlines()) == 2
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,14 @@ class Origin:
 
 
 def find_source(source: SourceConfig) -> Origin:
-    """Find a source, or raise a ConfigError that says where it was looked for. Reads no rows."""
-    if (found := find_here(source)) is not None:
-        return found
+    """Find a source and the rows of it that are asked for, or raise a ConfigError that says where it was looked for.
+    Reads no rows."""
+    found = find_here(source) or _on_hub(source)
+    return replace(found, rows=lambda: islice(found.rows(), source.max_rows))
+
+
+def _on_hub(source: SourceConfig) -> Origin:
+    """Find a source on the hub, or in the cache of it."""
     dataset = hub.load_from_hub(source)
     if isinstance(dataset, Path):
         return _local(source, dataset)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from sftkit.data.readers import parse_json
+from sftkit.data.readers import RawRow, parse_json, parsed
 from sftkit.data.sharegpt import turn_to_message
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
@@ -35,6 +35,11 @@ RESERVED = {"messages", "conversations", "tools", "documents", "chat_template", 
     "return_assistant_tokens_mask",
 }
 "Arguments of rendering that a record may not set."
+
+
+def parse(raw: RawRow) -> Row:
+    """Convert a raw row to a Row; raises a DataError for a bad one."""
+    return convert(parsed(raw), raw[0])
 
 
 def convert(raw: object, where: str) -> Row:

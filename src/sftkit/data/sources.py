@@ -18,10 +18,10 @@ from typing import Literal
 import numpy as np
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
-from sftkit.data import cache, chat, conversation, findings, origin, readers, rows
-from sftkit.data.origin import Origin
+from sftkit.data import cache, chat, conversation, findings, readers, rows
+from sftkit.data.origin import Origin, find_source
 from sftkit.data.readers import RawRow
-from sftkit.data.types import Examples, Row, Tokenized
+from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError, WorkerError
 from sftkit.runtime.oom import likely_cause, oom_kills
 from sftkit.runtime.progress import working
@@ -51,25 +51,14 @@ def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterato
     """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out,
     and reported at the end."""
     tally: findings.Tally = {}
-    for raw in opened(source).rows():
+    for raw in find_source(source).rows():
         try:
-            yield parse(raw)
+            yield rows.parse(raw)
         except DataError as error:
             if on_bad_row == "error":
                 raise
             findings.add(tally, "skipped", error.reason, str(error))
     findings.log_findings(source_label(source), findings.sort_findings(tally))
-
-
-def opened(source: SourceConfig) -> Origin:
-    """Find the source, or raise a ConfigError that says where it was looked for. Reads no rows."""
-    found = origin.find_source(source)
-    return Origin(lambda: islice(found.rows(), source.max_rows), found.identity)
-
-
-def parse(raw: RawRow) -> Row:
-    """Convert a raw row to a Row; raises a DataError for a bad one."""
-    return rows.convert(readers.parsed(raw), raw[0])
 
 
 # ---- tokenizing ------------------------------------------------------------------------------------------------------
@@ -79,20 +68,15 @@ def parse(raw: RawRow) -> Row:
 class _TokenizedRows:
     """What became of some rows: arrays of their documents, and counts."""
 
-    ids: list[np.ndarray] = field(default_factory=list)
-    is_target: list[np.ndarray] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    num_bytes: list[int] = field(default_factory=list)
+    documents: list[tuple[np.ndarray, ...]] = field(default_factory=list)
+    "of each chunk that has any: ids, is_target, lengths and bytes of its documents"
     encoder_sources: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     tally: findings.Tally = field(default_factory=dict)
 
     def add(self, other: _TokenizedRows) -> None:
         """Append the documents and counts of another part."""
-        self.ids += other.ids
-        self.is_target += other.is_target
-        self.lengths += other.lengths
-        self.num_bytes += other.num_bytes
+        self.documents += other.documents
         self.encoder_sources += other.encoder_sources
         self.counts += other.counts
         for one in other.tally.values():
@@ -109,7 +93,7 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
     `cache_key` names what else the caller has put into `tokenize`: tokenizer, template and task. A source that yields no
     document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
-    names, origins = _names(sources), [opened(source) for source in sources]
+    names, origins = _names(sources), [find_source(source) for source in sources]
     bound = [(name, value) for name, value in getattr(tokenize, "keywords", {}).items() if name != "tokenizer"]
     # All that the tokenized data depends on, besides the code.
     description = {
@@ -150,7 +134,7 @@ def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunk
         total.add(chunk_rows)
     if not total.counts["rows"]:
         raise readers.no_rows(source)
-    if not total.lengths:
+    if not total.documents:
         became = ", ".join(f"{total.counts[c]} {words}" for c, words in BECAME.items() if total.counts[c])
         told = "".join(f". {findings.finding_text(finding)}" for finding in findings.sort_findings(total.tally))
         rows_read = counted(total.counts["rows"], "row")
@@ -160,11 +144,11 @@ def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunk
 
 def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
     """Tokenize some rows, and count what became of each."""
-    part = _TokenizedRows(counts=Counter(rows=len(chunk)))
+    part, documents = _TokenizedRows(counts=Counter(rows=len(chunk))), list[TokenizedExample]()
     for raw in chunk:
         # A bad row ends the run, or is counted and left out.
         try:
-            row = parse(raw)
+            row = rows.parse(raw)
             result = tokenize(row)
         except DataError as error:
             if on_bad_row == "error":
@@ -182,17 +166,13 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             part.counts.update(ROLE_COUNTS[message["role"]] for message in row.messages or ())
             for reason, where in result.odd.items():
                 findings.add(part.tally, "accepted", reason, where)
-        # Its documents.
-        for example in result.examples:
-            part.counts["documents"] += 1
-            part.ids.append(example.ids)
-            part.is_target.append(example.is_target)
-            part.lengths.append(len(example.ids))
-            part.num_bytes.append(example.num_bytes)
-            part.encoder_sources += [example.encoder_source] if example.encoder_source else []
+        documents += result.examples
     # One array for the chunk: a worker hands it over at once.
-    if part.ids:
-        part.ids, part.is_target = [np.concatenate(part.ids)], [np.concatenate(part.is_target)]
+    if documents:
+        part.counts["documents"] = len(documents)
+        columns = zip(*((d.ids, d.is_target, [len(d.ids)], [d.num_bytes]) for d in documents), strict=True)
+        part.documents = [tuple(map(np.concatenate, columns))]
+        part.encoder_sources = [d.encoder_source for d in documents if d.encoder_source]
     return part
 
 
@@ -207,13 +187,14 @@ def _joined(parts: list[_TokenizedRows], names: tuple[str, ...], sources: Sequen
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
     count_names = (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
     by_name = list(zip(names, parts, sources, strict=True))
-    lengths = np.concatenate([np.asarray(part.lengths, dtype=np.int64) for _, part in repeated])
+    columns = zip(*(chunk for _, part in repeated for chunk in part.documents), strict=True)
+    ids, is_target, lengths, num_bytes = map(np.concatenate, columns)
     return Examples(
-        ids=np.concatenate([ids for _, part in repeated for ids in part.ids]),
-        is_target=np.concatenate([is_target for _, part in repeated for is_target in part.is_target]),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        num_bytes=np.concatenate([np.asarray(part.num_bytes, dtype=np.int64) for _, part in repeated]),
-        source=np.concatenate([np.full(len(part.lengths), i, dtype=np.int16) for i, part in repeated]),
+        ids=ids,
+        is_target=is_target,
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        num_bytes=num_bytes,
+        source=np.concatenate([np.full(part.counts["documents"], i, dtype=np.int16) for i, part in repeated]),
         source_names=names,
         counts={n: {count: part.counts[count] * one.repeat for count in count_names} for n, part, one in by_name},
         findings={name: findings.sort_findings(part.tally, source.repeat) for name, part, source in by_name},

@@ -130,7 +130,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     for raw in itertools.islice(origin.beginning(), min(FIRST_ROWS, source.max_rows or FIRST_ROWS)):
         seen += 1
         try:
-            row = rows.convert(readers.parsed(raw), raw[0])
+            row = rows.parse(raw)
             if require is not None:
                 require(row)
         except DataError as error:

@@ -14,11 +14,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data import chat
+from sftkit.data import chat, rows
 from sftkit.data.answers import HISTORY
 from sftkit.data.learned import Targets
+from sftkit.data.origin import find_source
 from sftkit.data.slices import base_split
-from sftkit.data.sources import opened, parse
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError, DataError
 
@@ -82,9 +82,9 @@ def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
         source = replace(source, split=base_split(source.split))
     found: list[tuple[Row, int]] = []
     with suppress(OSError, ConfigError, DataError):
-        for raw in islice(opened(source).rows(), ROWS_READ):
+        for raw in islice(find_source(source).rows(), ROWS_READ):
             with suppress(DataError):
-                row = parse(raw)
+                row = rows.parse(raw)
                 messages = row.messages if isinstance(row.messages, list) else []
                 answers = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
                 if len(answers) > 1:

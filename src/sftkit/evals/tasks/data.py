@@ -127,12 +127,12 @@ def _load(files: list[Path]) -> list[dict[str, Any]]:
 
 
 def _from_hub(split: DatasetSplit) -> list[Any]:
-    from sftkit.data import sources
+    from sftkit.data.origin import find_source
     from sftkit.data.readers import parsed
 
     source = SourceConfig(path=split.hub, subset=split.subset, split=split.split)
     try:
-        raw_rows = list(sources.opened(source).rows())
+        raw_rows = list(find_source(source).rows())
     except (ConfigError, DataError) as error:
         reason, _, _ = str(error).partition(". On a connected machine")  # what follows is about sources of training
         raise type(error)(
