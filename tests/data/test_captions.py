@@ -13,10 +13,11 @@ from helpers import SHARED_DATA
 from PIL import Image
 
 from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
-from sftkit.data import caption, images, sources, stages
+from sftkit.data import images, sources, stages
 from sftkit.data.demo.pictures import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
 from sftkit.data.pack import DocumentLengths, make_layout, pack
 from sftkit.data.rows import convert, require_conversation, require_source_and_texts, require_text
+from sftkit.data.text import start_id, tokenize_captions
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import train_tokenizer, training_texts
@@ -71,16 +72,16 @@ def test_a_tokenizer_of_1024_has_a_token_for_each_word() -> None:
     rows = [row["caption"] for row, _ in zip(pictures("train"), range(1500), strict=False)]
     tokenizer = train_tokenizer(rows, 1024)
     for text in rows[:100]:
-        found = caption.tokenize(Row("x", image="builtin:x", captions=(text,)), tokenizer, max_length=256)
+        found = tokenize_captions(Row("x", image="builtin:x", captions=(text,)), tokenizer, max_length=256)
         assert len(found.examples[0].ids) == len(text.split()) + 2  # the first token and the end
     texts = list(training_texts([SourceConfig(path="builtin:pictures", max_rows=2)], "error"))
     assert texts == rows[:2]
 
 
 def test_a_caption_begins_with_a_token_that_is_no_target_and_ends_with_eos(tokenizer) -> None:
-    [found] = caption.tokenize(Row("x", image="a.png", captions=("A cat.",)), tokenizer, max_length=40).examples
+    [found] = tokenize_captions(Row("x", image="a.png", captions=("A cat.",)), tokenizer, max_length=40).examples
     words = tokenizer("A cat.", add_special_tokens=False)["input_ids"]
-    assert found.ids.tolist() == [caption.start_id(tokenizer), *words, tokenizer.eos_token_id]
+    assert found.ids.tolist() == [start_id(tokenizer), *words, tokenizer.eos_token_id]
     assert found.is_target.tolist() == [False] + [True] * (len(words) + 1)
     assert found.encoder_source == "a.png"
 
@@ -88,11 +89,11 @@ def test_a_caption_begins_with_a_token_that_is_no_target_and_ends_with_eos(token
 @pytest.mark.parametrize(("too_long", "note"), [("truncate", "truncated"), ("drop", "dropped_too_long")])
 def test_long_captions_are_cut_or_dropped_and_counted(tokenizer, too_long: str, note: str) -> None:
     row = Row("x", image="a.png", captions=("one two three four five six seven eight nine ten",))
-    found = caption.tokenize(row, tokenizer, max_length=8, too_long=too_long)
+    found = tokenize_captions(row, tokenizer, max_length=8, too_long=too_long)
     assert found.note == note
     assert [len(example.ids) for example in found.examples] == ([9] if too_long == "truncate" else [])
     with pytest.raises(DataError, match=r"x: \d+ tokens, but data.max_length 8 holds 9"):
-        caption.tokenize(row, tokenizer, max_length=8, too_long="error")
+        tokenize_captions(row, tokenizer, max_length=8, too_long="error")
 
 
 def test_a_folder_of_pictures_with_captions(tmp_path: Path, tokenizer) -> None:

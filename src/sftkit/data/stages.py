@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
 from sftkit.config.stages import STAGE_SCRIPTS
-from sftkit.data import caption as captions
 from sftkit.data import chat, text
 from sftkit.data.learned import Targets
 from sftkit.data.types import Tokenized
@@ -28,11 +27,9 @@ def base(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) 
     Raises:
         ConfigError: settings of conversations.
     """
-    if data.targets not in (None, "all"):
-        raise ConfigError(
-            f"data.targets={data.targets}: base_train.py learns every token of texts; take the setting out, or run "
-            "mid_train.py or chat_sft.py"
-        )
+    _refuse_targets(
+        data, "base_train.py learns every token of texts; take the setting out, or run mid_train.py or chat_sft.py"
+    )
     return partial(text.tokenize, tokenizer=tokenizer, max_length=max_length)
 
 
@@ -55,11 +52,13 @@ def caption(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: in
     Raises:
         ConfigError: settings of conversations.
     """
+    _refuse_targets(data, "caption_train.py learns every token of captions; take the setting out")
+    return partial(text.tokenize_captions, tokenizer=tokenizer, max_length=max_length, too_long=data.too_long)
+
+
+def _refuse_targets(data: DataConfig, reason: str) -> None:
     if data.targets not in (None, "all"):
-        raise ConfigError(
-            f"data.targets={data.targets}: caption_train.py learns every token of captions; take the setting out"
-        )
-    return partial(captions.tokenize, tokenizer=tokenizer, max_length=max_length, too_long=data.too_long)
+        raise ConfigError(f"data.targets={data.targets}: {reason}")
 
 
 def _conversations(

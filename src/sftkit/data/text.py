@@ -1,13 +1,16 @@
-"""Plain text to tokens: a document ended by eos, split into chunks that fit rows. All but the first token is learned."""
+"""Texts to tokens, each a document that ends with eos and of which all but the first token is learned: plain text, split
+into chunks that fit rows, and captions of pictures, or answers to texts, that an encoder reads."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data import chat
 from sftkit.data.encode import CHUNK_CHARACTERS, encode
-from sftkit.data.rows import refuse_picture, require_text
+from sftkit.data.rows import refuse_picture, require_source_and_texts, require_text
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError
 
@@ -42,11 +45,46 @@ def tokenize_any(
     return chat.tokenize(row, tokenizer, max_length=max_length, too_long=too_long, learning=learning)
 
 
+def tokenize_captions(
+    row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, too_long: str = "truncate"
+) -> Tokenized:
+    """Tokenize each text of a row to a document: the first token, the text, eos. A document of more than max_length
+    positions is cut, dropped or an error, as `too_long` says.
+
+    Raises:
+        DataError: the row has nothing for an encoder, or a text is too long and `too_long` is error.
+    """
+    source, texts = require_source_and_texts(row)
+    start, eos = start_id(tokenizer), tokenizer.eos_token_id
+    encoded = (encode(tokenizer, text, split_special_tokens=True).ids for text in texts if text.strip())
+    documents = [np.array([start, *ids, eos]) for ids in encoded]
+    whole = [chat.Text(ids, np.ones(len(ids), dtype=bool)) for ids in documents]
+    fitted = [chat.fit(row, one, tokenizer, max_length, too_long) for one in whole]
+    made = [replace(example, encoder_source=source) for one in fitted for example in one.examples]
+    if made:
+        return Tokenized(made, "truncated" if any(one.note == "truncated" for one in fitted) else None)
+    return fitted[-1] if fitted else Tokenized([], "dropped_no_target", details="no text")
+
+
+def start_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that every text for an encoder's decoder begins with and that is no target: bos, else eos.
+
+    Raises:
+        ConfigError: the tokenizer has no eos token.
+    """
+    eos = _eos_id(tokenizer)
+    return eos if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
+
+
+def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no eos token, which must end every text. Set one in its tokenizer_config")
+    return int(tokenizer.eos_token_id)
+
+
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Tokenize a text, with BOS if the tokenizer adds one and with eos, int32 [n]."""
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if eos is None:
-        raise ConfigError("the tokenizer has no eos token, which must end every text. Set one in its tokenizer_config")
+    bos, eos = tokenizer.bos_token_id, _eos_id(tokenizer)
     if len(text) <= CHUNK_CHARACTERS:
         ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
     else:
