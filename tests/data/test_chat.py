@@ -100,7 +100,8 @@ def test_prompt_for_generation_is_what_training_puts_before_the_answer(case):
     start = int(np.flatnonzero(example.is_target)[0])
     if name == "qwen3":
         assert tokenizer.decode(example.ids[len(prompt) : start]) == "<think>\n\n</think>\n\n"
-        prompt = chat.prompt_of(chat.as_trained(Row("x:1", messages=CONVERSATION[:3]), 2, tokenizer), 2, tokenizer)
+        row = chat.as_trained(Row("x:1", messages=CONVERSATION[:3]), 2, tokenizer)
+        prompt = chat.render_prompt(row.messages[:2], tokenizer, row.tools, row.template_args)
     assert example.ids[:start].tolist() == prompt
 
 

@@ -392,12 +392,9 @@ def test_repeat(tmp_path, load):
     assert twice.counts["a"]["rows"] == 6
 
 
-def test_names(tmp_path, load):
+def test_names():
     named = {"builtin:docs": "docs", "a/b.jsonl.gz": "b", "a/c/": "c", "org/d": "d", "x.parquet": "x", "y.csv": "y"}
     assert {path: source_label(SourceConfig(path=path)) for path in named} == named
-    path = write_lines(tmp_path / "a.jsonl", numbered(1))
-    with pytest.raises(ConfigError, match='two sources are named "a"'):
-        load(path, path)
 
 
 @pytest.mark.slow

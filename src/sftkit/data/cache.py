@@ -59,7 +59,7 @@ def load_cached_examples(folder: Path) -> Examples | None:
             **arrays, source_names=names, counts=meta["counts"], findings=findings, encoder_sources=meta["given"]
         )
         _check(examples)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
         log.warning("%s: damaged cache (%s), tokenizing again", folder, error)
         return None
     return examples
@@ -109,12 +109,9 @@ def _replace(temporary: Path, folder: Path) -> None:
 
 def _check(examples: Examples) -> None:
     """Raise ValueError if dtypes or lengths of the arrays do not fit together."""
+    documents, tokens = len(examples), int(examples.offsets[-1])
+    sizes = {"ids": tokens, "is_target": tokens, "offsets": documents + 1, "num_bytes": documents, "source": documents}
     for name, dtype in ARRAYS.items():
         array = getattr(examples, name)
-        if array.dtype != dtype or array.ndim != 1:
-            raise ValueError(f"{name} is {array.dtype}{array.shape}")
-    documents, tokens = len(examples.offsets) - 1, int(examples.offsets[-1])
-    if not len(examples.ids) == len(examples.is_target) == tokens:
-        raise ValueError(f"{len(examples.ids)} tokens, {tokens} expected")
-    if not len(examples.num_bytes) == len(examples.source) == documents:
-        raise ValueError(f"{len(examples.source)} documents, {documents} expected")
+        if array.dtype != dtype or array.shape != (sizes[name],):
+            raise ValueError(f"{name} is {array.dtype}{array.shape}, {sizes[name]} expected")

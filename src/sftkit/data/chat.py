@@ -240,12 +240,6 @@ def as_trained(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: T
     return replace(row, messages=messages, template_args=args or None)
 
 
-def prompt_of(row: Row, k: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids after which the model writes answer k of a record."""
-    assert row.messages is not None
-    return render_prompt(row.messages[:k], tokenizer, row.tools, row.template_args)
-
-
 def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:
     """Cut a document to max_length, drop it or refuse it, as `too_long` says."""
     ids, is_target = text.ids, text.is_target

@@ -13,7 +13,6 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from sftkit.data.conversation import special_pattern
 from sftkit.data.template import Span, special_tokens_of
-from sftkit.errors import ConfigError
 
 CHUNK_CHARACTERS = 2**16
 "Characters that are tokenized at a time: tokenizers need some 600 bytes for each."
@@ -46,12 +45,7 @@ def encode(
     Args:
         enough: so many tokens will do, if there are more; null: all.
         split_special_tokens: their text stands for the ordinary characters that it is.
-
-    Raises:
-        ConfigError: the tokenizer knows no character offsets.
     """
-    if not tokenizer.is_fast:
-        raise ConfigError("a tokenizer without character offsets (a slow one) cannot be used: convert it to a fast one")
     if len(text) <= CHUNK_CHARACTERS:
         return _arrays(_call(tokenizer, text, split_special_tokens=split_special_tokens))
     parts, begin, tokens, ended = [], 0, 0, False

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -29,16 +28,13 @@ def load_from_hub(source: SourceConfig) -> HubDataset | Path:
 
     # for the whole process: lines of our own say what takes long
     datasets.disable_progress_bars()
-    load = partial(datasets.load_dataset, source.path, source.subset, split=source.split)
-    if not hub_answers():
-        try:
-            with offline():
-                return cast(HubDataset, load())
-        except Exception:
-            return _snapshot(source)
+    connected = hub_answers()
     try:
-        return cast(HubDataset, load())
+        with nullcontext() if connected else offline():
+            return cast(HubDataset, datasets.load_dataset(source.path, source.subset, split=source.split))
     except Exception as error:  # anything that datasets, pyarrow or the hub client may raise
+        if not connected:
+            return _snapshot(source)
         reason = str(error).strip() or type(error).__name__
         raise ConfigError(
             f"data source {source.path} (subset {source.subset or 'none'}, split {source.split}): {reason}. "

@@ -102,30 +102,24 @@ def _opened(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 
 def _written(file: Path, names: Sequence[str], size: ImageSize) -> np.ndarray:
     """Return the array from a file that gets its name when it is complete; in memory if the disk is full."""
-    temporary = own_name(file)
+    shape, temporary = (len(names), *size), own_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _filled(temporary, names, size)
+        # Checked first: on a full disk, writing to mapped memory would end the process by a signal.
+        needed, free = int(np.prod(shape)), shutil.disk_usage(file.parent).free
+        if needed > free:
+            raise OSError(f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free")
+        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
+        _read(array, names, size)
+        array.flush()
         os.replace(temporary, file)
-        if (found := _opened(file, (len(names), *size))) is not None:
+        if (found := _opened(file, shape)) is not None:
             return found
     except OSError as error:
         log.warning("%s: cannot write the cache (%s), every start will read the pictures", file, error)
     finally:
         temporary.unlink(missing_ok=True)
-    return _read(np.zeros((len(names), *size), np.uint8), names, size)
-
-
-def _filled(file: Path, names: Sequence[str], size: ImageSize) -> None:
-    """Write a .npy file picture by picture. Free space is checked first: on a full disk, writing to mapped memory would
-    end the process by a signal."""
-    shape = (len(names), *size)
-    needed, free = int(np.prod(shape)), shutil.disk_usage(file.parent).free
-    if needed > free:
-        raise OSError(f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free")
-    array = np.lib.format.open_memmap(file, mode="w+", dtype=np.uint8, shape=shape)
-    _read(array, names, size)
-    array.flush()
+    return _read(np.zeros(shape, np.uint8), names, size)
 
 
 def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarray:

@@ -22,7 +22,7 @@ from sftkit.data import cache, chat, conversation, findings, readers, rows
 from sftkit.data.origin import Origin, find_source
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
-from sftkit.errors import ConfigError, DataError, WorkerError
+from sftkit.errors import DataError, WorkerError
 from sftkit.runtime.oom import likely_cause, oom_kills
 from sftkit.runtime.progress import working
 from sftkit.runtime.signals import SIGNALS, starting_processes
@@ -93,7 +93,7 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
     `cache_key` names what else the caller has put into `tokenize`: tokenizer, template and task. A source that yields no
     document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
-    names, origins = _names(sources), [find_source(source) for source in sources]
+    names, origins = tuple(map(source_label, sources)), [find_source(source) for source in sources]
     bound = [(name, value) for name, value in getattr(tokenize, "keywords", {}).items() if name != "tokenizer"]
     # All that the tokenized data depends on, besides the code.
     description = {
@@ -116,15 +116,6 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
     for name, told in examples.findings.items():
         findings.log_findings(name, told)
     return examples
-
-
-def _names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
-    """Return the labels of sources; refuses a label that two have."""
-    names = tuple(map(source_label, sources))
-    twice = [name for name, times in Counter(names).items() if times > 1]
-    if twice:
-        raise ConfigError(f'data: two sources are named "{twice[0]}". Give one of them a name of its own (name: ...)')
-    return names
 
 
 def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunks: TokenizeChunks) -> _TokenizedRows:

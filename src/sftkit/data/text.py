@@ -57,8 +57,7 @@ def tokenize_captions(
     source, texts = require_source_and_texts(row)
     start, eos = start_id(tokenizer), tokenizer.eos_token_id
     encoded = (encode(tokenizer, text, split_special_tokens=True).ids for text in texts if text.strip())
-    documents = [np.array([start, *ids, eos]) for ids in encoded]
-    whole = [chat.Text(ids, np.ones(len(ids), dtype=bool)) for ids in documents]
+    whole = [chat.Text(np.array([start, *ids, eos]), np.ones(len(ids) + 2, dtype=bool)) for ids in encoded]
     fitted = [chat.fit(row, one, tokenizer, max_length, too_long) for one in whole]
     made = [replace(example, encoder_source=source) for one in fitted for example in one.examples]
     if made:

@@ -51,5 +51,5 @@ def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
         return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]
     first = _first_answer(row)
     shown = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in row.messages[:first])
-    prompt = chat.prompt_of(row, first, tokenizer)
+    prompt = chat.render_prompt(row.messages[:first], tokenizer, row.tools, row.template_args)
     return prompt, shown, str(row.messages[first].get("content") or "")
