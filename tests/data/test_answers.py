@@ -543,7 +543,7 @@ def test_text_that_the_template_would_cut_at_a_thinking_tag_is_refused(make, con
     [
         ({"reasoning_content": "A", "reasoning": "C"}, "two different reasonings"),
         ({"reasoning_content": "A", "content": "<think>B</think>So."}, "two different reasonings"),
-        ({"reasoning": {"text": "A"}}, "reasoning is dict, expected text"),
+        ({"reasoning": {"text": "A"}}, "reasoning is an object, expected text"),
     ],
 )
 def test_reasoning_that_is_not_one_text_is_refused(make, fields: dict[str, Any], reason: str) -> None:

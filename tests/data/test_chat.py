@@ -266,6 +266,7 @@ BAD = {
     "missing content": ([{"role": "user"}, ANSWER], "content is missing"),
     "number": ([{"role": "user", "content": 3}, ANSWER], "content is a number"),
     "image": ([{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER], "a part of type image"),
+    "bare text": ([{"role": "user", "content": ["x"]}, ANSWER], "a part of type str"),
     "no answer": ([USER], r"no assistant turn \(roles: user\)"),
     "empty answer": ([USER, {"role": "assistant", "content": ""}], r"messages\[1\]: empty answer"),
     "blank answer": ([USER, {"role": "assistant", "content": " \n"}], r"messages\[1\]: empty answer"),

@@ -291,7 +291,11 @@ def reasons_in_code() -> set[str]:
     ):
         tree = ast.parse((ROOT / "src" / "sftkit" / "data" / f"{name}.py").read_text())
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "DataError":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("DataError", "wrong_kind")
+            ):
                 given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
                 assert given, f"{name}.py:{node.lineno}: a DataError without a reason cannot be counted by it"
                 fixed = {ast.Constant: "value", ast.Name: "id"}  # a text, or the name of one

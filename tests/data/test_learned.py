@@ -194,13 +194,13 @@ def test_two_system_texts_are_one_if_they_are_the_same_and_else_refused() -> Non
     assert row == Row("x:1", messages=[SYSTEM, ASK, A])
     with pytest.raises(DataError, match="x:1: the column system and the first message"):
         rows.convert({"messages": [SYSTEM, ASK, A], "system": "Be long."}, "x:1")
-    with pytest.raises(DataError, match="x:1: system is list, expected text"):
+    with pytest.raises(DataError, match="x:1: system is a list, expected text"):
         rows.convert({"messages": [ASK, A], "system": ["Be long."]}, "x:1")
 
 
 def test_arguments_of_the_template_are_an_object() -> None:
     assert rows.convert({"messages": [ASK, A], "chat_template_kwargs": {"a": 1}}, "x:1").template_args == {"a": 1}
-    with pytest.raises(DataError, match="x:1: chat_template_kwargs is str, expected an object"):
+    with pytest.raises(DataError, match="x:1: chat_template_kwargs is text, expected an object"):
         rows.convert({"messages": [ASK, A], "chat_template_kwargs": "a"}, "x:1")
 
 

@@ -132,7 +132,7 @@ def test_tools_column():
     [
         ({"a": 1, "b": None}, r"columns a; null: b are none of the accepted ones: messages \[tools\] \| conv"),
         ({}, r"columns \(none\) are none of"),
-        ({"text": 3}, "text is int, expected text"),
+        ({"text": 3}, "text is a number, expected text"),
         ({"conversations": "x"}, "conversations is not a list"),
         (
             {"conversations": [{"from": "alien", "value": "x"}]},
@@ -140,11 +140,11 @@ def test_tools_column():
         ),
         ({"conversations": [{"speaker": "x"}]}, "has the keys speaker, expected from and value"),
         ({"conversations": [{"from": "function_call", "value": "{"}]}, "function_call: not JSON"),
-        ({"prompt": 1, "completion": "x"}, "prompt is int, expected text or a list of messages"),
+        ({"prompt": 1, "completion": "x"}, "prompt is a number, expected text or a list of messages"),
         ({"question": "q", "choices": ["a"], "answer": 1}, "answer 1 is none of the 1 choices"),
         ({"question": "q", "choices": "a", "answer": 1}, "choices is not a list of texts"),
-        ({"question": "q", "answer": True}, "answer is bool, expected text"),
-        ([1], "list instead of an object"),
+        ({"question": "q", "answer": True}, "answer is a truth value, expected text"),
+        ([1], "the row is a list, expected an object"),
     ],
 )
 def test_bad_row(raw, reason):
@@ -239,7 +239,7 @@ def test_broken_lines(tmp_path, load, caplog):
         examples = load(path, on_bad_row="skip")
     assert (len(examples), examples.counts["a"]["rows"], examples.counts["a"]["skipped_bad"]) == (1, 6, 5)
     assert f"a: 1 bad row skipped, not JSON; the first: {path}:2: not JSON" in caplog.text
-    assert f"a: 3 bad rows skipped, row is not an object; the first: {path}:3: list instead" in caplog.text
+    assert f"a: 3 bad rows skipped, row is not an object; the first: {path}:3: the row is a list" in caplog.text
     assert [row.text for row in sources.read_source(SourceConfig(path=str(path)), "skip")] == ["fine"]
 
 

@@ -154,7 +154,7 @@ def test_columns_are_read_of_every_kind_of_file(here: Path, name: str) -> None:
         ("sft", {"conversations": [{"from": "gpt", "value": " "}]}, "messages[0]: empty answer"),
         ("mid", {"messages": [{"role": "bot", "content": "x"}]}, 'role "bot" is not one of'),
         (None, {"x": 1}, "columns x are none of the accepted ones"),
-        ("mid", [1], "list instead of an object"),
+        ("mid", [1], "the row is a list, expected an object"),
     ],
 )
 def test_a_first_row_that_the_stage_cannot_learn_from_is_refused(
@@ -267,7 +267,11 @@ def test_a_folder_of_pictures_alone_is_told_what_it_lacks(here: Path) -> None:
 
 def test_wrong_columns_all_along_the_beginning_are_not_skipped(here: Path) -> None:
     words = ("data.train.0.path=rows.jsonl", "data.on_bad_row=skip")
-    for bad, told in (({"x": 1}, "columns x"), (TEXT, "a text without turns"), ([1], "list instead of an object")):
+    for bad, told in (
+        ({"x": 1}, "columns x"),
+        (TEXT, "a text without turns"),
+        ([1], "the row is a list, expected an object"),
+    ):
         write(here / "rows.jsonl", *[bad] * 2 * FIRST_ROWS)
         assert f"rows.jsonl:1: {told}" in refused(*words)
         assert "The first 100 rows are all like this" in refused(*words)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from sftkit.data.readers import loads
+from sftkit.data.readers import loads, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
 
@@ -31,9 +31,7 @@ def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
     """
     messages = row.messages
     if not isinstance(messages, list):
-        raise DataError(
-            f"{row.where}: messages is {_kind(messages)}, expected a list of messages", reason="messages is not a list"
-        )
+        raise wrong_kind(f"{row.where}: messages", messages, "a list of messages", reason="messages is not a list")
     if not messages:
         raise DataError(f"{row.where}: messages is empty", reason="no messages")
     result = [_message(message, f"{row.where}: messages[{i}]") for i, message in enumerate(messages)]
@@ -117,9 +115,7 @@ def function_of(call: Message) -> Message:
 def _message(message: object, where: str) -> Message:
     """Return a message with checked role, content and tool calls; null keys are dropped."""
     if not isinstance(message, dict):
-        raise DataError(
-            f"{where} is {_kind(message)}, expected an object with role and content", reason="message is not an object"
-        )
+        raise wrong_kind(where, message, "an object with role and content", reason="message is not an object")
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = message.get("role")
     if role not in ROLES:
@@ -147,19 +143,15 @@ def _content(message: Message, where: str) -> str:
             f"{where}: content is {state} (allowed only for an assistant that calls tools)", reason="no content"
         )
     if not isinstance(content, list):
-        raise DataError(
-            f"{where}: content is {_kind(content)}, expected text or a list of text parts", reason="content is not text"
-        )
-    texts = []
+        raise wrong_kind(f"{where}: content", content, "text or a list of text parts", reason="content is not text")
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else _kind(part)
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(
                 f"{where}: content has a part of type {kind}; only text parts can be trained on",
                 reason="content is not text",
             )
-        texts.append(part["text"])
-    return "".join(texts)
+    return "".join(part["text"] for part in content)
 
 
 def _tool_calls(calls: object, where: str) -> list[Message]:
@@ -233,9 +225,3 @@ def _strings(value: object) -> Iterable[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
-
-
-def _kind(value: object) -> str:
-    """Return what a JSON value is, for messages."""
-    names = {"NoneType": "null", "str": "text", "dict": "an object", "list": "a list", "bool": "a truth value"}
-    return names.get(type(value).__name__, "a number" if isinstance(value, int | float) else type(value).__name__)

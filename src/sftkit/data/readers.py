@@ -130,6 +130,13 @@ def json_error(where: str, error: Exception) -> DataError:
     return DataError(f"{where}: not JSON: {error}", reason="not JSON")
 
 
+def wrong_kind(what: str, value: object, expected: str, *, reason: str) -> DataError:
+    """Return the DataError for a value of a record that is not of the expected kind."""
+    names = {"NoneType": "null", "str": "text", "dict": "an object", "list": "a list", "bool": "a truth value"}
+    other = "a number" if isinstance(value, int | float) else type(value).__name__
+    return DataError(f"{what} is {names.get(type(value).__name__, other)}, expected {expected}", reason=reason)
+
+
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object; raises DuplicateKey if it has a key twice."""
     made = dict(pairs)

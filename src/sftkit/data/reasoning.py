@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from sftkit.data.conversation import THOUGHT, Message
+from sftkit.data.readers import wrong_kind
 from sftkit.data.template import REASONING_KEYS, Template
 from sftkit.errors import DataError
 
@@ -57,10 +58,7 @@ def check_reasoning(messages: list[Message], where: str) -> None:
         given = {key: message[key] for key in REASONING_KEYS if message.get(key)}
         for key, value in given.items():
             if not isinstance(value, str):
-                raise DataError(
-                    f"{where}: messages[{i}]: {key} is {type(value).__name__}, expected text",
-                    reason="reasoning is not text",
-                )
+                raise wrong_kind(f"{where}: messages[{i}]: {key}", value, "text", reason="reasoning is not text")
         texts = {value.strip() for value in given.values()}
         if inline := THOUGHT.match(message["content"]):
             texts.add(inline[1].strip())

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from sftkit.data.readers import RawRow, parse_json, parsed
+from sftkit.data.readers import RawRow, parse_json, parsed, wrong_kind
 from sftkit.data.sharegpt import turn_to_message
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
@@ -46,9 +46,7 @@ def convert(raw: object, where: str) -> Row:
     """Convert one row as read to a Row; a row of unknown columns is a DataError that lists them. Null
     columns count as absent."""
     if not isinstance(raw, dict):
-        raise DataError(
-            f"{where}: {type(raw).__name__} instead of an object with columns", reason="row is not an object"
-        )
+        raise wrong_kind(f"{where}: the row", raw, "an object with columns", reason="row is not an object")
     present = {key: value for key, value in raw.items() if value is not None}
     for columns, make in SHAPES:
         if all(column in present for column in columns):
@@ -141,10 +139,7 @@ def _completed(row: Row, raw: Raw) -> Row:
         return row
     system, args = _text(raw, "system", row.where) if "system" in raw else "", raw.get("chat_template_kwargs")
     if args is not None and not isinstance(args, dict):
-        raise DataError(
-            f"{row.where}: chat_template_kwargs is {type(args).__name__}, expected an object",
-            reason="malformed template arguments",
-        )
+        raise wrong_kind(f"{row.where}: chat_template_kwargs", args, "an object", reason="malformed template arguments")
     if taken := RESERVED & (args or {}).keys():
         raise DataError(
             f"{row.where}: chat_template_kwargs has {', '.join(sorted(taken))}, which tokenizing gives by itself",
@@ -203,10 +198,7 @@ def _prompt(raw: Raw, where: str) -> Row:
     for column, role in (("prompt", "user"), (answer, "assistant")):
         value = raw[column]
         if not isinstance(value, str | list):
-            raise DataError(
-                f"{where}: {column} is {type(value).__name__}, expected text or a list of messages",
-                reason="column is not text",
-            )
+            raise wrong_kind(f"{where}: {column}", value, "text or a list of messages", reason="column is not text")
         sides.append([{"role": role, "content": value}] if isinstance(value, str) else value)
     given, learned = sides
     return Row(where, messages=[*given, *learned], tools=_tools(raw, where), context_messages=len(given))
@@ -287,7 +279,7 @@ def _text(raw: Raw, column: str, where: str) -> str:
     """Return a cell that must be text."""
     text = raw[column]
     if not isinstance(text, str):
-        raise DataError(f"{where}: {column} is {type(text).__name__}, expected text", reason="column is not text")
+        raise wrong_kind(f"{where}: {column}", text, "text", reason="column is not text")
     return text
 
 
