@@ -19,7 +19,7 @@ from ways import DEVICE, Way, encode_compiled
 
 from sftkit.data import chat
 from sftkit.data.demo.pictures import PREFIX, picture
-from sftkit.data.types import EncoderInputs
+from sftkit.data.types import EncoderInputs, Row
 from sftkit.generation import rows as rows_of_batches
 from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate
@@ -149,4 +149,5 @@ def build(name: str, tokenizer: Any, questions: Path, sizes: Sizes, *, exact: bo
     with opened(questions, "rt") as file:
         lines = list(islice(file, count))
     asked = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
-    return Task(model, tokenizer, [chat.render_prompt(messages, tokenizer) for messages in asked], None)
+    prompts = [chat.render_prompt(Row("prompt", messages=messages), tokenizer) for messages in asked]
+    return Task(model, tokenizer, prompts, None)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from sftkit.config.schema import DataConfig, ModelConfig
 from sftkit.data import answer_matcher, answers, chat, prompts, stages
 from sftkit.data.reasoning import with_reasoning
-from sftkit.data.template import Conversation, render_conversation, template_of, with_arguments
+from sftkit.data.template import render_conversation, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import load_tokenizer
@@ -179,7 +179,9 @@ def test_every_target_follows_the_ids_of_a_prompt_that_a_server_makes(make, case
     modes = [{}, *({template.thinking_argument: on} for on in (True, False) if template.thinking_argument)]
     prompts = [
         tokenizer(
-            render_conversation(tokenizer, template, Conversation(given, args=mode), add_generation_prompt=True)[0],
+            render_conversation(
+                tokenizer, template, Row("x:1", messages=given, template_args=mode), add_generation_prompt=True
+            )[0],
             add_special_tokens=False,
         )["input_ids"]
         for k, message in enumerate(messages)
@@ -346,7 +348,7 @@ def test_an_answer_that_begins_with_a_newline_follows_the_ids_of_its_prompt(newl
     row = Row("x:1", messages=[U, {"role": "assistant", "content": content}])
     (example,) = chat.tokenize(row, newlines, max_length=1000).examples
     start = int(np.flatnonzero(example.is_target)[0])
-    assert example.ids[:start].tolist() == chat.render_prompt([U], newlines)
+    assert example.ids[:start].tolist() == chat.render_prompt(Row("x:1", messages=[U]), newlines)
     assert newlines.decode(example.ids[start:].tolist()) == content + "<|im_end|>"
     whole = newlines.apply_chat_template(row.messages, return_dict=False)[: len(example.ids)]
     assert (example.ids.tolist() == whole) == (content != "\n\n\nSo."), "else nothing merges here"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -96,19 +97,19 @@ def test_tokens_are_those_of_the_rendered_conversation(case):
 def test_prompt_for_generation_is_what_training_puts_before_the_answer(case):
     name, tokenizer, _ = case
     example = only(chat.tokenize(Row("x:1", messages=CONVERSATION[:3]), tokenizer, max_length=1000))
-    prompt = chat.render_prompt(CONVERSATION[:2], tokenizer)
+    prompt = chat.render_prompt(Row("x:1", messages=CONVERSATION[:2]), tokenizer)
     start = int(np.flatnonzero(example.is_target)[0])
     if name == "qwen3":
         assert tokenizer.decode(example.ids[len(prompt) : start]) == "<think>\n\n</think>\n\n"
         row = chat.as_trained(Row("x:1", messages=CONVERSATION[:3]), 2, tokenizer)
-        prompt = chat.render_prompt(row.messages[:2], tokenizer, row.tools, row.template_args)
+        prompt = chat.render_prompt(replace(row, messages=row.messages[:2]), tokenizer)
     assert example.ids[:start].tolist() == prompt
 
 
 def test_one_bos_at_most(case):
     _, tokenizer, _ = case
     example = chat.tokenize(Row("x:1", messages=CONVERSATION), tokenizer, max_length=1000).examples[-1]
-    for ids in (example.ids.tolist(), chat.render_prompt(CONVERSATION, tokenizer)):
+    for ids in (example.ids.tolist(), chat.render_prompt(Row("x:1", messages=CONVERSATION), tokenizer)):
         assert ids.count(tokenizer.bos_token_id) == (1 if tokenizer.bos_token_id is not None else 0)
 
 

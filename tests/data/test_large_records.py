@@ -160,7 +160,7 @@ def test_marks_are_where_transformers_finds_them(name: str, make_tokenizer) -> N
     tokenizer = make_tokenizer(name)
     messages = [{"role": "system", "content": "Be brief."}, *turns(3)]
     text, spans = template.render_conversation(
-        tokenizer, tokenizer.chat_template, template.Conversation(messages), marks=True
+        tokenizer, tokenizer.chat_template, Row("x:1", messages=messages), marks=True
     )
     texts, expected = template.render_jinja_template(
         [messages],

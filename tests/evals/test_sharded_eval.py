@@ -13,6 +13,7 @@ from sharded_worker import SAMPLES, TOKENS, Job, evaluation
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sftkit.data import chat
+from sftkit.data.types import Row
 from sftkit.evals import families
 
 
@@ -32,7 +33,7 @@ def prepare(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     ]
     rows = []
     for messages in prompts:
-        ids = torch.tensor([chat.render_prompt(messages, tokenizer)])
+        ids = torch.tensor([chat.render_prompt(Row("x:1", messages=messages), tokenizer)])
         rows.append(
             model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)[0, ids.shape[1] :].tolist()
         )

@@ -20,7 +20,8 @@ from sftkit.data.answer_matcher import NOWHERE, AnswerMatcher
 from sftkit.data.conversation import Message, require_instructions
 from sftkit.data.reasoning import Thinking, reasoning_of, template_arguments, with_other_reasoning, with_reasoning
 from sftkit.data.spans import common_prefix, end_of_marked, fault, required_texts, within
-from sftkit.data.template import Conversation, Span, render_conversation, template_of
+from sftkit.data.template import Span, render_conversation, template_of
+from sftkit.data.types import Row
 from sftkit.errors import DataError
 
 HISTORY = "not_learned_history"
@@ -51,26 +52,25 @@ class _LastAnswer:
 class Finder:
     """Renders a conversation up to any of its answers and finds them in the text."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, conversation: Conversation, thinking: Thinking, where: str
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, row: Row, thinking: Thinking) -> None:
         """Prepare a conversation to be rendered with a tokenizer's template.
 
         Args:
-            conversation: of a record, its messages checked, see conversation.validated.
+            row: its messages checked, see conversation.validated.
             thinking: auto: an answer without reasoning is one with thinking turned off, where the template knows that;
                 learn_empty: the empty thinking block that the template writes is learned; off: reasoning is left out.
         """
-        self.tokenizer, self.tools, self.thinking, self.where = tokenizer, conversation.tools, thinking, where
-        self.template = template_of(tokenizer, with_tools=bool(self.tools))
-        self.messages = with_reasoning(conversation.messages, self.template, thinking)
+        self.tokenizer, self.row, self.thinking, self.where = tokenizer, row, thinking, row.where
+        self.template = template_of(tokenizer, with_tools=bool(row.tools))
+        given = row.messages or []
+        self.messages = with_reasoning(given, self.template, thinking)
         self.answers = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
         "indices of all answers in messages"
-        self.answers_with_reasoning = {k for k in self.answers if reasoning_of(conversation.messages[k])}
+        self.answers_with_reasoning = {k for k in self.answers if reasoning_of(given[k])}
         "answers that have reasoning in the data"
         self.reasons = {k for k in self.answers if reasoning_of(self.messages[k])}
         "answers whose reasoning is to be learned; none with thinking=off"
-        self._record_args = conversation.args or {}
+        self._record_args = row.template_args or {}
         self._known: dict[int, _LastAnswer] = {}
 
     def document(self, last: int, among: Iterable[int]) -> Document:
@@ -108,7 +108,10 @@ class Finder:
         except DataError:  # no such prompt, or a fault that rendering it once more shows
             if marked:
                 raise
-            found = Document(self._render_up_to(last), {})
+            text = self._render(last + 1, self._arguments(last))
+            self._check_reasoning(last, text)
+            require_instructions(self.messages[: last + 1], text, self.where)
+            found = Document(text.rstrip(), {})
         cursor = 0
         for k in self.answers:
             if k <= last:
@@ -116,13 +119,6 @@ class Finder:
         if missing := set(marked) - found.spans.keys():
             raise fault(self.where, "marked answer cannot be found", k=min(missing))
         return found
-
-    def _render_up_to(self, last: int) -> str:
-        """Render the messages up to an answer, without looking for answers in the text."""
-        text = self._render(last + 1, self._arguments(last))
-        self._check_reasoning(last, text)
-        require_instructions(self.messages[: last + 1], text, self.where)
-        return text.rstrip()
 
     def turns_thinking_off(self, k: int) -> bool:
         """Return whether an answer is asked with thinking turned off, because it has no reasoning and the template
@@ -301,7 +297,8 @@ class Finder:
     def _rendered(self, messages: list[Message], args: dict[str, object], **how: bool) -> tuple[str, list[Span]]:
         """Render messages with the tools, `how` as render_conversation takes it; a template that refuses them is a
         DataError."""
+        row = replace(self.row, messages=messages, template_args=args)
         try:
-            return render_conversation(self.tokenizer, self.template, Conversation(messages, self.tools, args), **how)
+            return render_conversation(self.tokenizer, self.template, row, **how)
         except TemplateError as error:
             raise fault(self.where, "template refuses it", error=error) from error

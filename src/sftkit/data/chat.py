@@ -6,7 +6,7 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from sftkit.data.encode import Encoded, encode, encode_answers, tokens_inside
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.reasoning import Thinking, check_reasoning, template_arguments, with_reasoning
 from sftkit.data.rows import require_conversation
-from sftkit.data.template import Conversation, render_conversation, special_tokens_of, template_of, unused_arguments
+from sftkit.data.template import render_conversation, special_tokens_of, template_of, unused_arguments
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -73,9 +73,8 @@ def tokenize(
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     check_reasoning(messages, row.where)
     skipped = not_learned(row, messages, learning.targets)
-    unused = unused_arguments(row, template_of(tokenizer, with_tools=bool(row.tools)))
-    asked = Conversation(without_marks(messages), row.tools, row.template_args)
-    finder = Finder(tokenizer, asked, learning.thinking, row.where)
+    finder = Finder(tokenizer, replace(row, messages=without_marks(messages)), learning.thinking)
+    unused = unused_arguments(row, finder.template)
     # why answers are not learned, by what is known before rendering
     counts = Counter(answers=len(finder.answers))
     counts.update(skipped.values())
@@ -213,21 +212,16 @@ def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(dict.fromkeys(map(int, ids)))
 
 
-def render_prompt(
-    messages: list[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    tools: list[Message] | None = None,
-    args: Mapping[str, object] | None = None,
-) -> list[int]:
-    """Return the token ids after which the model writes the next answer.
+def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text after which the model writes the next answer to a row's messages."""
+    checked = replace(row, messages=conversation.validated(row, special_tokens_of(tokenizer)))
+    template = template_of(tokenizer, with_tools=bool(row.tools))
+    return render_conversation(tokenizer, template, checked, add_generation_prompt=True)[0]
 
-    Args:
-        args: arguments of the template; None: its own.
-    """
-    checked = conversation.validated(Row("prompt", messages=messages, tools=tools), special_tokens_of(tokenizer))
-    template = template_of(tokenizer, with_tools=bool(tools))
-    text, _ = render_conversation(tokenizer, template, Conversation(checked, tools, args), add_generation_prompt=True)
-    ids: list[int] = encode(tokenizer, text).ids.tolist()
+
+def render_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids after which the model writes the next answer to a row's messages."""
+    ids: list[int] = encode(tokenizer, prompt_text(row, tokenizer)).ids.tolist()
     return ids
 
 

@@ -7,6 +7,7 @@ only the step number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -159,12 +160,10 @@ class Order:
         if epochs is None:
             assert max_steps is not None, "checked with the recipe"
             return max_steps
-        steps = 0
-        for epoch in range(epochs):
-            if max_steps is not None and steps >= max_steps:
-                break
-            steps = self._start(epoch) + len(self.plan(epoch))
-        return steps if max_steps is None else min(steps, max_steps)
+        epoch, most = 0, math.inf if max_steps is None else max_steps
+        while epoch < epochs and self._start(epoch) < most:
+            epoch += 1
+        return int(min(self._start(epoch), most))
 
     def batches(self, first_step: int, last_step: int) -> Iterator[tuple[int, int, GlobalBatch]]:
         """Yield (step, epoch, global batch) of steps first_step + 1 .. last_step."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any
 
 from sftkit.config.paths import similar_paths
 from sftkit.config.schema import SourceConfig
@@ -13,16 +13,8 @@ from sftkit.errors import ConfigError
 from sftkit.runtime.hub import hub_answers, not_found, unavailable_reason, unreachable
 
 
-class HubDataset(Protocol):
-    """What is used of a datasets.Dataset, whose package has no types."""
-
-    features: Mapping[str, object] | None
-    _fingerprint: str
-
-    def __iter__(self) -> Iterator[object]: ...
-
-
-def load_from_hub(source: SourceConfig) -> HubDataset | Path:
+# Any: datasets has no types.
+def load_from_hub(source: SourceConfig) -> Any:
     """Load a datasets.Dataset; without network, the Path of a downloaded snapshot if only that is there."""
     import datasets
 
@@ -31,7 +23,7 @@ def load_from_hub(source: SourceConfig) -> HubDataset | Path:
     connected = hub_answers()
     try:
         with nullcontext() if connected else offline():
-            return cast(HubDataset, datasets.load_dataset(source.path, source.subset, split=source.split))
+            return datasets.load_dataset(source.path, source.subset, split=source.split)
     except Exception as error:  # anything that datasets, pyarrow or the hub client may raise
         if not connected:
             return _snapshot(source)

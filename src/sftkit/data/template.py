@@ -83,33 +83,23 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *_added_special_tokens(tokenizer, len(tokenizer))]))
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """What a chat template renders."""
-
-    messages: list[Message]
-    tools: list[Message] | None = None
-    args: Mapping[str, object] | None = None
-    "further arguments of the template, such as enable_thinking"
-
-
 def render_conversation(
     tokenizer: PreTrainedTokenizerBase,
     template: Template | str,
-    conversation: Conversation,
+    row: Row,
     *,
     add_generation_prompt: bool = False,
     marks: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Return the text of a conversation and, with `marks`, the spans inside {% generation %}.
-    Raises jinja's TemplateError.
+    """Return the text of a row's messages, rendered with its tools and template arguments, and, with `marks`, the spans
+    inside {% generation %}. Raises jinja's TemplateError.
     """
     source = template if isinstance(template, str) else template.source
-    messages, tools = conversation.messages, conversation.tools
+    messages, tools = row.messages or [], row.tools
     if "developer" not in source:  # the newer name of system, which older templates refuse or do not know
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     # Any: transformers' renderer takes what a template may be given by name, next to arguments of its own.
-    variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(conversation.args or {})}
+    variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(row.template_args or {})}
     variables |= {"tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
     try:
         if marks:
@@ -165,7 +155,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
     ]
 
     def rendered(messages: list[Message], *, prompt: bool = False, **args: bool) -> str:
-        asked = Conversation(messages, args=args)
+        asked = Row("probe", messages=messages, template_args=args)
         return render_conversation(tokenizer, source, asked, add_generation_prompt=prompt)[0]
 
     try:

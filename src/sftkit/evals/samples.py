@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -51,5 +52,5 @@ def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
         return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]
     first = _first_answer(row)
     shown = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in row.messages[:first])
-    prompt = chat.render_prompt(row.messages[:first], tokenizer, row.tools, row.template_args)
+    prompt = chat.render_prompt(replace(row, messages=row.messages[:first]), tokenizer)
     return prompt, shown, str(row.messages[first].get("content") or "")

@@ -15,8 +15,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.data import conversation
-from sftkit.data.template import Conversation, render_conversation, special_tokens_of, template_of
+from sftkit.data import chat
 from sftkit.data.types import Row as DataRow
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
@@ -44,10 +43,7 @@ def prompt_text(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerB
     """
     if isinstance(prompt, str):
         return prompt, False
-    row = DataRow("prompt", messages=[dict(message) for message in prompt])
-    messages = conversation.validated(row, special_tokens_of(tokenizer))
-    conversed = Conversation(messages)
-    return render_conversation(tokenizer, template_of(tokenizer), conversed, add_generation_prompt=True)[0], True
+    return chat.prompt_text(DataRow("prompt", messages=list(prompt)), tokenizer), True
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:

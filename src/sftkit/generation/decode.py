@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
 from sftkit.data import chat
-from sftkit.data.types import EncoderInputs
+from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError
 from sftkit.generation.answer import Answer, Sampling
 from sftkit.generation.batching import MAX_POSITIONS, Batching, BatchLimits, PromptRow, gathered, plan, turns
@@ -116,7 +116,7 @@ def stream(
     """Yield one answer in parts as it is decoded. Closing the generator early waits for the
     token that is being computed."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    prompt = torch.tensor([chat.render_prompt(messages, tokenizer)], device=orig_model.device)
+    prompt = torch.tensor([chat.render_prompt(Row("prompt", messages=messages), tokenizer)], device=orig_model.device)
     # transformers' generate runs in a thread and hands its text over through the streamer. `closed` ends it early; what
     # it raises is raised again here.
     closed, failure = Event(), list[Exception]()
