@@ -51,10 +51,9 @@ class AnswerMatcher:
     def find(self, k: int) -> Span | None:
         """Return where answer k stands, its end-of-turn token included; None: too little is known, render it."""
         alike = self._known.get(self._situation(k), [])
-        if len(alike) < RENDERED_FIRST or None in alike or len(set(alike)) > 1:
+        outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
+        if outcome is None:
             return None
-        outcome = alike[0]
-        assert outcome is not None
         if outcome.header is None:
             return NOWHERE
         if k not in self._places or not self.text.startswith(outcome.header, self._places[k]):

@@ -84,9 +84,9 @@ class Finder:
             DataError: the template refuses the conversation, leaves out something that would be learned, or makes
                 another prompt for the last answer than it then renders.
         """
-        args, wanted = self._arguments(last), sorted(k for k in among if k <= last)
+        args, wanted = self.arguments(last), sorted(k for k in among if k <= last)
         marks = self.template.has_marks and self.template.append_only
-        marked = marks and all(self._arguments(k) == args for k in wanted)
+        marked = marks and all(self.arguments(k) == args for k in wanted)
         document = self._marked(last, wanted) if marked else self._located(last, wanted)
         require_instructions(self.messages[: last + 1], document.text, self.where)
         if not document.spans[last]:
@@ -108,7 +108,7 @@ class Finder:
         except DataError:  # no such prompt, or a fault that rendering it once more shows
             if marked:
                 raise
-            text = self._render(last + 1, self._arguments(last))
+            text = self._render(last + 1, self.arguments(last))
             self._check_reasoning(last, text)
             require_instructions(self.messages[: last + 1], text, self.where)
             found = Document(text.rstrip(), {})
@@ -124,7 +124,7 @@ class Finder:
         """Return whether an answer is asked with thinking turned off, because it has no reasoning and the template
         would leave thinking on."""
         name = self.template.thinking_argument
-        return bool(name and not self._sets(name) and self._arguments(k).get(name) is False)
+        return bool(name and not self._sets(name) and self.arguments(k).get(name) is False)
 
     def _sets(self, name: str) -> bool:
         """Return whether the recipe or the record sets an argument of the template."""
@@ -142,7 +142,7 @@ class Finder:
         messages = [
             with_other_reasoning(m, marks[k]) if k in marks else m for k, m in enumerate(self.messages[: last + 1])
         ]
-        text, _ = self._rendered(messages, self._arguments(last))
+        text, _ = self._rendered(messages, self.arguments(last))
         rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
         return {k for k in marks if k in rendered or k in known}
 
@@ -199,7 +199,7 @@ class Finder:
 
     def _marks(self, last: int) -> tuple[str, list[Span]]:
         """Return the rendered text and the spans that the template marks, empty ones left out."""
-        text, marks = self._rendered(self.messages[: last + 1], self._arguments(last), marks=True)
+        text, marks = self._rendered(self.messages[: last + 1], self.arguments(last), marks=True)
         return text, [span for span in marks if span[0] < span[1]]
 
     def _after_header(self, text: str, start: int) -> int:
@@ -216,7 +216,7 @@ class Finder:
         """Return an answer as the last message; rendered once."""
         if k in self._known:
             return self._known[k]
-        text, start = self._start(k, self._render(k + 1, self._arguments(k)))
+        text, start = self._start(k, self._render(k + 1, self.arguments(k)))
         core = text[start:].rstrip()
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
         if self.template.end_last and not ends:
@@ -227,7 +227,7 @@ class Finder:
         self._known[k] = _LastAnswer(text, start, end - length, end)
         return self._known[k]
 
-    def _arguments(self, k: int) -> dict[str, object]:
+    def arguments(self, k: int) -> dict[str, object]:
         """Return the template arguments with which answer k is asked."""
         return template_arguments(self.template, self.messages, k, self._record_args, self.thinking)
 
@@ -236,7 +236,7 @@ class Finder:
         server could have made for it."""
         if k == 0:
             return text, self._start_without_question(text)
-        args, name = self._arguments(k), self.template.thinking_argument
+        args, name = self.arguments(k), self.template.thinking_argument
         prompt = self._render(k, args, add_generation_prompt=True)
         prompts = [prompt]
         if name and (self._sets(name) or self.thinking == "learn_empty" or not text.startswith(prompt)):
@@ -250,7 +250,7 @@ class Finder:
     def _after_opened_thought(self, k: int, text: str, prompt: str) -> tuple[str, int]:
         """Return (text, where the answer begins) if the prompt opens a thinking block that the template leaves out of
         finished answers (DeepSeek-R1 and its distilled models): what the model writes begins inside it."""
-        bare = self._render(k, self._arguments(k)) + self.template.short_header
+        bare = self._render(k, self.arguments(k)) + self.template.short_header
         opened = prompt.rstrip().endswith("<think>")
         if opened and self.template.short_header.strip() and text.startswith(bare):
             reasoning = reasoning_of(self.messages[k])

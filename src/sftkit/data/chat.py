@@ -18,7 +18,7 @@ from sftkit.data.answers import HISTORY, Finder
 from sftkit.data.conversation import Message
 from sftkit.data.encode import Encoded, encode, encode_answers, tokens_inside
 from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
-from sftkit.data.reasoning import Thinking, check_reasoning, template_arguments, with_reasoning
+from sftkit.data.reasoning import Thinking, check_reasoning
 from sftkit.data.rows import require_conversation
 from sftkit.data.template import render_conversation, special_tokens_of, template_of, unused_arguments
 from sftkit.data.types import Row, Tokenized, TokenizedExample
@@ -227,11 +227,9 @@ def render_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def as_trained(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: Thinking = "auto") -> Row:
     """Return a record with the messages and template arguments with which answer k of it is trained."""
-    template = template_of(tokenizer, with_tools=bool(row.tools))
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
-    messages = with_reasoning(messages, template, thinking)
-    args = template_arguments(template, messages, k, row.template_args, thinking)
-    return replace(row, messages=messages, template_args=args or None)
+    finder = Finder(tokenizer, replace(row, messages=messages), thinking)
+    return replace(row, messages=finder.messages, template_args=finder.arguments(k) or None)
 
 
 def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:

@@ -188,23 +188,18 @@ def _arguments(function: Message) -> object:
 def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tuple[str, ...]) -> None:
     """Refuse a special token in messages, tools or template arguments."""
     pattern = special_pattern(special_tokens)
-    for i, message in enumerate(messages):
-        for text in _strings(message):
+    given = {"messages": messages, "tools": row.tools or (), "chat_template_kwargs": [row.template_args]}
+    for column, values in given.items():
+        for i, text in ((i, text) for i, value in enumerate(values) for text in _strings(value)):
             if found := pattern.search(text):
                 near = text[max(0, found.start() - 20) : found.end() + 20]
-                raise DataError(
-                    f"{row.where}: messages[{i}] contains the tokenizer's special token {found.group()!r} "
-                    f"(near {near!r}), which would forge the end or start of a turn. Remove it from the text",
-                    reason="special token in text",
+                forged = (
+                    f"the tokenizer's special token {found.group()!r} (near {near!r}), which would forge the end or start of a "
+                    "turn. Remove it from the text"
                 )
-    for column, given in (("tools", row.tools), ("chat_template_kwargs", row.template_args)):
-        for text in _strings(given):
-            if found := pattern.search(text):
-                raise DataError(
-                    f"{row.where}: {column} holds the tokenizer's special token {found.group()!r}, which would forge the end "
-                    "or start of a turn. Remove it",
-                    reason="special token beside the messages",
-                )
+                if column == "messages":
+                    raise DataError(f"{row.where}: messages[{i}] contains {forged}", reason="special token in text")
+                raise DataError(f"{row.where}: {column} holds {forged}", reason="special token beside the messages")
 
 
 @lru_cache(maxsize=8)

@@ -183,7 +183,7 @@ def make_layout(
         first = replace(plain, global_batch_size=begun.global_batch_size, budget_rows=begun.budget_rows)
         return replace(plain, row_lengths=_bucket_lengths(first, data, lengths))
     if data.layout == "dynamic":
-        return replace(plain, row_lengths=_warm_up_lengths(max_length, plain.pad_multiple))
+        return replace(plain, row_lengths=_warm_up_lengths(plain))
     return plain
 
 
@@ -255,15 +255,16 @@ def _bucket_lengths(plain: Layout, data: DataConfig, lengths: np.ndarray) -> tup
     return data.bucket_lengths
 
 
-def _warm_up_lengths(max_length: int, multiple: int) -> tuple[int, ...]:
+def _warm_up_lengths(plain: Layout) -> tuple[int, ...]:
     """Return the longest row and one of half its length."""
+    max_length, multiple = plain.max_length, plain.pad_multiple
     if max_length % multiple:
         below = max_length // multiple * multiple
         raise ConfigError(
             f"data.max_length: {max_length} is not a multiple of data.pad_multiple, {multiple}: "
             f"take {below or below + multiple}"
         )
-    half = -(-max(max_length // 2, SHORTEST_ROW) // multiple) * multiple
+    half = plain.padded(max_length // 2)
     return (half, max_length) if half < max_length else (max_length,)
 
 

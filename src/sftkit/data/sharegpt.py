@@ -36,9 +36,8 @@ def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
     if isinstance(value, str):
         value = parse_json(value, f"{where}: function_call")
     calls = value if isinstance(value, list) else [value]
-    named = [call for call in calls if isinstance(call, dict) and "name" in call]
-    if len(named) < len(calls):
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
-    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in named]
+    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
     tool_calls = [{"type": "function", "function": function} for function in functions]
     return {**rest, "role": "assistant", "content": "", "tool_calls": tool_calls}

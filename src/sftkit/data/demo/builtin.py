@@ -61,19 +61,15 @@ Drawn = tuple[str, str, dict[str, object]]
 Draw = Callable[[Random], Drawn]
 TaskProblem = tuple[str, str, str]
 "Identity, which is the same in every wording, question and its one right answer."
-_makers: dict[str, Callable[[Random], TaskProblem]] = {}
+_families: dict[str, tuple[Draw, tuple[str, ...], str]] = {}
+"Name -> how a problem is drawn, its phrasings, and what stands below each of them."
 
 
 def _family(*phrasings: str, below: str = "") -> Callable[[Draw], Draw]:
     """Register a function of rng -> (operands, answer, fields of the wording) as the task family of its name."""
 
     def register(draw: Draw) -> Draw:
-        def make(rng: Random) -> TaskProblem:
-            operands, answer, fields = draw(rng)
-            question = f"{_choose(rng, phrasings)}\n{below}".strip().format(**fields)
-            return f"{draw.__name__}: {operands}", question, answer
-
-        _makers[draw.__name__] = make
+        _families[draw.__name__] = draw, phrasings, below
         return draw
 
     return register
@@ -213,7 +209,7 @@ def category(rng: Random) -> Drawn:
     return f"{names[asked]} {words}", words[asked], {"name": names[asked], "list": ",".join(words)}
 
 
-FAMILIES: tuple[str, ...] = tuple(_makers)
+FAMILIES: tuple[str, ...] = tuple(_families)
 
 PLAIN_SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer briefly.", "Give only the answer.")
 CAPITALS = "Answer in capital letters."
@@ -252,7 +248,10 @@ def _conversation(family: str, rng: Random, *, heldout: bool) -> TaskConversatio
 
 def _problem(family: str, rng: Random, *, heldout: bool) -> TaskProblem:
     """Draw a problem of this side of the split: every tenth (by hash) is held out."""
+    draw, phrasings, below = _families[family]
     while True:
-        identity, question, answer = _makers[family](rng)
+        operands, answer, fields = draw(rng)
+        question = f"{_choose(rng, phrasings)}\n{below}".strip().format(**fields)
+        identity = f"{family}: {operands}"
         if (stable_hash(identity) % 10 == 0) == heldout:
             return identity, question, answer
