@@ -25,7 +25,7 @@ from sftkit.data.shard import ALL_ROWS, RankRows, check_row_shard
 from sftkit.data.types import Examples, Tokenized, listed
 from sftkit.errors import WorkerError
 from sftkit.runtime.oom import OomKills, likely_cause, oom_kills
-from sftkit.runtime.signals import SIGNALS
+from sftkit.runtime.signals import ignore_signals
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,5 @@ def load_examples(
 
 def _leave_signals_to_the_main_process(_: int) -> None:
     """Ignore signals in a data worker, and give it one thread; the main process decides when to stop."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
 from sftkit.errors import DataError, WorkerError
 from sftkit.runtime.oom import likely_cause, oom_kills
 from sftkit.runtime.progress import working
-from sftkit.runtime.signals import SIGNALS, starting_processes
+from sftkit.runtime.signals import ignore_signals, starting_processes
 from sftkit.runtime.words import counted
 
 OnBadRow = Literal["error", "skip"]
@@ -93,7 +93,7 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
     `cache_key` names what else the caller has put into `tokenize`: tokenizer, template and task. A source that yields no
     document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
-    names, origins = tuple(map(source_label, sources)), [find_source(source) for source in sources]
+    origins = [find_source(source) for source in sources]
     bound = [(name, value) for name, value in getattr(tokenize, "keywords", {}).items() if name != "tokenizer"]
     # All that the tokenized data depends on, besides the code.
     description = {
@@ -109,10 +109,10 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
     if examples is None:
         parts = []
         with _chunk_tokenizer(tokenize, data) as tokenize_chunks:
-            for name, source, source_rows in zip(names, sources, origins, strict=True):
-                with working(f"tokenizing {name}"):
+            for source, source_rows in zip(sources, origins, strict=True):
+                with working(f"tokenizing {source_label(source)}"):
                     parts.append(_tokenize_source(source, source_rows, tokenize_chunks))
-        examples = cache.save_cached_examples(folder, _joined(parts, names, sources))
+        examples = cache.save_cached_examples(folder, _joined(parts, sources))
     for name, told in examples.findings.items():
         findings.log_findings(name, told)
     return examples
@@ -173,10 +173,11 @@ def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-def _joined(parts: list[_TokenizedRows], names: tuple[str, ...], sources: Sequence[SourceConfig]) -> Examples:
+def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Examples:
     """Concatenate the documents of all sources, with those of `repeat` passes."""
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
     count_names = (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
+    names = tuple(map(source_label, sources))
     by_name = list(zip(names, parts, sources, strict=True))
     columns = zip(*(chunk for _, part in repeated for chunk in part.documents), strict=True)
     ids, is_target, lengths, num_bytes = map(np.concatenate, columns)
@@ -247,8 +248,7 @@ def _in_processes(
 
 
 def _start_worker(tokenize_chunk: Callable[[list[RawRow]], _TokenizedRows]) -> None:
-    for number in SIGNALS:  # the main process decides
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()  # the main process decides
     _worker["tokenize"] = tokenize_chunk
 
 

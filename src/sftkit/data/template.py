@@ -95,12 +95,12 @@ def render_conversation(
     inside {% generation %}. Raises jinja's TemplateError.
     """
     source = template if isinstance(template, str) else template.source
-    messages, tools = row.messages or [], row.tools
+    messages = row.messages or []
     if "developer" not in source:  # the newer name of system, which older templates refuse or do not know
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     # Any: transformers' renderer takes what a template may be given by name, next to arguments of its own.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(row.template_args or {})}
-    variables |= {"tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
+    variables |= {"tools": row.tools or None, "add_generation_prompt": add_generation_prompt}
     try:
         if marks:
             return _render_marked(source, messages, variables)

@@ -36,15 +36,14 @@ def script(main: Callable[[], int | None]) -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from sftkit.rundir.status import report
-    from sftkit.runtime.signals import SIGNALS, Listener, end_process
+    from sftkit.runtime.signals import Listener, end_process, ignore_signals
 
     listener = Listener(lambda number: _end(number, end_process))
     listener.take_signals()
     try:
         code = main()
         listener.close()
-        for number in SIGNALS:  # all is written: a signal that comes late does not make a failure of a finished run
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()  # all is written: a signal that comes late does not make a failure of a finished run
     except KeyboardInterrupt:  # of a library that has taken the signal
         code = 130
     except Exception as error:

@@ -31,6 +31,12 @@ _END, _MARK = b"\0", b"\xff"
 "No signal has these numbers."
 
 
+def ignore_signals(numbers: Iterable[int] = SIGNALS) -> None:
+    """Ignore signals: in a worker, whose main process decides when to stop, and where another one must change nothing."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def heeded(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
     """Return those of SIGNALS that this process heeds. Under nohup, which has SIGHUP ignored, a terminal may be closed;
     but a SIGHUP that torch's launcher passes on is heeded."""
@@ -211,8 +217,7 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
 
     def once(signum: int, frame: FrameType | None) -> None:
         leave_lost_terminal()
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals(numbers)
         raise api.SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
 
     # Private: the launcher installs this function as the handler of each signal that it takes, and takes no other.
