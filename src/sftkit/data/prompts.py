@@ -58,8 +58,7 @@ def check_prompted_targets(tokenize: partial[Tokenized]) -> PromptedTargets | No
     if learning is None or learning.targets == "all":
         return None
     tokenizer: PreTrainedTokenizerBase = tokenize.keywords["tokenizer"]
-    template, count, rendered = template_of(tokenizer), 0, []
-    unasked: list[str] = []
+    template, count, rendered, unasked = template_of(tokenizer), 0, list[str](), list[str]()
     for name, messages in PROBES.items():
         try:
             examples = tokenize(Row(name, messages=messages)).examples
