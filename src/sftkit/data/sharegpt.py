@@ -32,7 +32,9 @@ def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if role != "function_call":
         return {**rest, "role": role, "content": turn["value"]}
-    value = parse_json(turn["value"], f"{where}: function_call") if isinstance(turn["value"], str) else turn["value"]
+    value = turn["value"]
+    if isinstance(value, str):
+        value = parse_json(value, f"{where}: function_call")
     calls = value if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
