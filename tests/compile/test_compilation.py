@@ -428,7 +428,9 @@ def test_a_cuda_graph_that_is_recorded_late_is_told_and_no_recompile(is_backward
         timed = {"dynamo_compile_column_us": "runtime_cudagraphify_time_us", "is_backward": is_backward}
         with (
             callback_handler.install_callbacks(CallbackTrigger.CUDAGRAPH_RECORDING, "0/0"),
-            dynamo_utils.dynamo_timed("CUDAGraphNode.record", compile_id=CompileId(frame_id=0, frame_compile_id=0), **timed),
+            dynamo_utils.dynamo_timed(
+                "CUDAGraphNode.record", compile_id=CompileId(frame_id=0, frame_compile_id=0), **timed
+            ),
         ):
             pass
         dynamo_utils.get_runtime_metrics_context().finish()

@@ -134,7 +134,9 @@ class Reference:
         """Report that nothing is compiled."""
         never = Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")
         return EngineReport(
-            dict.fromkeys(map("compile/{}".format, ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs")), 0),
+            dict.fromkeys(
+                map("compile/{}".format, ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs")), 0
+            ),
             [],
             [never],
         )
