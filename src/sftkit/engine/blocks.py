@@ -32,8 +32,8 @@ from sftkit.engine.self_check import check_documents
 from sftkit.engine.stage_trial import measured_layers
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.engine.warmup import shape_runner, worst_case_batch
-from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
+from sftkit.memory.remedies import oom_advice
 from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks

@@ -32,8 +32,8 @@ from sftkit.graph.captured import CapturedModel
 from sftkit.graph.distribute import check_device, check_possible, distribute_for_graph
 from sftkit.graph.graphs import Counts
 from sftkit.graph.passes.apply import dump
-from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
+from sftkit.memory.remedies import oom_advice
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import AttentionChoice, Execution, choose_backend, eager_backend
