@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from sftkit.compile import cache as compile_cache
-from sftkit.compile.contract import Ranks, compile_model, step_contract, warm_up
+from sftkit.compile.contract import Ranks, compile_model, random_state_kept, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.duration import note, under_way
 from sftkit.compile.hooks import HookWatch
@@ -133,7 +133,8 @@ class Blocks:
         self.compiled = False
         "whether the step is compiled; known after the warm-up"
         self._at_close, self._write_logs = at_close, assembled.write_logs
-        self._watch: CompileWatch | None = None
+        self.watch = CompileWatch()
+        at_close.callback(self.watch.close)
         self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
 
@@ -141,8 +142,6 @@ class Blocks:
         """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory reserved:
         every graph is built, and a run that does not fit ends here."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
-        self._watch = watch = CompileWatch()
-        self._at_close.callback(watch.close)
         started = time.perf_counter()
         # Before anything is compiled: does the forward pass compute what the plain model does?
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), fp8=cfg.train.fp8 is not None)
@@ -163,13 +162,13 @@ class Blocks:
             self.optimizer.warm_up(compiled=self.compiled)
             # From here on a compile is a recompile, and a hook that appears is late. Gradients are checked in the
             # graphs that are there.
-            watch.warm_up_done()
+            self.watch.warm_up_done()
             self._hooks = HookWatch(orig_model)
             sides = Sides(self.model, self._wrapped, list(parameters_of(self.optimizer.param_groups)), rt)
             same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         # Tell what was built and measured, and keep the compiled code.
         seconds = time.perf_counter() - started
-        print_line(self._line(watch.counts(), seconds))
+        print_line(self._line(self.watch.counts(), seconds))
         if isinstance(self._wrapped, Pipelined):
             print_line(self._stage_seconds(self._wrapped))
         if rt.device.type == "cuda":
@@ -188,8 +187,7 @@ class Blocks:
     def _stage_seconds(self, pipelined: Pipelined) -> str:
         """Time the stages of a pipeline and return lines about them for the console."""
         batch = worst_case_batch(self._rt, self.model.orig_model, self._layout, *self._layout.shapes[-1])
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices):
+        with random_state_kept():
             seconds = pipelined.seconds(batch, self.model.objective.count(batch))
         pipeline_size = self._rt.topology.stages
         return describe_seconds(pipelined.placement.layers, seconds, self._layout.accumulation, pipeline_size)
@@ -218,12 +216,6 @@ class Blocks:
         """Run the forward and backward passes of all micro-batches and one update, which clips; see
         engine.step.optimizer_step."""
         return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
-
-    @property
-    def watch(self) -> CompileWatch:
-        """Return the record of what was compiled, which exists from the warm-up on."""
-        assert self._watch is not None, "warm_up comes first"
-        return self._watch
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from sftkit.compile.records import Records
@@ -184,16 +182,12 @@ def report_of(
         ("cuda_graph", list(records.late_cuda_graphs)),
         ("hook", list(records.hooks)),
     ]
-    checks = [*compile_checks(graphs, evaluations, records, error), hooks_check(records.hooks)]
-    counts = counts | {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
-    return EngineReport(counts, events, checks)
-
-
-def hooks_check(unheeded: Sequence[str]) -> Check:
-    """Return the check that the step runs the hooks that the model has; `unheeded`: what HookWatch found."""
     how = (
         "hooks of every module, at each logged line, against those when the warm-up was done, as torch guards none of them; "
         "and whether the step calls the module at all"
     )
-    name = "The step runs the hooks that the model has"
-    return Check(name, not unheeded, "; ".join(unheeded) or "all of them", "all of them", how)
+    unheeded = "; ".join(records.hooks) or "all of them"
+    hooks = Check("The step runs the hooks that the model has", not records.hooks, unheeded, "all of them", how)
+    checks = [*compile_checks(graphs, evaluations, records, error), hooks]
+    counts = counts | {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
+    return EngineReport(counts, events, checks)

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sftkit.compile.contract import random_state_kept
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import Config, OptimConfig
 from sftkit.data.collate import Batch
@@ -79,8 +80,7 @@ class Reference:
         started, orig_model = time.perf_counter(), self.model.orig_model
         orig_model.train()
         batch = worst_case_batch(self._rt, orig_model, self._layout, *self._layout.shapes[-1])
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices):
+        with random_state_kept():
             self._forward_backward(batch, self.model.objective.count(batch))
         self.optimizer.zero_grad(set_to_none=True)
         print_line(f"{self._layout.kind} rows, taken apart; eager")
@@ -133,11 +133,8 @@ class Reference:
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Report that nothing is compiled."""
         never = Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")
-        return EngineReport(
-            dict.fromkeys(map("compile/{}".format, ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs")), 0),
-            [],
-            [never],
-        )
+        counted = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs")
+        return EngineReport({f"compile/{name}": 0 for name in counted}, [], [never])
 
     def close(self) -> None:
         """Do nothing: nothing was changed."""

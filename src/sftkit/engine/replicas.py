@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -150,16 +151,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return (sums * weights(flat.device)[: len(sums)]).sum()
 
 
+@cache
 def weights(device: torch.device) -> torch.Tensor:
     """Return odd numbers, the same on every rank: int64 [CHECKSUM_COLUMNS]."""
-    if device not in _weights:
-        generator = torch.Generator().manual_seed(_SEED)
-        made = torch.randint(-(2**63), 2**63 - 1, (CHECKSUM_COLUMNS,), generator=generator, dtype=torch.int64)
-        _weights[device] = (made | 1).to(device)
-    return _weights[device]
-
-
-_weights: dict[torch.device, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(_SEED)
+    made = torch.randint(-(2**63), 2**63 - 1, (CHECKSUM_COLUMNS,), generator=generator, dtype=torch.int64)
+    return (made | 1).to(device)
 
 
 def parted(sums: list[tuple[int, int]]) -> list[list[list[int]]]:

@@ -48,11 +48,7 @@ def worst_case_batch(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, r
 
 
 def shape_runner(
-    rt: Runtime,
-    wrapped: torch.nn.Module,
-    model: ModelWithLoss,
-    layout: Layout,
-    losses: dict[tuple[int, int], float],
+    rt: Runtime, wrapped: torch.nn.Module, model: ModelWithLoss, layout: Layout, losses: dict[tuple[int, int], float]
 ) -> Callable[[int, int], None]:
     """Return a function that runs the heaviest batch of a shape, forward and backward.
 

@@ -22,8 +22,7 @@ from sftkit.train.evaluation import evaluate_at, first_evaluation, record_evalua
 from sftkit.train.monitor import log_window, start_monitor
 from sftkit.train.parts import TrainServices
 from sftkit.train.prefetch import on_device
-from sftkit.train.saves import finish_checkpoint_on_error, report_saves
-from sftkit.train.state import LoopPosition, checkpoint_state
+from sftkit.train.saves import LoopPosition, checkpoint_state, finish_checkpoint_on_error, report_saves
 from sftkit.train.summary import Trained, write_end
 
 
