@@ -196,28 +196,25 @@ class Sides:
                     found[name] /= topology.tensor
             return found
         self.model.zero_grad(set_to_none=True)
-        if topology.sharded:
-            summed = self._over_alike(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
-            sums = dict(zip(sums, summed, strict=True))
-        self._over_ends(sums)
+        sums = self._over_ranks(sums)
         return {name: sums[name][on_this_rank(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
 
-    def _over_alike(self, values: Tensor) -> Tensor:
-        """Return the elementwise sum over the ranks that have elements of the same parameters."""
+    def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add up over the ranks that have elements of the same parameters, and then what the first and the last stage of
+        a pipeline found of a weight that both hold, as embedding and as head."""
         stages = stages_of(self.model.orig_model)
-        if stages is None:
-            return self.rt.sum(values)
-        torch.distributed.all_reduce(values, group=stages.mesh.get_group("alike"))
-        return values
-
-    def _over_ends(self, sums: dict[str, Tensor]) -> None:
-        """Add what the first and the last stage of a pipeline found of a weight that both hold, as embedding and as head."""
-        stages = stages_of(self.model.orig_model)
-        if stages is None:
-            return
-        for name, elements in self.sampled.items():
-            if len(stages.holders[elements.parameter]) > 1:
-                torch.distributed.all_reduce(sums[name], group=stages.ends)
+        if self.rt.topology.sharded:
+            values = torch.cat(list(sums.values()))
+            if stages is None:
+                values = self.rt.sum(values)
+            else:
+                torch.distributed.all_reduce(values, group=stages.mesh.get_group("alike"))
+            sums = dict(zip(sums, values.split([len(each) for each in sums.values()]), strict=True))
+        if stages is not None:
+            for name, elements in self.sampled.items():
+                if len(stages.holders[elements.parameter]) > 1:
+                    torch.distributed.all_reduce(sums[name], group=stages.ends)
+        return sums
 
     @contextmanager
     def _whole_gradients(self) -> Iterator[dict[str, Tensor]]:

@@ -47,10 +47,9 @@ class Replicas:
         if self._every is None or not (is_kept or step % self._every == 0):
             return
         tensors = self._shared()
-        differing = []
         names = self._rt.united(list(tensors))
-        for name, sums in zip(names, self._exchange([tensors.get(name) for name in names]), strict=True):
-            differing += [(name, ranks) for ranks in parted(sums)]
+        exchanged = zip(names, self._exchange([tensors.get(name) for name in names]), strict=True)
+        differing = [(name, ranks) for name, sums in exchanged for ranks in parted(sums)]
         if differing:
             raise self._error(step, differing, len(tensors))
 
@@ -71,14 +70,11 @@ class Replicas:
         A tensor that is None is another stage's: it counts as a shard of its own that no other rank has.
         """
         device, ranks = self._rt.device, self._rt.world_size
-        sums, first = [], []
-        for tensor in tensors:
-            sums.append(
-                torch.zeros((), dtype=torch.int64, device=device) if tensor is None else checksum(tensor).to(device)
-            )
-            first.append(-1 - self._rt.rank if tensor is None else min(holders(tensor, ranks)))
-        if not sums:
+        if not tensors:
             return []
+        nothing = torch.zeros((), dtype=torch.int64, device=device)
+        sums = [nothing if tensor is None else checksum(tensor).to(device) for tensor in tensors]
+        first = [-1 - self._rt.rank if tensor is None else min(holders(tensor, ranks)) for tensor in tensors]
         table = torch.zeros(ranks, 2, len(sums), dtype=torch.int64, device=device)
         table[self._rt.rank, 0] = torch.tensor(first, device=device)
         table[self._rt.rank, 1] = torch.stack(sums)
@@ -106,12 +102,8 @@ def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Others follow what a rank has seen: some rotary frequencies do.
     """
-    return {
-        f"{prefix}.{name}".removeprefix("."): buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set  # private: torch has no public way to ask
-    }
+    kept = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in kept}
 
 
 def holders(tensor: torch.Tensor, world_size: int) -> list[int]:

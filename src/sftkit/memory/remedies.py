@@ -111,8 +111,8 @@ def smaller_states(s: EstimateInputs) -> list[Option]:
 
 def _more_shards(s: EstimateInputs) -> list[Option]:
     """Return weights sharded over the processes there are, or over twice as many."""
-    world_size = s.topology.world_size if not s.topology.sharded and s.topology.world_size > 1 else None
-    number = world_size or 2 * s.topology.world_size
+    unsharded = s.topology.world_size > 1 and not s.topology.sharded
+    number = s.topology.world_size * (1 if unsharded else 2)
     share, left = divmod(s.layout.global_batch_size, number)
     if left:
         return []

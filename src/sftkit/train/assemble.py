@@ -110,9 +110,8 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     longest = positions(orig_model)
     max_length, resolved = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     rt.print(resolved)
-    for line in (describe_added_tokens(orig_model, tokenizer), padding.describe_padding(orig_model)):
-        if line:
-            rt.print(line)
+    for line in filter(None, (describe_added_tokens(orig_model, tokenizer), padding.describe_padding(orig_model))):
+        rt.print(line)
     return Start(orig_model, tokenizer, max_length)
 
 

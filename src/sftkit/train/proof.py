@@ -68,13 +68,10 @@ def mask_check(examples: Examples, eos_token_ids: Sequence[int]) -> Check:
         eos_token_ids: tokens that end a turn.
     """
     name, how = "Answers end with a learned end of turn", "the mask of the tokenized training data"
-    # int64 [tokens + 1]: running count of targets
-    sums = np.concatenate([[0], np.cumsum(examples.is_target, dtype=np.int64)])
     last = examples.offsets[1:] - 1  # whatever follows the last target was cut off
     masked = examples.num_targets < examples.lengths
-    tokens, targets = int(examples.lengths.sum()), int(sums[-1])
-    target_pct = 100.0 * targets / max(tokens, 1)
-    share = f"{target_pct:.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
+    tokens, targets = int(examples.lengths.sum()), int(np.count_nonzero(examples.is_target))
+    share = f"{100 * targets / max(tokens, 1):.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
     if not masked.any():
         return Check(name, None, share, "-", how)
     ended = examples.is_target[last] & np.isin(examples.ids[last], list(eos_token_ids))
