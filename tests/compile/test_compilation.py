@@ -373,7 +373,7 @@ def test_a_backward_graph_that_the_warm_up_did_not_build_is_no_exception(on_reco
         with step_contract(on_recompile):
             run(orig_model)
     assert watch.counts()["compile/recompiles"] == 2  # the block and the norm
-    assert "never run in the warm-up" in watch.recompile_reasons()[0]
+    assert "never run in the warm-up" in watch.recompile_kinds()[0]
 
 
 # Graph breaks: each of these is invisible to some of torch's own counters.
