@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sftkit.data.demo import builtin
-from sftkit.evals.task import ExampleScores, Question, Task
+from sftkit.evals.task import ExampleScores, Question, Task, each
 from sftkit.generation.answer import Answer
 
 NAME = "families"
@@ -37,9 +35,7 @@ def load_families(max_per_family: int | None = None, max_new_tokens: int | None 
     return Task(NAME, questions, judge, metric="acc", chance=0.0, settings=settings)
 
 
-def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
-    """Mark answers: 1 for the right one, whitespace around it aside."""
-    return [
-        {"acc": float(answer.text.strip() == question.target)}
-        for question, answer in zip(questions, answers, strict=True)
-    ]
+@each
+def judge(question: Question, answer: Answer) -> ExampleScores:
+    """Mark an answer: 1 for the right one, whitespace around it aside."""
+    return {"acc": float(answer.text.strip() == question.target)}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from sftkit.config.commands import install
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.task import ExampleScores, Question, Task
+from sftkit.evals.task import ExampleScores, Question, Task, each
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.evals.tasks.ifeval_rules import LANGUAGE, RULES, detects_languages
@@ -77,18 +76,14 @@ def _question(row: CheckedRow, rules: list[tuple[str, dict[str, Any]]], format: 
     )
 
 
-def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
+@each
+def judge(question: Question, answer: Answer) -> ExampleScores:
     """Mark prompt_*: all instructions are followed; inst_*: each one; strict: as answered,
     loose: in some trimmed form."""
-    scores: list[ExampleScores] = []
-    for question, answer in zip(questions, answers, strict=True):
-        strict = [float(_follows(answer.text, *rule)) for rule in question.target]
-        forms = loose_forms(answer.text)
-        loose = [float(any(_follows(form, *rule) for form in forms)) for rule in question.target]
-        scores.append(
-            {"prompt_strict": min(strict), "inst_strict": strict, "prompt_loose": min(loose), "inst_loose": loose}
-        )
-    return scores
+    strict = [float(_follows(answer.text, *rule)) for rule in question.target]
+    forms = loose_forms(answer.text)
+    loose = [float(any(_follows(form, *rule) for form in forms)) for rule in question.target]
+    return {"prompt_strict": min(strict), "inst_strict": strict, "prompt_loose": min(loose), "inst_loose": loose}
 
 
 def _follows(answer: str, name: str, arguments: dict[str, Any]) -> bool:

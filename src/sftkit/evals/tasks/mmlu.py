@@ -26,7 +26,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     shots_of = _shots_by_subject(rows, pool, shots)
     chosen = spread_over_subjects(rows, max_examples)
     examples = [_example(row, shots_of[row.text("subject")], format) for row in chosen]
-    settings = choices.settings_of(rows, format, max_examples, choices.Shots(shots, pool, "the subject's first ones"))
+    settings = choices.settings_of(rows, format, max_examples)
     if max_examples is not None:
         settings["selection"] = f"{max_examples}, spread evenly over the subjects"
     return Task(
@@ -35,7 +35,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
         judge=choices.judge_acc,
         metric="acc",
         chance=choices.chance(examples),
-        settings=settings,
+        settings=settings | choices.shot_settings(shots, pool, "the subject's first ones"),
     )
 
 
@@ -67,8 +67,8 @@ def _example(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Choic
     subject = row.text("subject")
     topic = subject.replace("_", " ")
     preamble = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
-    ask, item = (choices.lettered, _chat_item) if format == "chat" else (choices.continued, _item)
-    return ask("mmlu", row, item(row), [item(shot) for shot in shots], choices.Opening(subject, preamble))
+    style, item = choices.PromptStyle("mmlu", format, subject, preamble), _chat_item if format == "chat" else _item
+    return choices.example(style, row, item(row), [item(shot) for shot in shots])
 
 
 def _item(row: CheckedRow) -> choices.Item:
