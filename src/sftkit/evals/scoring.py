@@ -20,8 +20,8 @@ from sftkit.data.template import Conversation, render_conversation, special_toke
 from sftkit.data.types import Row as DataRow
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
-from sftkit.generation.batching import ALONE, MAX_POSITIONS, Batching, BatchLimits, PromptRow, gathered, plan, turns
-from sftkit.generation.kv_cache import SharedPrefix, empty_pass, max_cached_positions, plain_forward
+from sftkit.generation.batching import ALONE, Batching, PromptRow, gathered, turns
+from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
 from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens
 
@@ -168,14 +168,11 @@ def score(
     rows = list(inputs.values())
     groups = ["" if mixes_tokens(orig_model) else examples[i].group for i, _ in inputs]
     asked = [PromptRow(row.ids, group, row.targets) for row, group in zip(rows, groups, strict=True)]
-    limits = BatchLimits(batching.batch_size, MAX_POSITIONS, max_cached_positions(orig_model), MAX_TARGETS)
     # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
     in_step = rt is not None and rt.topology.sharded
     found: dict[tuple[int, int], tuple[float, bool, int]] = {}
-    prefix = SharedPrefix(orig_model)
     with plain_forward(orig_model):
-        for batch, new_prefix in turns(plan(asked, limits), rt):
-            prefix.move_to(batch.prefix if batch else (), in_step=in_step and new_prefix)
+        for batch, prefix in turns(orig_model, asked, batching, MAX_TARGETS):
             if batch is not None:
                 found |= _score_batch(orig_model, [rows[i] for i in batch.rows], prefix)
             elif in_step:
