@@ -12,10 +12,9 @@ MAX_NEW_TOKENS = 32
 
 def heldout(max_per_family: int | None = None) -> list[builtin.TaskConversation]:
     """Return the first `max_per_family` held-out instances of each family (None: all), always the same ones."""
-    found: dict[str, list[builtin.TaskConversation]] = {family: [] for family in builtin.FAMILIES}
-    for task in builtin.tasks("heldout"):
-        found[task.family].append(task)
-    return [task for of_family in found.values() for task in of_family[:max_per_family]]
+    tasks = list(builtin.tasks("heldout"))
+    by_family = [[task for task in tasks if task.family == family] for family in builtin.FAMILIES]
+    return [task for of_family in by_family for task in of_family[:max_per_family]]
 
 
 def load_families(max_per_family: int | None = None, max_new_tokens: int | None = None) -> Task[Question, Answer]:

@@ -62,8 +62,7 @@ class BatchLimits(NamedTuple):
     "those of all rows; a row that exceeds them is alone"
 
 
-@dataclass(frozen=True)
-class PromptBatch:
+class PromptBatch(NamedTuple):
     """Rows that go through the model together."""
 
     rows: tuple[int, ...]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from sftkit.config.paths import expanded
@@ -146,14 +147,11 @@ def _ask() -> str | None:
 def _editing() -> Iterator[None]:
     """Let `input` edit lines inside the block, and remember those of earlier times; where Python has
     readline, on a terminal."""
-    try:
-        import readline
-    except ImportError:
+    if find_spec("readline") is None or not sys.stdin.isatty():
         yield
         return
-    if not sys.stdin.isatty():
-        yield
-        return
+    import readline
+
     with suppress(OSError):
         readline.read_history_file(HISTORY_FILE)
     try:

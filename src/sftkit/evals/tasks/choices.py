@@ -81,19 +81,14 @@ class Design:
         drawn = drawn_shots(pool, chosen, shots, format, one_more=self.one_more)
         alike = (self.name if shots else "") if in_chat else ("" if shots else self.group)
         style = PromptStyle(self.name, format, alike)
-        examples = [
+        examples = tuple(
             example(style, row, self.item(row), [self.item(shot) for shot in of_row])
             for row, of_row in zip(chosen, drawn, strict=True)
-        ]
-        metric = "acc" if in_chat and self.judge is None else self.metric
-        return Task(
-            name=self.name,
-            examples=tuple(examples),
-            judge=self.judge or (judge_acc_norm if metric == "acc_norm" else judge_acc),
-            metric=metric,
-            chance=chance(examples),
-            settings=settings_of(rows, format, max_examples) | shot_settings(shots, pool, DRAWN[format]),
         )
+        metric = "acc" if in_chat and self.judge is None else self.metric
+        judge = self.judge or (judge_acc_norm if metric == "acc_norm" else judge_acc)
+        settings = settings_of(rows, format, max_examples) | shot_settings(shots, pool, DRAWN[format])
+        return Task(self.name, examples, judge, metric, chance(examples), settings)
 
 
 def settings_of(rows: Sequence[CheckedRow], format: str, max_examples: int | None) -> dict[str, Any]:

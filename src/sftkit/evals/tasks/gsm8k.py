@@ -35,15 +35,10 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     pool = choices.shot_rows("gsm8k", TRAIN, read, shots)
     chosen = rows[:max_examples]
     drawn = choices.drawn_shots(pool, chosen, shots, format)
-    return Task(
-        name="gsm8k",
-        examples=tuple(_question(row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True)),
-        judge=judge_chat if in_chat else judge,
-        metric="exact_match",
-        chance=0.0,
-        settings=choices.settings_of(rows, format, max_examples)
-        | choices.shot_settings(shots, pool, choices.DRAWN[format]),
-    )
+    examples = tuple(_question(row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True))
+    settings = choices.settings_of(rows, format, max_examples)
+    settings |= choices.shot_settings(shots, pool, choices.DRAWN[format])
+    return Task("gsm8k", examples, judge_chat if in_chat else judge, "exact_match", chance=0.0, settings=settings)
 
 
 def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question:

@@ -30,19 +30,13 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     kept = [i for i, rules in enumerate(rules_of) if languages or not any(name in LANGUAGE for name, _ in rules)]
     if not kept:
         raise ConfigError(f"{rows[0].origin}: every prompt has a rule about its language: {install('sftkit[eval]')}")
-    return Task(
-        name="ifeval",
-        examples=tuple(_question(rows[i], rules_of[i], format) for i in kept[:max_examples]),
-        judge=judge,
-        metric="prompt_strict",
-        chance=0.0,
-        settings=choices.settings_of(rows, format, max_examples)
-        | {
-            "languages": "langdetect, seed 0" if languages else "not checked: langdetect is not installed",
-            "left_out": len(rows) - len(kept),
-            "sentences": "Punkt with a fixed list of abbreviations",
-        },
-    )
+    examples = tuple(_question(rows[i], rules_of[i], format) for i in kept[:max_examples])
+    settings = choices.settings_of(rows, format, max_examples) | {
+        "languages": "langdetect, seed 0" if languages else "not checked: langdetect is not installed",
+        "left_out": len(rows) - len(kept),
+        "sentences": "Punkt with a fixed list of abbreviations",
+    }
+    return Task("ifeval", examples, judge, "prompt_strict", chance=0.0, settings=settings)
 
 
 def _rules(row: CheckedRow) -> list[tuple[str, dict[str, Any]]]:

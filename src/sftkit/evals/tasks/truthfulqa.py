@@ -40,14 +40,9 @@ A: The 1992 Olympics were held in Barcelona, Spain.
 def _choices(row: CheckedRow, *, multiple: bool) -> tuple[list[str], list[int]]:
     """Return (choices, indices of the right ones): of column mc1_targets or mc2_targets, or the best answer or
     all correct answers before all incorrect ones."""
-    if (column := "mc2_targets" if multiple else "mc1_targets") in row:
-        return _targets(row, column)
-    right = _answers(row, "Correct Answers") if multiple else [row.text("Best Answer").strip()]
-    return [*right, *_answers(row, "Incorrect Answers")], list(range(len(right)))
-
-
-def _targets(row: CheckedRow, column: str) -> tuple[list[str], list[int]]:
-    """Return (choices, indices of the right ones) of a column of targets."""
+    if (column := "mc2_targets" if multiple else "mc1_targets") not in row:
+        best = _answers(row, "Correct Answers") if multiple else [row.text("Best Answer").strip()]
+        return [*best, *_answers(row, "Incorrect Answers")], list(range(len(best)))
     value = row[column]
     if not isinstance(value, dict) or not {"choices", "labels"} <= set(value):
         raise DataError(f'{row.where}: column "{column}": {value!r} is not {{"choices": [...], "labels": [...]}}')
