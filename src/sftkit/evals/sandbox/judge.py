@@ -32,6 +32,8 @@ class Remote:
     """A function, class or object in the process of the program."""
 
     __slots__ = ("__weakref__", "_number", "_program")
+    _number: int
+    _program: Program
 
     def __init__(self, program: Program, number: int) -> None:
         object.__setattr__(self, "_program", program)
