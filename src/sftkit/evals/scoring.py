@@ -80,9 +80,8 @@ def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokeni
     Raises:
         DataError: a continuation without tokens.
     """
-    texts: list[
-        tuple[int, str, str, bool]
-    ] = []  # index of the example, context, context with continuation, is_rendered
+    # index of the example, context, context with continuation, is_rendered
+    texts: list[tuple[int, str, str, bool]] = []
     for i, example in enumerate(examples):
         text, rendered = prompt_text(example.prompt, tokenizer)
         context = text if rendered else text.rstrip()

@@ -58,7 +58,10 @@ def converse(stream: Stream, system: str | None) -> None:
         KeyboardInterrupt: a Ctrl-C has come that broke off no answer.
     """
     conversation = ChatHistory(system)
-    with _editing(), _signals():
+    # Ctrl-C is a KeyboardInterrupt and other signals are a SystemExit, so that line editing, which changes the terminal,
+    # puts it back. A script's own way would end the process at once.
+    with _editing(), exit_on_signals():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # put back with the others
         for line in iter(_ask, None):
             text = line.strip()
             if text.removeprefix("/") in EXITS:
@@ -162,15 +165,3 @@ def _editing() -> Iterator[None]:
             HISTORY_FILE.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(HISTORY_FILE, os.O_WRONLY | os.O_CREAT, 0o600))  # nobody else's to read
             readline.write_history_file(HISTORY_FILE)
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Make Ctrl-C a KeyboardInterrupt and other signals a SystemExit inside the block, so that line editing, which
-    changes the terminal, puts it back. A script's own way would end the process at once."""
-    with exit_on_signals():
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
