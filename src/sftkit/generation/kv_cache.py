@@ -127,14 +127,10 @@ class SharedPrefix:
 
     def cache(self, rows: int, max_length: int) -> Cache:
         """Return a cache of `rows` rows that holds the prefix, with room for `max_length` more positions."""
-        if not self.ids:
-            return new_cache(self._orig_model, max_length)
-        layers = []
-        for keys, values in self._layers:
-            layer = FixedLayer(len(self.ids) + max_length)
-            layer.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1))
-            layers.append(layer)
-        return Cache(layers=layers)  # type: ignore[arg-type]
+        cache = new_cache(self._orig_model, len(self.ids) + max_length)
+        for i, (keys, values) in enumerate(self._layers if self.ids else ()):
+            cache.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1), i)
+        return cache
 
 
 def empty_pass(orig_model: PreTrainedModel) -> None:
