@@ -203,12 +203,9 @@ class Checkpoints:
         Raises:
             ConfigError: too little free space, with both numbers.
         """
-        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes, new_run=new_run))
-        if problem:
-            raise ConfigError(problem)
+        self.rt.from_main(lambda: self._check_space(estimated_bytes, new_run=new_run))
 
-    def _space_problem(self, estimated_bytes: float, *, new_run: bool) -> str | None:
-        """Return why the disk cannot hold the checkpoints of this run; None if it can."""
+    def _check_space(self, estimated_bytes: float, *, new_run: bool) -> None:
         if not new_run:
             sweep(self.run_dir)
         # While the newest one is written, those that are kept are still there.
@@ -216,13 +213,12 @@ class Checkpoints:
         there = 0 if new_run else len(step_dirs(self.run_dir))
         needed = estimated_bytes * max(at_once - there, 1)
         free = free_bytes(self.run_dir)
-        if free >= needed:
-            return None
-        return (
-            f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
-            f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, choose a "
-            "run.dir on another disk, or set checkpoint.every=null for the last one only"
-        )
+        if free < needed:
+            raise ConfigError(
+                f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
+                f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, choose a "
+                "run.dir on another disk, or set checkpoint.every=null for the last one only"
+            )
 
     def resume(self, checkpoint: ResumeCheckpoint | str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
         """Restore weights, optimizer states and this rank's random state. Every rank calls it.
@@ -245,9 +241,7 @@ class Checkpoints:
         if folder is None:
             return state
         self.resumed_from, self.skipped_checkpoints = folder, checkpoint.skipped_checkpoints
-        lines = self.rt.from_main(lambda: self._fit(checkpoint, folder, changes))
-        if isinstance(lines, Exception):
-            raise lines
+        lines = self.rt.from_main(lambda: self._check_fit(checkpoint, folder, changes))
         load_weights(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         stages = stages_of(self.orig_model)
@@ -259,22 +253,18 @@ class Checkpoints:
             self.rt.print(line)
         return state
 
-    def _fit(self, checkpoint: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
-        """Return lines to print about what was changed, or the error: the other ranks wait for a
-        value, so nothing is raised."""
+    def _check_fit(self, checkpoint: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str]:
+        """Refuse a checkpoint of another run; return lines to print about what was changed."""
         prefix, here = f"train.resume={checkpoint.setting}: {folder}", self.optimizer.kind
-        try:
-            if checkpoint.state["optimizer"] != here:
-                raise ConfigError(
-                    f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: resume "
-                    "with its optim.name and train.precision, or start from its weights with model.path"
-                )
-            if not (folder / OPTIMIZER).is_dir():
-                raise ConfigError(f"{prefix} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
-            check_identity(checkpoint.state.get("identity"), self.identity, prefix)
-            return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, prefix)
-        except Exception as error:
-            return error
+        if checkpoint.state["optimizer"] != here:
+            raise ConfigError(
+                f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: resume "
+                "with its optim.name and train.precision, or start from its weights with model.path"
+            )
+        if not (folder / OPTIMIZER).is_dir():
+            raise ConfigError(f"{prefix} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
+        check_identity(checkpoint.state.get("identity"), self.identity, prefix)
+        return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, prefix)
 
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
         """Load this rank's random state if processes and topology are those of the checkpoint; else seed it from

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.keys import key_table
-from sftkit.config.yaml_text import RecipeLoader
+from sftkit.config.yaml_text import RecipeLoader, flattened
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
@@ -99,15 +99,6 @@ def _digest(*parts: bytes) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()[:16]
-
-
-def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of every leaf of nested mappings."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from flattened(item, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
 
 
 def _shortened(value: Any) -> str:
