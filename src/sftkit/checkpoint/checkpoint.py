@@ -51,39 +51,26 @@ from sftkit.runtime.start import Runtime, seed_everything
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainState:
-    """What a checkpoint holds of a run that trains, besides numbers."""
-
-    orig_model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    optimizer: Optimizer
-
-
-@dataclass(frozen=True)
-class RunSetup:
-    """What a run is made from: checkpoints hold it, and a resume compares it."""
-
-    recipe: str
-    "resolved, as YAML"
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    "what model, tokenizer and data it trains on, as nested JSON values; a checkpoint of another identity is not resumed"
-
-
+@dataclass(eq=False)
 class Checkpoints:
     """Saves and restores everything a run needs to go on exactly. Every rank has one and calls the same methods."""
 
-    def __init__(
-        self, run_dir: Path, config: CheckpointConfig, rt: Runtime, state: TrainState, setup: RunSetup
-    ) -> None:
-        """Keep what is saved; nothing is read or written yet."""
-        self.run_dir, self.config, self.rt = run_dir, config, rt
-        self.orig_model, self.tokenizer, self.optimizer = state.orig_model, state.tokenizer, state.optimizer
-        self.recipe, self.identity = setup.recipe, setup.identity
-        self.resumed_from: Path | None = None
-        self.skipped_checkpoints: Sequence[str] = ()
-        "why newer checkpoints were not resumed"
-        self._writer = Writer(run_dir, config, rt, state.orig_model)
+    run_dir: Path
+    config: CheckpointConfig
+    rt: Runtime
+    orig_model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: Optimizer
+    recipe: str
+    "resolved, as YAML; checkpoints hold it, and a resume compares it"
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    "what model, tokenizer and data it trains on, as nested JSON values; a checkpoint of another identity is not resumed"
+    resumed_from: Path | None = field(default=None, init=False)
+    skipped_checkpoints: Sequence[str] = field(default=(), init=False)
+    "why newer checkpoints were not resumed"
+
+    def __post_init__(self) -> None:
+        self._writer = Writer(self.run_dir, self.config, self.rt, self.orig_model)
         self._blocked: dict[str, float] = {}
         self._small_files: dict[str, bytes] = {}
 
