@@ -95,10 +95,7 @@ def _sample_digest(examples: Examples) -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def _shortened(value: Any) -> str:
@@ -113,7 +110,7 @@ def _differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
     """Return dotted key -> (value in the checkpoint, value in this run) of every leaf that differs."""
     old, new = dict(flattened(there)), dict(flattened(json.loads(json.dumps(here))))
     pairs = {key: (old.get(key, _NO_KEY), new.get(key, _NO_KEY)) for key in {**old, **new}}
-    return {key: (a, b) for key, (a, b) in pairs.items() if a is _NO_KEY or b is _NO_KEY or a != b}
+    return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
 
 
 def check_identity(there: Any, here: Any, prefix: str) -> None:
@@ -168,8 +165,7 @@ def _check_keys(keys: Sequence[str]) -> None:
     """Refuse train.resume_changes that name no key of a recipe."""
     for key in keys:
         if key not in key_table():
-            close = difflib.get_close_matches(key, key_table(), n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
+            hint = f" Did you mean {close[0]}?" if (close := difflib.get_close_matches(key, key_table(), n=1)) else ""
             raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{hint}")
 
 

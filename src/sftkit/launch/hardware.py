@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from sftkit.rundir.files import read_text
+
 # How long the CPUs are watched for idle ones.
 _LOOK_SECONDS = 0.5
 
@@ -78,7 +80,7 @@ def cpu_cores() -> int:
     if not cpus:
         return os.cpu_count() or 1
     cores = len({_core_of(cpu) for cpu in cpus})
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = read_text(Path("/sys/fs/cgroup/cpu.max")).strip().partition(" ")
     if quota.isdecimal() and period.isdecimal():
         cores = min(cores, int(quota) // int(period))
     return max(1, cores)
@@ -104,7 +106,7 @@ def idle_cores() -> int | None:
 
 def _idle_ticks() -> dict[int, tuple[int, int]]:
     """Return CPU -> (ticks without work, all ticks) since the machine was started; {} where the system does not say."""
-    found = re.findall(r"^cpu(\d+) (.+)$", _read("/proc/stat"), flags=re.MULTILINE)
+    found = re.findall(r"^cpu(\d+) (.+)$", read_text(Path("/proc/stat")), flags=re.MULTILINE)
     ticks = {int(cpu): [int(number) for number in numbers.split()[:8]] for cpu, numbers in found}
     # Columns of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal; the guests after them are in user
     # already.
@@ -118,11 +120,4 @@ def _usable() -> set[int]:
 
 def _core_of(cpu: int) -> str:
     """Return the name of a CPU's physical core: the list of the CPUs that share it."""
-    return _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
+    return read_text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or str(cpu)
