@@ -38,20 +38,17 @@ def breaks_of(subject: Subject) -> dict[str, Any]:
         recompiles: of the first call (code that several modules share, once for each), of one with other values of the
             same shapes, and of one with another shape: `other values: forward (FILE:LINE): the guards that failed`.
     """
-    # Each instrument starts without compiled code: what Dynamo has once compiled, it does not trace again.
     with listening():  # what they log is heard below
         seen = {"explain": _explained(subject), "fullgraph": _first_error(subject)}
     calls = [("the first call", subject.call), ("other values", subject.again)]
     calls += [("another shape", subject.other)] if subject.other else []
     again: list[str] = []
-    torch._dynamo.reset()
     with listening() as heard, subject.around():
         compiled = torch.compile(subject.module, backend="eager")
         for name, call in calls:
             compiled(*call.args, **call.kwargs)
             again += [f"{name}: {text}" for text in heard.recompiles()]
             heard.messages["recompiles"].clear()
-    torch._dynamo.reset()
     found = heard.breaks()
     said = f"breaks: {len(found)}, recompiles: {len(again)}, in {counted(len(calls), 'call')}"
     seen["TORCH_LOGS"] = said, found

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch._dynamo  # private; its reset is what torch.compiler.reset calls
+
 from sftkit.compile.debug import torch_logs_to
 from sftkit.errors import ConfigError
 
@@ -91,7 +93,8 @@ def artifact(record: logging.LogRecord) -> str:
 
 @contextmanager
 def listening() -> Iterator[TorchLogHandler]:
-    """Keep the logs inside. Nothing is forgotten of what is compiled: whoever wants a cold start resets Dynamo first.
+    """Keep the logs inside, where nothing is compiled yet, and forget afterwards what was compiled: Dynamo keeps code by
+    Python function, which modules share, and does not trace it again.
 
     Raises:
         ConfigError: TORCH_LOGS is set, which torch lets win.
@@ -104,7 +107,9 @@ def listening() -> Iterator[TorchLogHandler]:
     wanted = {"dynamo": logging.ERROR, **dict.fromkeys(TORCH_LOGS, True)}
     with torch_logs_to(heard, heard.for_terminal, **wanted), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
+        torch._dynamo.reset()
         yield heard
+        torch._dynamo.reset()
 
 
 def read_message(text: str, file: str = "?", line: int = 0) -> Break:

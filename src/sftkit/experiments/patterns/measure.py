@@ -164,10 +164,7 @@ def main(out: str, *keys: str) -> None:
     for key in keys:
         (case,) = (case for case in TOPOLOGY_CASES if case.key == key)
         own = _measured(case, rt, Path(out).parent)
-        ranks = [own] * rt.world_size
-        if rt.world_size > 1:
-            dist.all_gather_object(ranks, own)
-        found["cases"][key] = ranks
+        found["cases"][key] = rt.gathered(own)
         gc.collect()  # of this case's model, before the next one's
         if rt.is_main:
             Path(out).write_text(json.dumps(found))
