@@ -28,7 +28,7 @@ from sftkit.experiments.bench.plan import DataPlan, LognormalLengths
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
 from sftkit.experiments.patterns.recorder import Saved, recording
-from sftkit.experiments.patterns.timeline import TimelinePass
+from sftkit.experiments.patterns.tables import TimelinePass
 from sftkit.memory import plan as memory_plan
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops.dtensor import local
