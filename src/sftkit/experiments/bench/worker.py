@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,11 +52,7 @@ class NoCheckpoints:
     run_dir: Path
     resumed_from: Path | None = None
     skipped_checkpoints: tuple[str, ...] = ()
-
-    @property
-    def last_save(self) -> dict[str, float]:
-        """Return nothing: no save has taken time."""
-        return {}
+    last_save: Mapping[str, float] = MappingProxyType({})
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
         """Save nothing; return the folder of the run."""
