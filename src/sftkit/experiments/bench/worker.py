@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,7 +50,7 @@ class NoCheckpoints:
     run_dir: Path
     resumed_from: Path | None = None
     skipped_checkpoints: tuple[str, ...] = ()
-    last_save: Mapping[str, float] = MappingProxyType({})
+    last_save: dict[str, float] = field(default_factory=dict)
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
         """Save nothing; return the folder of the run."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch._dynamo  # private; its reset is what torch.compiler.reset calls
 
-from sftkit.compile.debug import torch_logs_to
+from sftkit.compile.debug import artifact_of, torch_logs_to
 from sftkit.errors import ConfigError
 
 TORCH_LOGS = ("graph_breaks", "recompiles", "perf_hints")
@@ -66,12 +66,12 @@ class TorchLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record of one of TORCH_LOGS."""
-        if (name := artifact(record)) in self.messages:
+        if (name := artifact_of(record)) in self.messages:
             self.messages[name].append(record.getMessage())
 
     def for_terminal(self, record: logging.LogRecord) -> bool:
         """Return whether the record goes to the terminal as ever."""
-        return artifact(record) not in self.messages
+        return artifact_of(record) not in self.messages
 
     def breaks(self) -> list[Break]:
         """Return the graph breaks, each place and reason once: the log names one again in every graph that is made
@@ -84,11 +84,6 @@ class TorchLogHandler(logging.Handler):
     def recompiles(self) -> list[str]:
         """Return `forward (FILE:LINE): the guards that failed`, one for each graph that was compiled again."""
         return [recompile_of(text) for text in self.messages["recompiles"]]
-
-
-def artifact(record: logging.LogRecord) -> str:
-    """Return the name by which TORCH_LOGS turns a record on; empty: none does."""
-    return getattr(logging.getLogger(record.name), "artifact_name", None) or ""
 
 
 @contextmanager
