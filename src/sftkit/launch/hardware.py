@@ -33,14 +33,14 @@ class Hardware:
 
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     """Return this machine's visible GPUs and usable CPU cores."""
-    listing = _nvidia_smi("-L")
+    listing = nvidia_smi("-L")
     names = [line.split(":", 1)[1].split("(UUID")[0].strip() for line in listing if line.startswith("GPU ")]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = count_visible(listing, visible)
     if not gpus:
         return Hardware(0, cpu_cores(), idle_cores=idle_cores())
     in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
-    mebibytes = [] if in_parts else _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    mebibytes = [] if in_parts else nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     # Where memory is the host's a GPU answers [N/A].
     known = mebibytes and all(line.isdecimal() for line in mebibytes)
     memory = min(map(int, mebibytes)) * 2**20 if known else None
@@ -65,7 +65,7 @@ def count_visible(listing: Sequence[str], visible: str | None) -> int:
     return len(list(takewhile(exists, map(str.strip, visible.split(",")))))
 
 
-def _nvidia_smi(*options: str) -> list[str]:
+def nvidia_smi(*options: str) -> list[str]:
     """Return lines of output; none without the tool, or where it fails."""
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)

@@ -9,10 +9,7 @@ from sftkit.config.eval_tasks import METRICS_IN_CHAT, TASK_METRICS
 from sftkit.config.rule import Get, Problem
 from sftkit.config.schema import SourceConfig, source_label
 from sftkit.data.demo.builtin import FAMILIES
-
-_MAX_NAMES = 8
-"Maximum number of names in a message."
-
+from sftkit.runtime.words import first_of
 
 OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "token_f1", "low", "high"))
 "What a captioning run writes of the captions of its data.val (evals/captions.py)."
@@ -52,8 +49,7 @@ def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
     return [*names, "eval/centred_mean"] if tasks else []
 
 
-def _unknown(wanted: str, names: Sequence[str]) -> str:
+def _unknown(wanted: str, names: list[str]) -> str:
     near = difflib.get_close_matches(wanted, names, n=1)
-    listed = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
     meant = f' Did you mean "{near[0]}"?' if near else ""
-    return f'"{wanted}" is no metric that an evaluation of this run writes: {listed}.{meant}'
+    return f'"{wanted}" is no metric that an evaluation of this run writes: {first_of(names, 8)}.{meant}'
