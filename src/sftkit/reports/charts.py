@@ -80,18 +80,16 @@ def is_log(series: Sequence[Series]) -> bool:
 
 def line_chart(
     series: Sequence[Series], label: str, axis: ValueAxis = PLAIN_AXIS, size: tuple[float, float] = NARROW
-) -> Html | None:
-    """Draw lines over steps; None if there is not one value.
+) -> Html:
+    """Draw lines over steps.
 
     Args:
+        series: each has a value.
         label: text for screen readers.
         size: width and height.
     """
     level, (width, height) = axis.level, size
-    shown = [one for one in series if any(value is not None for _, value in one.points)]
-    shown.sort(key=lambda one: one.other)  # dashed lines on top of solid ones, so that both are seen where they agree
-    if not shown:
-        return None
+    shown = sorted(series, key=lambda one: one.other)  # dashed on top of solid ones: both are seen where they agree
     steps = [step for one in shown for step, value in one.points if value is not None]
     values = [value for one in shown for _, value in one.points if value is not None]
     values += [bound for one in shown for _, low, high in one.intervals for bound in (low, high)]

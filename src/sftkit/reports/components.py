@@ -48,8 +48,8 @@ def html_table(
         if index == 0:
             return el("th", value, scope="row", class_="any")
         if index in left or isinstance(value, Html):
-            return el("td", value if isinstance(value, Html) else format_value(value), class_="any")
-        return el("td", format_value(value), class_="num")
+            return el("td", value if isinstance(value, Html) else value_text(value), class_="any")
+        return el("td", value_text(value), class_="num")
 
     titles = [el("th", title, scope="col", class_=None if i in left else "num") for i, title in enumerate(head)]
     body = [el("tr", [cell(i, value) for i, value in enumerate(row)]) for row in rows]
@@ -131,12 +131,11 @@ def figure(
 
     None without a value.
     """
-    shown = [one for one in series if any(value is not None for _, value in one.points)]
+    if not (shown := [one for one in series if any(value is not None for _, value in one.points)]):
+        return None
     axis = replace(axis, log=not axis.zero and is_log(shown))
     label = f"{title}{f' in {unit}' if unit else ''} over steps: " + "; ".join(map(_last, shown))
     drawing = line_chart(shown, label, axis)
-    if drawing is None:
-        return None
     if wide:
         wider = line_chart(shown, label, axis, WIDE)
         drawing = join(el("div", wider, class_="wide"), el("div", drawing, class_="narrow"))

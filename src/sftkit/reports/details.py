@@ -141,9 +141,7 @@ def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...]
     """Return a table of the columns that any row has; None without rows."""
     if not (found := dicts(rows)):
         return None
-    head, cells = columns(found, names)
-    said_cells = [[value_text(value) if isinstance(value, dict | list) else value for value in row] for row in cells]
-    return html_table(head, said_cells, caption, text)
+    return html_table(*columns(found, names), caption, text)
 
 
 def _answers(sources: Rows) -> Html | None:
@@ -169,8 +167,7 @@ def _layouts(rows: Any) -> Html | None:
 
 def _logged_data(report: Report) -> Html | None:
     """Return what the run itself counted: shares of sources and rows left out."""
-    names = sorted(name for name in report["last"] if name.startswith("data/"))
-    counted = {name.removeprefix("data/"): report["last"][name] for name in names}
+    counted = {n.removeprefix("data/"): v for n, v in sorted(report["last"].items()) if n.startswith("data/")}
     return facts(dict(_leaves(counted)), "Counted in training, last line")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sftkit.reports.charts import Series, ValueAxis, interval_chart
 from sftkit.reports.components import figure, folded, html_table, section, value_text
 from sftkit.reports.evaluated import EVALUATION_COLUMNS, is_part, standing
@@ -52,9 +50,7 @@ def _how_evaluated(newest: Rows) -> Html | None:
 
 def _evaluation_table(report: Report) -> Html:
     """Return a table of the newest values, with the first value of a task that moved and the other run's."""
-    first: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in report["evaluations"]:
-        first.setdefault((row["task"], row["metric"]), row)
+    first = {(row["task"], row["metric"]): row for row in reversed(report["evaluations"])}
     newest = standing(report)
     other = report["against"] and others_at(newest, report["against"])
     moved = any(first.get((row["task"], row["metric"]), row)["step"] != row["step"] for row in newest)
@@ -63,15 +59,8 @@ def _evaluation_table(report: Report) -> Html:
     for row in newest:
         task, metric = key = row["task"], row["metric"]
         step = f"{format_value(row['step'])}, final" if row.get("final") else row["step"]
-        cell = [
-            _task(task),
-            metric,
-            _share(row["value"]),
-            format_interval(row) or NONE,
-            row["chance"],
-            row["examples"],
-            step,
-        ]
+        cell = [_task(task), metric, _share(row["value"]), format_interval(row) or NONE]
+        cell += [row["chance"], row["examples"], step]
         cell += [_share(first.get(key, {}).get("value"))] if moved else []
         cell += [other[key]] if other else []
         cells.append(cell)

@@ -73,14 +73,9 @@ def _made_with(report: Report) -> dict[str, Any]:
     found = report["environment"]
     packages = mapping(found.get("packages"))
     names = ("torch", "transformers", "accelerate", "sftkit")
-    named = [f"{name} {packages[name]}" for name in names if packages.get(name)]
+    versions = ", ".join(f"{name} {packages[name]}" for name in names if packages.get(name))
     hardware = " x ".join(str(found[key]) for key in ("world_size", "device") if found.get(key))
-    made = {
-        "hardware": hardware,
-        "commit": found.get("git"),
-        "versions": ", ".join(named),
-        "Python": found.get("python"),
-    }
+    made = {"hardware": hardware, "commit": found.get("git"), "versions": versions, "Python": found.get("python")}
     return {name: value for name, value in made.items() if value}
 
 

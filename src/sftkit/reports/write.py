@@ -16,8 +16,6 @@ from sftkit.reports.page import render_report
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
-_MAX_SECONDS = 20.0
-
 
 def write_report(run_dir: Path, against: Path | None = None, out: Path | None = None) -> Path:
     """Write report.html and report.json, and README.md into the step directory that LATEST names.
@@ -48,9 +46,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     return target
 
 
-def try_report(
-    run_dir: Path, print_line: Callable[[str], None] = print_text, max_seconds: float = _MAX_SECONDS
-) -> None:
+def try_report(run_dir: Path, print_line: Callable[[str], None] = print_text, max_seconds: float = 20.0) -> None:
     """Write the report where it must neither fail nor delay what goes on; `print_line` gets where it
     is, or why there is none."""
 
@@ -70,6 +66,5 @@ def try_report(
 
 def report_of_folder(folder: Path, print_line: Callable[[str], None]) -> None:
     """Write again the report of the run that a folder with results lies in; do nothing where it lies in none."""
-    run_dir = run_of(folder)
-    if run_dir is not None:
+    if (run_dir := run_of(folder)) is not None:
         try_report(run_dir, print_line)

@@ -7,7 +7,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -57,11 +58,11 @@ class StepRecord:
     own_divisors: list[int]
     "what each of this rank's micro-batches adds to the divisor"
     outcome: StepOutcome
-    stop: bool = False
+    stop: bool
     "a rank asks to stop"
-    finite: bool = True
-    skipped: bool = False
-    spikes: list[Spike] = field(default_factory=list)
+    finite: bool
+    skipped: bool
+    spikes: list[Spike]
 
 
 class DelayedFlags:
@@ -75,7 +76,7 @@ class DelayedFlags:
         """
         self._count = count
         self._cuda, self._late = device.type == "cuda", delay
-        self._waiting: deque[tuple[StepRecord, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[partial[StepRecord], torch.Tensor, torch.cuda.Event | None]] = deque()
         # Allocated once: pinning memory makes the device wait.
         self._host = [torch.empty(NUM_FLAGS, pin_memory=self._cuda) for _ in range(delay + 1)]
 
@@ -84,7 +85,7 @@ class DelayedFlags:
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event() if self._cuda else None
         own = [self._count(batch) for batch in step_batches.micro_batches]
-        launched = StepRecord(step, replace(step_batches, micro_batches=[]), own, outcome)
+        launched = partial(StepRecord, step, replace(step_batches, micro_batches=[]), own, outcome)
         self._waiting.append((launched, host, arrived))
 
     def read(self, *, wait: bool) -> list[StepRecord]:
@@ -95,9 +96,8 @@ class DelayedFlags:
             if arrived is not None:
                 arrived.synchronize()
             flags = Flags(host)
-            stop, finite, skipped = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
-            spikes = spikes_in(flags.verdict)
-            records.append(replace(launched, stop=stop, finite=finite, skipped=skipped, spikes=spikes))
+            found = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
+            records.append(launched(*found, spikes_in(flags.verdict)))
         return records
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import FINAL, RESULTS, step_of
 
 MetricsLine = dict[str, Any]
@@ -20,9 +20,7 @@ def drop_rows_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in _lines_of(path) if row_step(line) <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    os.replace(temporary, path)
+    replace_text(path, "".join(line + "\n" for line in kept))
 
 
 def drop_evals_after(folder: Path, step: int) -> None:

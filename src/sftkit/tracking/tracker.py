@@ -135,9 +135,9 @@ class Tracker:
         about = identity(self._config, run_dir, self._settings)
         dashboard = open_dashboard(self._config, run_dir, self.run_id, about, self._rt.accelerator)
         if dashboard is not None:
-            resumed = self.run_id is not None
+            state = begun(resumed=self.run_id is not None)
             self.run_id, self._dashboard = dashboard.run_id, DashboardWriter(dashboard)
-            self._dashboard.summary(begun(resumed=resumed))
+            self._dashboard.put(lambda service: service.summary(state))
             self._dashboard.record(step, partial(preflight_of, run_dir))
             self._dashboard.record(step, partial(proof_of, run_dir))
         return self
@@ -242,7 +242,7 @@ class Tracker:
         self._write_events()
         if self._dashboard is not None:
             title, level = ALERTS[kind]
-            self._dashboard.alert(title, step, shortened(text), level)
+            self._dashboard.put(lambda service: service.alert(title, step, shortened(text), level))
 
     def _write_events(self) -> None:
         """Write the events; those that a full disk did not take stay in the queue."""
@@ -269,12 +269,13 @@ class Tracker:
         if self._write(name, [{"step": step, "time": round(time.time(), 3), **values}]):
             self._write_events()
         if self._dashboard is not None:
-            self._dashboard.row(step, {**(axes or {}), **values})
+            row = {**(axes or {}), **values}
+            self._dashboard.put(lambda service: service.row(step, row))
 
     def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table to the dashboard."""
         if self._dashboard is not None:
-            self._dashboard.table(step, record_table(name, columns, rows))
+            self._dashboard.put(lambda service: service.table(step, record_table(name, columns, rows)))
 
 
 def train_line(step: int, total_steps: int, values: dict[str, float | None], width: int | None = None) -> str:
