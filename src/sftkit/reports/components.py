@@ -31,16 +31,12 @@ def section(name: str, title: str, *parts: Any, lead: str | None = None) -> Html
 
 
 def html_table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    caption: str | None = None,
-    text: Sequence[int] = (),
-    **kind: str,
+    head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str | None = None, text: Sequence[int] = (), **css: str
 ) -> Html:
     """Return a table: the first cell of a row is its header, numbers are right-aligned, columns in `text` never are.
 
     Args:
-        kind: further attributes of the table.
+        css: further attributes of the table, such as class_.
     """
     left = {0, *text}
 
@@ -54,7 +50,7 @@ def html_table(
     titles = [el("th", title, scope="col", class_=None if i in left else "num") for i, title in enumerate(head)]
     body = [el("tr", [cell(i, value) for i, value in enumerate(row)]) for row in rows]
     parts = el("caption", caption) if caption else None, el("thead", el("tr", titles)) if head else None
-    return scroll(el("table", parts, el("tbody", body), **kind))
+    return scroll(el("table", parts, el("tbody", body), **css))
 
 
 def check_table(checks: Rows, titles: tuple[str, str, str] = ("Check", "Found", "Expected")) -> Html:
@@ -85,11 +81,10 @@ def _check_row(check: dict[str, Any], titles: tuple[str, str, str]) -> Html:
 
 def headline_tiles(tiles: Iterable[tuple[str, str, str]]) -> Html:
     """Return the tiles under a title, of (what it is, value, how it was found)."""
-    found = [
-        el("div", el("dt", name), el("dd", value, class_="value"), el("dd", how, class_="how"))
-        for name, value, how in tiles
-    ]
-    return el("dl", found, class_="headline")
+    found = (
+        [el("dt", name), el("dd", value, class_="value"), el("dd", how, class_="how")] for name, value, how in tiles
+    )
+    return el("dl", [el("div", parts) for parts in found], class_="headline")
 
 
 def scroll(content: Html) -> Html:

@@ -92,9 +92,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Any]:
     validation = dicts(preflight.get("validation"))
     held_out = [source | {"name": f"{source.get('name')} (validation)"} for source in validation]
     sources = [*dicts(preflight.get("sources")), *held_out]
-    memory, disk, time = (
-        facts(dict(_leaves(preflight.get(key))), key.capitalize()) for key in ("memory", "disk", "time")
-    )
+    memory, *others = [facts(dict(_leaves(preflight.get(key))), key.capitalize()) for key in ("memory", "disk", "time")]
     known = facts({name: value for name, value in masks.items() if value is not None}, "Masks and rows")
     return [
         el("div", _lengths(mapping(preflight.get("lengths"))), known, class_="two"),
@@ -103,7 +101,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Any]:
         _answers(sources),
         _findings(sources),
         _layouts(preflight.get("layouts")),
-        el("div", memory, el("div", disk, time), class_="two"),
+        el("div", memory, el("div", others), class_="two"),
     ]
 
 
@@ -178,18 +176,12 @@ def compiler(report: Report) -> Html:
     names = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs", "cache_hits", "seconds")
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
     phases = [[n.removeprefix("compile/seconds/"), v] for n, v in last.items() if n.startswith("compile/seconds/")]
-    shapes = [
-        [name.removeprefix("shape/").replace("x", " x "), value]
-        for name, value in last.items()
-        if name.startswith("shape/") and name != "shape/id"
-    ]
+    of_shapes = {n.removeprefix("shape/"): v for n, v in last.items() if n.startswith("shape/")}
+    shapes = [[name.replace("x", " x "), value] for name, value in of_shapes.items() if name != "id"]
     if not (counts or phases or shapes):
         return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
-    late = [
-        event
-        for event in report["events"]
-        if event.get("kind") in ("recompile", "fallback", "graph_break", "cuda_graph")
-    ]
+    late_kinds = ("recompile", "fallback", "graph_break", "cuda_graph")
+    late = [event for event in report["events"] if event.get("kind") in late_kinds]
     reasons = [(el("h3", "Why"), [el("pre", value_text(event.get("text"))) for event in late[:20]])] if late else None
     tables = el(
         "div",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.models.size import num_elements
-from sftkit.rundir.names import LATEST, STEP_DIRS
+from sftkit.rundir.names import STEP_DIRS, latest_checkpoint
 
 Rows = list[dict[str, Any]]
 Report = dict[str, Any]
@@ -91,11 +91,14 @@ def read_rows(path: Path, notes: list[str], *, optional: bool = False) -> Rows:
 def checkpoint(run_dir: Path) -> Path | None:
     """Return the step directory that LATEST names; None without one. The name may not lead out of the run."""
     try:
-        name = (run_dir / LATEST).read_text(encoding="utf-8").strip()
+        folder = latest_checkpoint(run_dir)
     except (OSError, ValueError):
         return None
-    folder = run_dir / name
-    return folder if fnmatchcase(name, STEP_DIRS) and Path(name).name == name and folder.is_dir() else None
+    return (
+        folder
+        if folder and folder.parent == run_dir and fnmatchcase(folder.name, STEP_DIRS) and folder.is_dir()
+        else None
+    )
 
 
 def stored_parameters(folder: Path) -> int | None:

@@ -212,13 +212,11 @@ class Meter:
             return False
         for name in _COUNTS:
             setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have no encoded
+        self._earlier_seconds = seconds = window["seconds"]
         # `read` will add what is in the window, so it must not be in the progress yet.
-        self._before = self._before.plus(
-            -self._tokens, -self._targets, -self._pairs, -window["seconds"], -self._encoded
-        )
+        self._before = self._before.plus(-self._tokens, -self._targets, -self._pairs, -seconds, -self._encoded)
         if window.get("sources") == self.sources:
             self._source_tokens += np.asarray(window["source_tokens"], np.int64)
-        self._earlier_seconds = window["seconds"]
         self._clock.go_on(window["step_seconds"])
         *sums, own_divisor, waited = own_values(self._rt, window["by_rank"], same_ranks=same_ranks).tolist()
         # Ranks wait side by side, so their seconds do not add up: with other ranks than before,

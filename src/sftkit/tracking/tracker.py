@@ -93,20 +93,15 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        logging_config: LogConfig,
-        rt: Runtime,
-        config: dict[str, Any],
-        resume: ResumePoint = NO_RESUME,
+        self, run_dir: Path, config: LogConfig, rt: Runtime, settings: dict[str, Any], resume: ResumePoint = NO_RESUME
     ) -> None:
         """Keep what the files and the dashboard need.
 
         Args:
-            config: the recipe, and what was resolved, for the dashboard: see train/about.py.
+            settings: the recipe, and what was resolved, for the dashboard: see train/about.py.
         """
         self._rt, self._run_dir, self._step = rt, run_dir, resume.step
-        self._config, self._settings, self._open_window = logging_config, config, resume.open_window
+        self._config, self._settings, self._open_window = config, settings, resume.open_window
         self.run_id = resume.run_id
         "id of the run on the dashboard, None without one; on the main rank"
         self._dashboard: DashboardWriter | None = None
@@ -175,10 +170,9 @@ class Tracker:
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """Log one line of training; an event too if training has waited for data in this one and the two before."""
-        self._append(METRICS_FILE, step, values)
-        self.print(
-            train_line(step, total_steps, values, output_console().width if output_console().is_interactive else None)
-        )
+        self._append(METRICS_FILE, step, values, {})
+        console = output_console()
+        self.print(train_line(step, total_steps, values, console.width if console.is_interactive else None))
         if self._bar is not None:
             self._bar.newest = f"loss {_number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
         wait = values["perf/data_wait_pct"] or 0.0
@@ -260,16 +254,14 @@ class Tracker:
             return False
         return True
 
-    def _append(
-        self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any] | None = None
-    ) -> None:
+    def _append(self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any]) -> None:
         """Append a line to a file; the dashboard gets it with `axes` beside it."""
         if not self._rt.is_main:
             return
         if self._write(name, [{"step": step, "time": round(time.time(), 3), **values}]):
             self._write_events()
         if self._dashboard is not None:
-            row = {**(axes or {}), **values}
+            row = {**axes, **values}
             self._dashboard.put(lambda service: service.row(step, row))
 
     def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -317,11 +309,8 @@ def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str,
         for task, result in zip(tasks, results, strict=True):
             name = f"eval/{task}/{result['metric']}" if tasks.count(task) > 1 else f"eval/{task}"
             shown[name] = result["value"]
-    return GAP.join(
-        f"{name.removeprefix('val/').removeprefix('eval/')} {value:.3f}"
-        for name, value in shown.items()
-        if value is not None
-    )
+    named = ((name.removeprefix("val/").removeprefix("eval/"), value) for name, value in shown.items())
+    return GAP.join(f"{name} {value:.3f}" for name, value in named if value is not None)
 
 
 def _number(value: float | None, form: str) -> str:
