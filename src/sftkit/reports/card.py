@@ -108,8 +108,7 @@ def code(value: Any) -> str:
 
 def block(text: str) -> str:
     """Return text in a fence that is longer than any in it."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", text))])
     return f"{fence}\n{text}\n{fence}"
 
 

@@ -148,12 +148,7 @@ def line_class(one: Series, series: Sequence[Series]) -> str:
 
 def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     """Draw the line, its intervals, and points that say their value when pointed at."""
-    segments: list[list[str]] = [[]]
-    for step, value in one.points:
-        if value is None:
-            segments.append([])
-        else:
-            segments[-1].append(f"{x(step)},{y(value)}")
+    places = " ".join("gap" if value is None else f"{x(step)},{y(value)}" for step, value in one.points)
     known = [(step, value) for step, value in one.points if value is not None]
     few = len(known) <= 24
     stride = -(-len(known) // _MAX_TITLES)
@@ -164,7 +159,7 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
         title = el("title", f"{one.label}, step {format_value(step)}: {format_value(value)}")
         dots.append(el("circle", title, cx=x(step), cy=y(value), r=radius, class_=dot))
     bars = [_line(x(step), y(low), x(step), y(high), "bar") for step, low, high in one.intervals]
-    lines = [el("polyline", points=" ".join(segment)) for segment in segments if len(segment) > 1]
+    lines = [el("polyline", points=part.strip()) for part in places.split("gap") if " " in part.strip()]
     return el("g", bars, lines, dots, class_=kind)
 
 

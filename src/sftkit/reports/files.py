@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -90,24 +91,19 @@ def read_rows(path: Path, notes: list[str], *, optional: bool = False) -> Rows:
 
 def checkpoint(run_dir: Path) -> Path | None:
     """Return the step directory that LATEST names; None without one. The name may not lead out of the run."""
-    try:
+    with suppress(OSError, ValueError):
         folder = latest_checkpoint(run_dir)
-    except (OSError, ValueError):
-        return None
-    return (
-        folder
-        if folder and folder.parent == run_dir and fnmatchcase(folder.name, STEP_DIRS) and folder.is_dir()
-        else None
-    )
+        if folder and folder.parent == run_dir and fnmatchcase(folder.name, STEP_DIRS) and folder.is_dir():
+            return folder
+    return None
 
 
 def stored_parameters(folder: Path) -> int | None:
     """Return the parameters in the safetensors files of a folder, from their headers; None if there
     are none or one is damaged."""
-    try:
+    with suppress(OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
         return sum(map(num_elements, folder.glob("*.safetensors"))) or None
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
-        return None
+    return None
 
 
 def on_cpu(device: Any) -> bool:

@@ -29,12 +29,10 @@ def evaluations_section(report: Report) -> Html:
         return section("evaluations", "Evaluations", validation, lead=lead)
     caption = el("figcaption", "Newest values", el("span", "line: 95 % interval; tick: chance level", class_="soft"))
     charts = _over_steps(report)
-    figures = (
-        el("figure", caption, overview, class_="forest") if overview else None,
-        el("div", charts, class_="charts") if charts else None,
-    )
+    forest = el("figure", caption, overview, class_="forest") if overview else None
+    over_steps = el("div", charts, class_="charts") if charts else None
     tables = _evaluation_table(report), _how_evaluated(newest), validation
-    return section("evaluations", "Evaluations", *figures, *tables)
+    return section("evaluations", "Evaluations", forest, over_steps, *tables)
 
 
 def _how_evaluated(newest: Rows) -> Html | None:

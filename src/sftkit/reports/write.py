@@ -37,8 +37,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
         data: json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
         target: visible(render_report(report)),
     }
-    folder = checkpoint(run_dir)
-    if out is None and folder is not None:
+    if out is None and (folder := checkpoint(run_dir)) is not None:
         card = folder / CARD
         texts[card] = visible(model_card(report, licence(card)))
     for path, text in texts.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +49,20 @@ def _lines_of(path: Path) -> list[str]:
 
 def row_step(line: str) -> float:
     """Return the step of a row; infinite for one that a kill has cut short."""
-    try:
+    with suppress(json.JSONDecodeError, KeyError):
         return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):
-        return math.inf
+    return math.inf
 
 
 def read_metric_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file, without those that a full disk has cut short; none if it cannot be read."""
-    try:
-        lines = _lines_of(path)
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines if row_step(line) < math.inf]
+    with suppress(OSError):
+        return [json.loads(line) for line in _lines_of(path) if row_step(line) < math.inf]
+    return []
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Return what an evaluation wrote of its tasks; nothing where it had none."""
-    try:
+    with suppress(OSError, json.JSONDecodeError):
         return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
-        return []
+    return []
