@@ -190,19 +190,15 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
     for index, row in enumerate(shown):
         at = 6 + pitch * (index + 0.5)
         name = str(row["name"])
-        drawn = [
-            el("title", interval_text(row)),
-            el("text", name if len(name) <= 20 else name[:19] + "…", x=left - 8, y=at + 4, text_anchor="end"),
-        ]
+        short = name if len(name) <= 20 else name[:19] + "…"
+        drawn = [el("title", interval_text(row)), el("text", short, x=left - 8, y=at + 4, text_anchor="end")]
         if format_interval(row):
             drawn.append(_line(clamped(row["low"]), at, clamped(row["high"]), at, "bar"))
         if row.get("chance") is not None:
             drawn.append(_line(clamped(row["chance"]), at - 7, clamped(row["chance"]), at + 7, "chance"))
-        drawn += [
-            el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot"),
-            el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end"),
-        ]
-        parts.append(el("g", drawn, class_="s0"))
+        dot = el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot")
+        number = el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end")
+        parts.append(el("g", drawn, dot, number, class_="s0"))
     return _drawing(width, height, label, parts)
 
 

@@ -78,8 +78,7 @@ def check_run(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder{_runs_near(run_dir)}")
     if not any((run_dir / name).is_file() for name in MARKS_OF_A_RUN):
-        files = " nor ".join(MARKS_OF_A_RUN)
-        raise ConfigError(f"{run_dir}: no run: it holds neither {files}{_runs_near(run_dir)}")
+        raise ConfigError(f"{run_dir}: no run: it holds neither {' nor '.join(MARKS_OF_A_RUN)}{_runs_near(run_dir)}")
 
 
 def _runs_near(run_dir: Path) -> str:

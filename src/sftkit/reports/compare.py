@@ -43,9 +43,8 @@ def compare_curves(mine: Curves, other: Curves, machines: Sequence[str | None] =
         rows.append(_row(name, step, a[step], b[step], f"nats per target, the last step that both have {done}"))
         last = max(a), max(b)
         if last != (step, step):
-            notes.append(
-                f"{name}: at step {format_value(step)}; the runs go on to step {format_value(last[0])} and {format_value(last[1])}"
-            )
+            ends = " and ".join(map(format_value, last))
+            notes.append(f"{name}: at step {format_value(step)}; the runs go on to step {ends}")
         notes += [text] if (text := _apart(mine, other, step)) and text not in notes else []
     for name, metric, how in SPEEDS:
         rows += _both(name, steady(mine, metric), steady(other, metric), how)

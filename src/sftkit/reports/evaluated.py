@@ -81,11 +81,7 @@ def latest_evaluations(evaluation_rows: Rows) -> Rows:
     """Return the newest evaluation of each task and metric: means first, then tasks, then
     what is only a part of one."""
     newest = {(row["task"], row["metric"]): row for row in evaluation_rows}
-
-    def place(key: tuple[str, str]) -> tuple[bool, bool, tuple[str, str]]:
-        return is_part(newest[key]), key[0] not in _MEANS, key
-
-    return [newest[key] for key in sorted(newest, key=place)]
+    return [newest[key] for key in sorted(newest, key=lambda key: (is_part(newest[key]), key[0] not in _MEANS, key))]
 
 
 def standing(report: dict[str, Any]) -> Rows:

@@ -78,12 +78,9 @@ def read_rows(path: Path, notes: list[str], *, optional: bool = False) -> Rows:
         return []
     rows: Rows = []
     for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(clean(row))
+        with suppress(ValueError, RecursionError):
+            if isinstance(row := json.loads(line), dict):
+                rows.append(clean(row))
     if lost := sum(bool(line.strip()) for line in lines) - len(rows):
         notes.append(f"{path.name}: {lost} lines cannot be read and are left out")
     return rows

@@ -13,6 +13,7 @@ from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import format_value
 
 _RATES = {"perf/tok_per_sec_per_gpu": "useful", "perf/target_tok_per_sec_per_gpu": "targets"}
+_ROUTERS = {"train/aux_loss": "auxiliary loss"}
 _LOADS = {"train/expert_load_max": "most", "train/expert_load_min": "least"}
 
 
@@ -40,9 +41,7 @@ CURVES = (
     CurveChart("Padding", "% of positions", {"data/padding_pct": "padding"}),
     CurveChart("Token accuracy", "0 to 1", {"train/token_accuracy": "accuracy"}, zero=False),
     CurveChart("Entropy", "nats per target", {"train/entropy": "entropy"}, zero=False),
-    CurveChart(
-        "Auxiliary loss of routers", "experts per token at best", {"train/aux_loss": "auxiliary loss"}, zero=False
-    ),
+    CurveChart("Auxiliary loss of routers", "experts per token at best", _ROUTERS, zero=False),
     CurveChart("Experts with most and least", "even shares", _LOADS),
 )
 _LOSS = {"train/loss": "training", "val/loss": "validation"}

@@ -33,10 +33,8 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     report = gather_report(run_dir, against)
     target = out or run_dir / REPORT
     data = run_dir / REPORT_DATA if out is None else out.with_suffix(".json")
-    texts = {
-        data: json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
-        target: visible(render_report(report)),
-    }
+    content = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    texts = {data: content, target: visible(render_report(report))}
     if out is None and (folder := checkpoint(run_dir)) is not None:
         card = folder / CARD
         texts[card] = visible(model_card(report, licence(card)))

@@ -17,7 +17,7 @@ from sftkit.config.schema import NumericsConfig
 from sftkit.data.collate import Batch
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.types import listed
-from sftkit.errors import NonFiniteError, NumericsError, SpikeError
+from sftkit.errors import NonFiniteError, SpikeError
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.names import skipped_documents_file
 from sftkit.runtime.start import Runtime
@@ -159,13 +159,26 @@ class Health:
         return stop, skipped
 
     def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
-        """Report a step that was left out, and end training if that is asked for or too many were."""
+        """Report a step that was left out; end training if that is asked for or too many were, with the loss of every
+        rank in the error, which the run's status has too."""
         self._write_documents(known, kind)
-        losses, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
-        reason = spike_cause(losses, known.spikes) if known.finite else cause(losses, norm)
-        if then == "error" or self._in_a_row > self._numerics.max_skips:
-            raise self._error(known, kind, reason, losses)
-        self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
+        losses_of_ranks, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
+        reason = spike_cause(losses_of_ranks, known.spikes) if known.finite else cause(losses_of_ranks, norm)
+        if then != "error" and self._in_a_row <= self._numerics.max_skips:
+            self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
+            return
+        values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
+        skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
+        text = (
+            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
+            f"out. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
+            "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
+            f"numerics.on_{kind}=skip"
+        )
+        nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
+        error = SpikeError(text) if known.finite else NonFiniteError(text)
+        self._status.failed(error, symptom=not known.finite and bool(nonfinite) and self._rt.rank not in nonfinite)
+        raise error
 
     def read(self) -> dict[str, float | None]:
         """Return the window's counts; every rank must call it."""
@@ -220,24 +233,6 @@ class Health:
             documents=[examples.name(i) for i, number in micro_batches_of(known.step_batches) if number in named],
         )
         return self._rt.gathered(own)
-
-    def _error(
-        self, known: StepRecord, kind: Literal["nonfinite", "spike"], reason: str, losses_of_ranks: list[RankLoss]
-    ) -> NumericsError:
-        """Build the error, with the loss of every rank, and write it to the run's status."""
-        norm = float(known.outcome.grad_norm)
-        values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
-        skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
-        text = (
-            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
-            f"out. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
-            "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
-            f"numerics.on_{kind}=skip"
-        )
-        nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
-        error = SpikeError(text) if known.finite else NonFiniteError(text)
-        self._status.failed(error, symptom=not known.finite and bool(nonfinite) and self._rt.rank not in nonfinite)
-        return error
 
 
 def losses_of(known: StepRecord) -> list[float]:

@@ -164,15 +164,11 @@ class Tracker:
         if self._bar is not None:
             self._bar.step = step
 
-    def print(self, text: str, level: Level | None = None) -> None:
-        """Print a line for the person watching, above the bar where there is one."""
-        self._rt.print(text, level)
-
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """Log one line of training; an event too if training has waited for data in this one and the two before."""
         self._append(METRICS_FILE, step, values, {})
         console = output_console()
-        self.print(train_line(step, total_steps, values, console.width if console.is_interactive else None))
+        self._rt.print(train_line(step, total_steps, values, console.width if console.is_interactive else None))
         if self._bar is not None:
             self._bar.newest = f"loss {_number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
         wait = values["perf/data_wait_pct"] or 0.0
@@ -180,11 +176,10 @@ class Tracker:
         starved = self._lines > 1 and wait > STARVED_PCT  # the first line of a start has workers that are starting
         self._starved_lines = self._starved_lines + 1 if starved else 0
         if self._starved_lines == STARVED_LINES:
+            often = f"more than {STARVED_PCT:.0f} % in {STARVED_LINES} logged lines in a row"
+            remedy = "raise data.num_workers, or look for a slow or shared disk"
             self.event(
-                "starvation",
-                step,
-                f"training waited for data in {wait:.0f} % of the time and more than {STARVED_PCT:.0f} % in "
-                f"{STARVED_LINES} logged lines in a row: raise data.num_workers, or look for a slow or shared disk",
+                "starvation", step, f"training waited for data in {wait:.0f} % of the time and {often}: {remedy}"
             )
 
     def log_evals(
@@ -207,7 +202,7 @@ class Tracker:
         results = read_results(evaluation_dir(self._run_dir, step) / RESULTS)
         if values:
             self._append(EVALS, step, values, axes or {})
-            self.print(f"  evaluation at step {step}: {eval_line(values, results)}")
+            self._rt.print(f"  evaluation at step {step}: {eval_line(values, results)}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
             newest = read_metric_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:]
@@ -217,9 +212,8 @@ class Tracker:
 
     def event(self, kind: EventKind, step: int, text: str) -> None:
         """Report what a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
-        if self._rt.is_main:
-            self.print(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
-            self._record(kind, step, text)
+        self._rt.print(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
+        self._record(kind, step, text)
 
     def new_events(self, kind: EventKind, step: int, texts: Sequence[str]) -> None:
         """Report those texts that were not reported yet, each once; `texts`: all so far."""

@@ -81,7 +81,7 @@ def open_dashboard(
     name = dashboard_name(config)
     if name is None:
         return None
-    modes = {"trackio": ["local"], "wandb": list(dict.fromkeys((wandb_mode(config.wandb), "offline")))}[name]
+    modes = ["local"] if name == "trackio" else list(dict.fromkeys((wandb_mode(config.wandb), "offline")))
     if modes[0] == "off":
         return None
     for mode in modes:
