@@ -57,7 +57,7 @@ def check_table(checks: Rows, titles: tuple[str, str, str] = ("Check", "Found", 
     """Return a table of what passed and what did not; on a narrow screen a row is a block with labels.
 
     Args:
-        checks: {"name", "found", "expected", "how", "ok"}, values of any kind. `how` it was checked stands below the name.
+        checks: {"name", "found", "expected", "how", "ok"}, values of any kind. `how` stands below the name.
         titles: of the columns behind the badges.
     """
     head = [el("th", title, scope="col", role="columnheader") for title in ("", *titles)]
