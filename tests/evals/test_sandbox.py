@@ -225,7 +225,7 @@ def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @works
 def test_a_machine_whose_system_calls_are_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_launcher(monkeypatch, tmp_path, ("system_calls", "os.uname().machine", "'riscv64'"))
+    change_launcher(monkeypatch, tmp_path, ("walls", "os.uname().machine", "'riscv64'"))
     assert "no list of system calls for riscv64, only for x86_64, aarch64" in (try_it() or "")
 
 

@@ -311,7 +311,7 @@ def test_no_nested_user_namespace_gives_capabilities_or_raw_sockets() -> None:
     assert run(RAW_SOCKET, "assert f == [-1, 'PermissionError'], f", "f").reason == ""
 
 
-WITHOUT_FILTER = [("walls", "    system_calls.install_filter()\n", "")]
+WITHOUT_FILTER = [("walls", "    install_filter()\n", "")]
 WITHOUT_BOX = [("walls", 'BOX = "/box"', 'BOX = ""'), ("walls", "    os.chroot(BOX)\n", "")]
 WITHOUT_NETWORK = [("walls", " | CLONE_NEWNET", "")]
 WITHOUT_LIMIT = [("walls", "resource.RLIMIT_NPROC", "resource.RLIMIT_RSS")]

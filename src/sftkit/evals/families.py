@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sftkit.data.demo import builtin
-from sftkit.evals.task import ExampleScores, Question, Task
+from sftkit.evals.task import ExampleScores, Question, Task, each
 from sftkit.generation.answer import Answer
 
 NAME = "families"
@@ -14,10 +12,9 @@ MAX_NEW_TOKENS = 32
 
 def heldout(max_per_family: int | None = None) -> list[builtin.TaskConversation]:
     """Return the first `max_per_family` held-out instances of each family (None: all), always the same ones."""
-    found: dict[str, list[builtin.TaskConversation]] = {family: [] for family in builtin.FAMILIES}
-    for task in builtin.tasks("heldout"):
-        found[task.family].append(task)
-    return [task for of_family in found.values() for task in of_family[:max_per_family]]
+    tasks = list(builtin.tasks("heldout"))
+    by_family = [[task for task in tasks if task.family == family] for family in builtin.FAMILIES]
+    return [task for of_family in by_family for task in of_family[:max_per_family]]
 
 
 def load_families(max_per_family: int | None = None, max_new_tokens: int | None = None) -> Task[Question, Answer]:
@@ -37,9 +34,7 @@ def load_families(max_per_family: int | None = None, max_new_tokens: int | None 
     return Task(NAME, questions, judge, metric="acc", chance=0.0, settings=settings)
 
 
-def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
-    """Mark answers: 1 for the right one, whitespace around it aside."""
-    return [
-        {"acc": float(answer.text.strip() == question.target)}
-        for question, answer in zip(questions, answers, strict=True)
-    ]
+@each
+def judge(question: Question, answer: Answer) -> ExampleScores:
+    """Mark an answer: 1 for the right one, whitespace around it aside."""
+    return {"acc": float(answer.text.strip() == question.target)}

@@ -94,8 +94,7 @@ def check_arguments(args: Namespace) -> None:
         where = f"(looked in {Path.cwd()}){similar_paths(args.data)}"
         raise ConfigError(f"--data {args.data}: no such folder {where}")
     args.path = find_model(args.path or newest_run())
-    for path in args.val:
-        source = as_source(path)
+    for source in map(as_source, args.val):
         if find_here(source) is None:
             hub.check_dataset(source)
     if args.out is not None:

@@ -181,8 +181,6 @@ def results_table(results: Sequence[Result], validation: Mapping[str, float | No
             lines.append((r.task, name, f"{value:.3f}", span, chance, f"{r.examples}"))
     if (mean := centred_mean(results)) is not None:
         lines.append(("centred mean", "", f"{mean:.3f}", "", "", ""))
-    columns = []
-    for i, column in enumerate(zip(*lines, strict=True)):
-        width = max(map(len, column))
-        columns.append([text.ljust(width) if i < 2 else text.rjust(width) for text in column])
-    return "\n".join("  " + "  ".join(line).rstrip() for line in zip(*columns, strict=True))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    form = "  ".join(f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths))
+    return "\n".join(f"  {form.format(*line).rstrip()}" for line in lines)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from sftkit.data.template import Conversation, render_conversation, special_toke
 from sftkit.data.types import Row as DataRow
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
-from sftkit.generation.batching import ALONE, MAX_POSITIONS, Batching, BatchLimits, PromptRow, gathered, plan, turns
-from sftkit.generation.kv_cache import SharedPrefix, empty_pass, max_cached_positions, plain_forward
+from sftkit.generation.batching import ALONE, Batching, PromptRow, gathered, turns
+from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
 from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens
 
@@ -45,9 +45,8 @@ def prompt_text(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerB
     if isinstance(prompt, str):
         return prompt, False
     row = DataRow("prompt", messages=[dict(message) for message in prompt])
-    messages = conversation.validated(row, special_tokens_of(tokenizer))
-    conversed = Conversation(messages)
-    return render_conversation(tokenizer, template_of(tokenizer), conversed, add_generation_prompt=True)[0], True
+    asked = Conversation(conversation.validated(row, special_tokens_of(tokenizer)))
+    return render_conversation(tokenizer, template_of(tokenizer), asked, add_generation_prompt=True)[0], True
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -81,22 +80,18 @@ def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokeni
     Raises:
         DataError: a continuation without tokens.
     """
-    contexts, full_texts = list[tuple[str, bool]](), list[tuple[str, bool]]()
-    for example in examples:
+    # index of the example, context, context with continuation, is_rendered
+    texts: list[tuple[int, str, str, bool]] = []
+    for i, example in enumerate(examples):
         text, rendered = prompt_text(example.prompt, tokenizer)
         context = text if rendered else text.rstrip()
-        for continuation in example.continuations:
-            contexts.append((context, rendered or not context))
-            full_texts.append((text + continuation, rendered or not context))
-    encoded = encode_texts([*contexts, *full_texts], tokenizer)
-    splits = zip(contexts, full_texts, encoded, encoded[len(contexts) :], strict=False)
-    found: list[list[Pair]] = []
-    for example in examples:
-        found.append([])
-        for (context, _), (full_text, _), context_ids, full_ids in islice(splits, len(example.continuations)):
-            found[-1].append(_split(context_ids, full_ids, context, tokenizer))
-            if not len(found[-1][-1][1]):
-                raise DataError(f"{example.id}: the continuation {full_text[len(context) :]!r} has no tokens")
+        texts += [(i, context, text + more, rendered or not context) for more in example.continuations]
+    encoded = encode_texts([(text, as_is) for _, *both, as_is in texts for text in both], tokenizer)
+    found: list[list[Pair]] = [[] for _ in examples]
+    for (i, context, text, _), context_ids, text_ids in zip(texts, encoded[::2], encoded[1::2], strict=True):
+        found[i].append(_split(context_ids, text_ids, context, tokenizer))
+        if not len(found[i][-1][1]):
+            raise DataError(f"{examples[i].id}: the continuation {text[len(context) :]!r} has no tokens")
     return found
 
 
@@ -120,8 +115,7 @@ def longest_input(longest: int | None, tokenizer: PreTrainedTokenizerBase) -> in
     return longest or DEFAULT_LENGTH
 
 
-@dataclass(frozen=True)
-class ScoredInput:
+class ScoredInput(NamedTuple):
     """One input of the model and what is asked of it: several continuations may end in the same input."""
 
     ids: np.ndarray
@@ -168,14 +162,11 @@ def score(
     rows = list(inputs.values())
     groups = ["" if mixes_tokens(orig_model) else examples[i].group for i, _ in inputs]
     asked = [PromptRow(row.ids, group, row.targets) for row, group in zip(rows, groups, strict=True)]
-    limits = BatchLimits(batching.batch_size, MAX_POSITIONS, max_cached_positions(orig_model), MAX_TARGETS)
     # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
     in_step = rt is not None and rt.topology.sharded
     found: dict[tuple[int, int], tuple[float, bool, int]] = {}
-    prefix = SharedPrefix(orig_model)
     with plain_forward(orig_model):
-        for batch, new_prefix in turns(plan(asked, limits), rt):
-            prefix.move_to(batch.prefix if batch else (), in_step=in_step and new_prefix)
+        for batch, prefix in turns(orig_model, asked, batching, MAX_TARGETS):
             if batch is not None:
                 found |= _score_batch(orig_model, [rows[i] for i in batch.rows], prefix)
             elif in_step:

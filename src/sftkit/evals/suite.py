@@ -235,11 +235,10 @@ class Suite:
             batching = Batching(self.config.batch_size, self.rt)
             outputs = scoring.score(self.orig_model, self.tokenizer, task.examples, batching, encoded)
         else:
-            questions: Sequence[Question] = task.examples
-            limits = [self.config.max_new_tokens or question.max_new_tokens for question in questions]
+            limits = [self.config.max_new_tokens or question.max_new_tokens for question in task.examples]
             settings["max_new_tokens"] = max(limits)
             num_truncated = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, limits, strict=True))
-            outputs = self.answers(encoded, limits, [one.stop for one in questions], [one.group for one in questions])
+            outputs = self.answers(encoded, limits, task.examples)
         if num_truncated:
             log.warning(
                 "%s: %d prompts are longer than the model reads and lost their beginning", task.name, num_truncated
@@ -263,17 +262,18 @@ class Suite:
         return scores
 
     def answers(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: Sequence[int],
-        stop_texts: Sequence[Sequence[str]] | None = None,
-        groups: Sequence[str] | None = None,
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], questions: Sequence[Question] = ()
     ) -> list[Answer]:
         """Return greedy answers to tokenized prompts of at most `max_new_tokens` each; a prompt that leaves no room for
-        its answer loses its beginning."""
+        its answer loses its beginning.
+
+        Args:
+            questions: those that the prompts were made of, if they have stop texts or groups.
+        """
         room = [self._longest - n for n in max_new_tokens]
         assert all(n > 0 for n in room), "check_room has seen to it"
         truncated = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
+        stop_texts, groups = [one.stop for one in questions] or None, [one.group for one in questions] or None
         asked = Prompts(truncated, chat.end_of_turn_ids(self.tokenizer), max_new_tokens, stop_texts, groups)
         return generate(self.orig_model, self.tokenizer, asked, Batching(self.config.batch_size, self.rt))
 

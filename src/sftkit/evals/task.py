@@ -61,6 +61,8 @@ class Likelihoods:
 
 ExampleT = TypeVar("ExampleT", Choices, Question)
 AnswerT = TypeVar("AnswerT", Likelihoods, Answer)
+Judge = Callable[[Sequence[ExampleT], Sequence[AnswerT]], list[ExampleScores]]
+"Examples, answers -> scores of every example, in order."
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,16 @@ class Task(Generic[ExampleT, AnswerT]):
 
     name: str
     examples: tuple[ExampleT, ...]
-    judge: Callable[[Sequence[ExampleT], Sequence[AnswerT]], list[ExampleScores]]
-    "scores of every example, in order; called once for all, on one rank"
+    judge: Judge[ExampleT, AnswerT]
+    "called once for all examples, on one rank"
     metric: str
     "the one that stands for the task: acc, acc_norm, mc2, exact_match, pass_at_1, ..."
     chance: float
     "what guessing gives in that metric"
     settings: dict[str, Any]
     "shots, format, files and split: what someone needs to repeat it"
+
+
+def each(judge: Callable[[ExampleT, AnswerT], ExampleScores]) -> Judge[ExampleT, AnswerT]:
+    """Make the judge of a task of a function that judges one answer."""
+    return lambda examples, answers: [judge(*pair) for pair in zip(examples, answers, strict=True)]

@@ -9,7 +9,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 from accelerate.utils import gather_object
+from transformers import PreTrainedModel
 
+from sftkit.generation.kv_cache import SharedPrefix, max_cached_positions
 from sftkit.runtime.start import Runtime
 
 MAX_POSITIONS = 32_768
@@ -56,12 +58,11 @@ class BatchLimits(NamedTuple):
     "read at once, padding included; a row that exceeds them is alone"
     cached: int | None
     "whose keys and values are kept: prefix, padded rows and what is written"
-    targets: int | None = None
+    targets: int | None
     "those of all rows; a row that exceeds them is alone"
 
 
-@dataclass(frozen=True)
-class PromptBatch:
+class PromptBatch(NamedTuple):
     """Rows that go through the model together."""
 
     rows: tuple[int, ...]
@@ -80,16 +81,9 @@ def _shared_prefixes(rows: Sequence[PromptRow]) -> list[Prefix]:
     for group, (first, *others) in members.items():
         length = min(len(row.ids) - row.targets for row in members[group]) if group and others else 0
         for row in others if length else ():
-            length = _common(first.ids[:length], row.ids[:length])
+            length = int(np.logical_and.accumulate(first.ids[:length] == row.ids[:length]).sum())
         shared[group] = tuple(first.ids[:length].tolist()) if length >= MIN_SHARED else ()
     return [shared[row.group] for row in rows]
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many leading tokens two rows of one length or less share."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
 
 
 def plan(rows: Sequence[PromptRow], limits: BatchLimits) -> list[PromptBatch]:
@@ -119,11 +113,19 @@ def _fit(rows: Sequence[PromptRow], prefix: int, limits: BatchLimits) -> bool:
     )
 
 
-def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[tuple[PromptBatch | None, bool]]:
-    """Yield this rank's batches, each with whether some rank computes a new prefix in this round; None: fewer batches
-    are left than ranks. They are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of
-    a group and to those of a pipeline. All ranks have equally many turns and check for a requested stop before each,
-    which may raise Stopped. Without a runtime: all batches."""
+def turns(
+    orig_model: PreTrainedModel, rows: Sequence[PromptRow], batching: Batching, max_targets: int | None = None
+) -> Iterator[tuple[PromptBatch | None, SharedPrefix]]:
+    """Yield this rank's batches of the rows, each with its prefix, computed; None: fewer batches are left than ranks.
+    They are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of a group and to those of
+    a pipeline. All ranks have equally many turns and check for a requested stop before each, which may raise Stopped.
+    Without a runtime: all batches. To be called inside plain_forward.
+
+    Args:
+        max_targets: of a batch; None: no limit.
+    """
+    limits = BatchLimits(batching.batch_size, MAX_POSITIONS, max_cached_positions(orig_model), max_targets)
+    batches, prefix, rt = plan(rows, limits), SharedPrefix(orig_model), batching.rt
     index, count = 0, 1
     if rt is not None:
         count = rt.world_size // (rt.topology.tensor * rt.topology.stages)
@@ -135,7 +137,10 @@ def turns(batches: Sequence[PromptBatch], rt: Runtime | None) -> Iterator[tuple[
         round_batches = batches[start : start + count]
         new = any(batch.prefix and batch.prefix != had for batch, had in zip(round_batches, before, strict=False))
         before = [batch.prefix for batch in round_batches]
-        yield round_batches[index] if index < len(round_batches) else None, new
+        batch = round_batches[index] if index < len(round_batches) else None
+        # Sharded weights are gathered by all ranks together: while one computes a prefix, others run empty passes.
+        prefix.move_to(batch.prefix if batch else (), in_step=new and rt is not None and rt.topology.sharded)
+        yield batch, prefix
 
 
 def gathered(results: dict[K, T], rt: Runtime | None) -> list[T]:

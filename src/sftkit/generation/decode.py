@@ -15,8 +15,8 @@ from sftkit.data import chat
 from sftkit.data.types import EncoderInputs
 from sftkit.errors import ConfigError
 from sftkit.generation.answer import Answer, Sampling
-from sftkit.generation.batching import MAX_POSITIONS, Batching, BatchLimits, PromptRow, gathered, plan, turns
-from sftkit.generation.kv_cache import SharedPrefix, max_cached_positions, plain_forward
+from sftkit.generation.batching import Batching, PromptRow, gathered, turns
+from sftkit.generation.kv_cache import plain_forward
 from sftkit.generation.rows import DecodedSequence, Decoding
 from sftkit.generation.static_step import replay_pays, replay_unsupported_reason
 from sftkit.models.kind import Continuation
@@ -81,14 +81,11 @@ def generate(
     asked = [
         PromptRow(prompt, group, new_tokens=new) for prompt, group, new in zip(ids, groups, max_new_tokens, strict=True)
     ]
-    limits = BatchLimits(batching.batch_size, MAX_POSITIONS, max_cached_positions(orig_model))
     # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
     kind, together = kind_of(orig_model.config), rt if rt is not None and rt.topology.sharded else None
-    prefix = SharedPrefix(orig_model)
     found: dict[int, Answer] = {}
     with plain_forward(orig_model):
-        for batch, new_prefix in turns(plan(asked, limits), rt):
-            prefix.move_to(batch.prefix if batch else (), in_step=together is not None and new_prefix)
+        for batch, prefix in turns(orig_model, asked, batching):
             rows = [DecodedSequence(i, ids[i], max_new_tokens[i], stops[i]) for i in batch.rows] if batch else []
             inputs = _inputs(prompts.encoder_inputs, batch.rows, orig_model.device) if batch else {}
             continuation = kind.continuation(orig_model, inputs) if batch else Continuation(orig_model, {})

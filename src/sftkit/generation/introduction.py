@@ -34,8 +34,7 @@ def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTo
             "Small tasks are among what it has learned, each in a few wordings. Questions of this kind, which were not in training:"
         ]
         lines += [f"  {line}" for question in questions for line in question.replace("\n", "\\\n").split("\n")]
-    if template.thinking_argument:
-        argument = template.thinking_argument
+    if argument := template.thinking_argument:
         lines += [f"Thinking: --template-arg {argument}=false turns it off, --template-arg {argument}=true on"]
     return "\n".join([*lines, "/help lists the commands; exit or Ctrl-D ends"])
 

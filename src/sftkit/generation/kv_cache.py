@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from sftkit.compile.contract import run_eagerly
+from sftkit.models.structure import inference
 from sftkit.ops.attention import mixes_tokens, plain_attention
 from sftkit.ops.attention_choice import head_sizes
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -127,14 +127,10 @@ class SharedPrefix:
 
     def cache(self, rows: int, max_length: int) -> Cache:
         """Return a cache of `rows` rows that holds the prefix, with room for `max_length` more positions."""
-        if not self.ids:
-            return new_cache(self._orig_model, max_length)
-        layers = []
-        for keys, values in self._layers:
-            layer = FixedLayer(len(self.ids) + max_length)
-            layer.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1))
-            layers.append(layer)
-        return Cache(layers=layers)  # type: ignore[arg-type]
+        cache = new_cache(self._orig_model, len(self.ids) + max_length)
+        for i, (keys, values) in enumerate(self._layers if self.ids else ()):
+            cache.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1), i)
+        return cache
 
 
 def empty_pass(orig_model: PreTrainedModel) -> None:
@@ -147,10 +143,5 @@ def empty_pass(orig_model: PreTrainedModel) -> None:
 def plain_forward(orig_model: PreTrainedModel) -> Iterator[None]:
     """Let the model compute as transformers does inside the block: eagerly, with masks and caches,
     no dropout, no gradients."""
-    was_training = orig_model.training
-    orig_model.eval()
-    try:
-        with torch.no_grad(), run_eagerly(), plain_attention(orig_model), without_sequence_parallel(orig_model):
-            yield
-    finally:
-        orig_model.train(was_training)
+    with inference(orig_model), plain_attention(orig_model), without_sequence_parallel(orig_model):
+        yield

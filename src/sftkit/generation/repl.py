@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from sftkit.config.paths import expanded
@@ -57,7 +58,10 @@ def converse(stream: Stream, system: str | None) -> None:
         KeyboardInterrupt: a Ctrl-C has come that broke off no answer.
     """
     conversation = ChatHistory(system)
-    with _editing(), _signals():
+    # Ctrl-C is a KeyboardInterrupt and other signals are a SystemExit, so that line editing, which changes the terminal,
+    # puts it back. A script's own way would end the process at once.
+    with _editing(), exit_on_signals():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # put back with the others
         for line in iter(_ask, None):
             text = line.strip()
             if text.removeprefix("/") in EXITS:
@@ -146,14 +150,11 @@ def _ask() -> str | None:
 def _editing() -> Iterator[None]:
     """Let `input` edit lines inside the block, and remember those of earlier times; where Python has
     readline, on a terminal."""
-    try:
-        import readline
-    except ImportError:
+    if find_spec("readline") is None or not sys.stdin.isatty():
         yield
         return
-    if not sys.stdin.isatty():
-        yield
-        return
+    import readline
+
     with suppress(OSError):
         readline.read_history_file(HISTORY_FILE)
     try:
@@ -164,15 +165,3 @@ def _editing() -> Iterator[None]:
             HISTORY_FILE.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(HISTORY_FILE, os.O_WRONLY | os.O_CREAT, 0o600))  # nobody else's to read
             readline.write_history_file(HISTORY_FILE)
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Make Ctrl-C a KeyboardInterrupt and other signals a SystemExit inside the block, so that line editing, which
-    changes the terminal, puts it back. A script's own way would end the process at once."""
-    with exit_on_signals():
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)

@@ -23,42 +23,34 @@ MAX_REASON_BYTES = 300
 "The most bytes of an error's text that are reported."
 
 
+def _asks(operation: str) -> Any:
+    """Return a method that has the program's process do this with the object, by `Program.ask`."""
+    return lambda self, *values: self._program.ask(operation, self, *values)
+
+
 class Remote:
     """A function, class or object in the process of the program."""
 
     __slots__ = ("__weakref__", "_number", "_program")
+    _number: int
+    _program: Program
 
     def __init__(self, program: Program, number: int) -> None:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call it in its process; like every operation here, by `Program.ask`."""
+        """Call it in its process."""
         return self._program.ask("call", self, args, kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return self._program.ask("get", self, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        self._program.ask("set", self, name, value)
-
-    def __getitem__(self, key: object) -> Any:
-        return self._program.ask("item", self, key)
-
-    def __iter__(self) -> Any:
-        return self._program.ask("iter", self)
-
-    def __next__(self) -> Any:
-        return self._program.ask("next", self)
-
-    def __len__(self) -> Any:
-        return self._program.ask("len", self)
-
-    def __bool__(self) -> Any:
-        return self._program.ask("bool", self)
-
-    def __str__(self) -> Any:
-        return self._program.ask("str", self)
+    __getattr__ = _asks("get")
+    __setattr__ = _asks("set")
+    __getitem__ = _asks("item")
+    __iter__ = _asks("iter")
+    __next__ = _asks("next")
+    __len__ = _asks("len")
+    __bool__ = _asks("bool")
+    __str__ = _asks("str")
 
 
 class Program:

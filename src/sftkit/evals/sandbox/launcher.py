@@ -7,7 +7,6 @@ judge. A wall that cannot be built is an error on stderr, before any code of a m
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
@@ -19,10 +18,9 @@ from sftkit.evals.sandbox import walls
 from sftkit.evals.sandbox.channel import Channel
 from sftkit.evals.sandbox.judge import judge, program_exit_code
 from sftkit.evals.sandbox.program import serve
+from sftkit.evals.sandbox.walls import libc
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
-
-libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:

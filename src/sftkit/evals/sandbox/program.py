@@ -32,25 +32,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 "What the tests may ask of an object. Comparing is not among them: it is done in the judge's process."
 
 
-class Objects:
-    """Functions, classes and other objects of the program that are no plain data, by number."""
-
-    def __init__(self) -> None:
-        self.objects: list[object] = []
-        self.numbers: dict[int, int] = {}
-
-    def number_of(self, value: object) -> int:
-        """Return the object's number, a new one the first time."""
-        if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.objects)
-            self.objects.append(value)
-        return self.numbers[id(value)]
-
-    def object_of(self, number: int) -> object:
-        """Return the object of that number."""
-        return self.objects[number]
-
-
 def serve(channel: Channel) -> None:
     """Answer requests, the first of which is to run the program. EOFError: nobody asks any more."""
     # python -S leaves these out, and programs use them
@@ -59,14 +40,20 @@ def serve(channel: Channel) -> None:
     # dataclasses look the module of a class up here
     sys.modules["solution"] = module
     operations = OPERATIONS | {"run": partial(execute_program, module), "name": partial(name_of, module)}
-    objects = Objects()
+    # functions, classes and other objects that are no plain data; kept, so that no other gets the id of one
+    objects: dict[int, object] = {}
+
+    def number_of(value: object) -> int:
+        objects[id(value)] = value
+        return id(value)
+
     while True:
-        exchange = RequestAndReply(objects.number_of, objects.object_of)
+        exchange = RequestAndReply(number_of, objects.__getitem__)
         operation, *values = exchange.unpack(channel.receive())
         try:
             answer = exchange.pack(True, operations[operation](*values))  # noqa: FBT003 - a value that is sent
         except BaseException as error:
-            exchange = RequestAndReply(objects.number_of, objects.object_of)
+            exchange = RequestAndReply(number_of, objects.__getitem__)
             answer = exchange.pack(False, described(error))  # noqa: FBT003 - a value that is sent
         channel.send(answer)
 

@@ -78,10 +78,6 @@ class ProgramVerdict:
     "wall time, with the start of the sandbox (0.1 s)"
 
 
-class SandboxError(Exception):
-    """A wall of the sandbox could not be built; no code of a model has run."""
-
-
 def run_tests(job: ProgramTests, limits: ProgramLimits | None = None) -> ProgramVerdict:
     """Execute the program, then its tests, in two processes; it passes if the tests end without an exception.
 
@@ -94,9 +90,9 @@ def run_tests(job: ProgramTests, limits: ProgramLimits | None = None) -> Program
     for left in reversed(range(STARTS)):
         try:
             return _start(job, limits or ProgramLimits())
-        except (SandboxError, OSError) as error:
+        except OSError as error:
             if not left:
-                full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 advice = f"free some in {tempfile.gettempdir()}, or name another folder in TMPDIR" if full else ADVICE
                 raise ConfigError(f"the sandbox for model-written code does not work here: {error}; {advice}") from None
             time.sleep(0.5)
@@ -121,7 +117,7 @@ ADVICE = (
 
 
 def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
-    """Attempt `run` once; SandboxError if the program could not be started."""
+    """Attempt `run` once; OSError if a wall of the sandbox could not be built, and no code of a model has run."""
     nonce = secrets.token_hex(NONCE_BYTES // 2).encode()
     began = time.monotonic()
     with (
@@ -152,7 +148,7 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
         if not said.startswith(STARTED):
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
-            raise SandboxError(lines[-1] if in_time else f"no start in {limits.wall_seconds} s")
+            raise OSError(lines[-1] if in_time else f"no start in {limits.wall_seconds} s")
     passed = said == STARTED + nonce
     reason = "" if passed else failure_reason(said[1:], process.returncode, limits, in_time=in_time)
     return ProgramVerdict(passed, reason, seconds)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import os
 import struct
 
 REFUSED = {
@@ -118,7 +116,6 @@ AF_UNIX = 1
 LOAD, EQUALS, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
 
 def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -151,15 +148,3 @@ def filter_of(machine: str) -> bytes:
         steps += [step(EQUALS, numbers[place], 0, 4), step(LOAD, FIRST_ARGUMENT), step(comparison, value, 0, 1)]
         steps += [step(RETURN, if_true), step(RETURN, if_false)]
     return b"".join((*steps, step(RETURN, ALLOW)))
-
-
-def install_filter() -> None:
-    """Put this process and all that it starts under the filter, for good; it needs no_new_privs. OSError: it cannot
-    be."""
-    code = filter_of(os.uname().machine)
-    libc = ctypes.CDLL(None, use_errno=True)
-    steps = ctypes.create_string_buffer(code, len(code))
-    description = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(steps))
-    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, description, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"filter of system calls (seccomp): {os.strerror(number)}")

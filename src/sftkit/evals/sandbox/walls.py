@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import struct
 
 from sftkit.evals.sandbox import system_calls
 
@@ -13,7 +14,7 @@ CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100, 0x8000, 0x1, 0x2
-PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 24, 38
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 22, 2, 24, 38
 CAPABILITY_VERSION = 0x20080522
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 INSIDE_ID = 1000
@@ -22,7 +23,7 @@ OWN_PROCESSES = 3
 BOX = "/box"
 "Folder of the new root that becomes the program's: the kernel makes no user namespace for a process in a chroot."
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _check(what: str, result: int) -> None:
@@ -35,13 +36,13 @@ def _check(what: str, result: int) -> None:
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     """Call mount(2). OSError: it failed."""
     names = (source.encode(), target.encode(), kind.encode() if kind else None)
-    _check(f"mount {source} on {target}", _libc.mount(*names, ctypes.c_ulong(flags), options.encode()))
+    _check(f"mount {source} on {target}", libc.mount(*names, ctypes.c_ulong(flags), options.encode()))
 
 
 def make_read_only(path: str, flags: int) -> None:
     """Make a mount read-only (with AT_RECURSIVE: and those below it); needs Linux 5.12."""
     attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY | ATTR_NOSUID, 0, 0, 0)
-    result = _libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, ctypes.sizeof(attributes))
+    result = libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, ctypes.sizeof(attributes))
     _check(f"mount_setattr read-only {path}", result)
 
 
@@ -49,10 +50,10 @@ def new_namespaces() -> bool:
     """Give this process its own mounts, network, processes, IPC and host name; return whether it took a user namespace,
     which root does without."""
     apart = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
-    if os.geteuid() == 0 and _libc.unshare(apart) == 0:
+    if os.geteuid() == 0 and libc.unshare(apart) == 0:
         return False
     uid, gid = os.geteuid(), os.getegid()
-    _check("unshare (user namespace)", _libc.unshare(apart | CLONE_NEWUSER))
+    _check("unshare (user namespace)", libc.unshare(apart | CLONE_NEWUSER))
     for name, line in (("setgroups", "deny"), ("gid_map", f"{INSIDE_ID} {gid} 1"), ("uid_map", f"{INSIDE_ID} {uid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(line)
@@ -89,8 +90,8 @@ def build_root(root: str, visible: list[str], mib: int) -> None:
 def enter(root: str) -> None:
     """Make `root` the whole file system: nothing outside it can be named any more."""
     os.chdir(root)
-    _check("pivot_root", _libc.pivot_root(b".", b"."))
-    _check("umount of the old root", _libc.umount2(b".", MNT_DETACH))
+    _check("pivot_root", libc.pivot_root(b".", b"."))
+    _check("umount of the old root", libc.umount2(b".", MNT_DETACH))
     os.chroot(BOX)
     os.chdir("/tmp")
 
@@ -98,15 +99,25 @@ def enter(root: str) -> None:
 def drop_privileges(user: int | None) -> None:
     """Drop all capabilities for good; root becomes `user`, who owns nothing (None: a user namespace has done that)."""
     for capability in range(64):
-        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    _check("capset", _libc.capset(header, none))
-    _check("no_new_privs", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    system_calls.install_filter()
+    _check("capset", libc.capset(header, none))
+    _check("no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    install_filter()
+
+
+def install_filter() -> None:
+    """Put this process and all that it starts under the filter, for good; it needs no_new_privs. OSError: it cannot
+    be."""
+    code = system_calls.filter_of(os.uname().machine)
+    steps = ctypes.create_string_buffer(code, len(code))
+    description = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(steps))
+    result = libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, description, 0, 0)
+    _check("filter of system calls (seccomp)", result)
 
 
 def limit(limits: dict[str, int]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from sftkit.errors import DataError
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 
-ARC, OPENBOOKQA = "allenai/ai2_arc", "allenai/openbookqa"
+EASY = DatasetSplit(("arc_easy_test",), "allenai/ai2_arc", "ARC-Easy", "test")
+CHALLENGE = DatasetSplit(("arc_challenge_test",), "allenai/ai2_arc", "ARC-Challenge", "test")
+OPENBOOKQA = DatasetSplit(("openbookqa_test", "openbookqa_validation"), "allenai/openbookqa", "main", "test")
 
 
 def arc_item(row: CheckedRow) -> choices.Item:
@@ -34,20 +34,6 @@ def _item(row: CheckedRow, prompt: str, question: str) -> choices.Item:
     return choices.Item(prompt, question, tuple(texts), (labels.index(answer),))
 
 
-def _design(
-    name: str, item: Callable[[CheckedRow], choices.Item], hub: str, subset: str, *other_files: str
-) -> choices.Design:
-    """Return the design of one of the three. `other_files`: its examples' file may have these names too."""
-    return choices.Design(
-        name=name,
-        examples=DatasetSplit((f"{name}_test", *other_files), hub, subset, "test"),
-        shots=DatasetSplit((f"{name}_train",), hub, subset, "train"),
-        item=item,
-        metric="acc_norm",
-        judge=choices.judge_acc_norm,
-    )
-
-
-arc_easy = _design("arc_easy", arc_item, ARC, "ARC-Easy").build
-arc_challenge = _design("arc_challenge", arc_item, ARC, "ARC-Challenge").build
-openbookqa = _design("openbookqa", openbookqa_item, OPENBOOKQA, "main", "openbookqa_validation").build
+arc_easy = choices.Design("arc_easy", EASY, arc_item, "acc_norm").build
+arc_challenge = choices.Design("arc_challenge", CHALLENGE, arc_item, "acc_norm").build
+openbookqa = choices.Design("openbookqa", OPENBOOKQA, openbookqa_item, "acc_norm").build

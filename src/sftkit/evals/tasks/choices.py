@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import random
 import string
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Message, Task
+from sftkit.evals.task import Choices, ExampleScores, Judge, Likelihoods, Message, Task, each
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 
 SHOTS_SEED = 1234
@@ -40,25 +41,13 @@ class Item:
     "indices of the right ones"
 
 
-@dataclass(frozen=True)
-class Shots:
-    """The worked examples before each question."""
+class PromptStyle(NamedTuple):
+    """How the prompts of a task are written."""
 
-    num_shots: int
-    pool: Sequence[CheckedRow]
-    "where they come from"
-    drawn: str
-    "how, in words"
-
-
-NO_SHOTS = Shots(0, (), "")
-
-
-class Opening(NamedTuple):
-    """What prompts begin alike with."""
-
+    task: str
+    format: str
     group: str
-    "its name; empty: each prompt begins in its own way"
+    "name of what they begin alike with; empty: each begins in its own way"
     preamble: str = ""
     "format completion: text before the shots"
 
@@ -69,16 +58,13 @@ class Design:
 
     name: str
     examples: DatasetSplit
-    shots: DatasetSplit | None
-    "where shots come from; None: the task takes none"
     item: Callable[[CheckedRow], Item]
-    metric: str
-    "format completion: the metric that stands for the task"
-    judge: Callable[[Sequence[Choices], Sequence[Likelihoods]], list[ExampleScores]]
-    "format completion; in a chat it is the letter's accuracy"
-    letter_metric: str = "acc"
-    letter_judge: Callable[[Sequence[Choices], Sequence[Likelihoods]], list[ExampleScores]] | None = None
-    "format chat; None: accuracy of the letter"
+    metric: str = "acc"
+    "the metric that stands for the task"
+    judge: Judge[Choices, Likelihoods] | None = None
+    "who marks the metric; None: judge_acc or judge_acc_norm, and in a chat always the letter's accuracy"
+    takes_shots: bool = True
+    "from split train of the same data set, in a file NAME_train"
     one_more: bool = False
     "lm-evaluation-harness draws one shot more than it needs, in case the example is among them"
     group: str = ""
@@ -89,35 +75,34 @@ class Design:
         rows = read(self.examples)
         shots = shots or 0
         in_chat = format == "chat"
-        pool = shot_rows(self.name, self.shots, read, shots, spare=int(self.one_more))
+        train = replace(self.examples, files=(f"{self.name}_train",), split="train") if self.takes_shots else None
+        pool = shot_rows(self.name, train, read, shots, spare=int(self.one_more))
         chosen = rows[:max_examples]
         drawn = drawn_shots(pool, chosen, shots, format, one_more=self.one_more)
-        ask, group = (lettered, self.name if shots else "") if in_chat else (continued, "" if shots else self.group)
-        examples = [
-            ask(self.name, row, self.item(row), [self.item(shot) for shot in of_row], Opening(group))
+        alike = (self.name if shots else "") if in_chat else ("" if shots else self.group)
+        style = PromptStyle(self.name, format, alike)
+        examples = tuple(
+            example(style, row, self.item(row), [self.item(shot) for shot in of_row])
             for row, of_row in zip(chosen, drawn, strict=True)
-        ]
-        return Task(
-            name=self.name,
-            examples=tuple(examples),
-            judge=(self.letter_judge or judge_acc) if in_chat else self.judge,
-            metric=self.letter_metric if in_chat else self.metric,
-            chance=chance(examples),
-            settings=settings_of(rows, format, max_examples, Shots(shots, pool, DRAWN[format])),
         )
+        metric = "acc" if in_chat and self.judge is None else self.metric
+        judge = self.judge or (judge_acc_norm if metric == "acc_norm" else judge_acc)
+        settings = settings_of(rows, format, max_examples) | shot_settings(shots, pool, DRAWN[format])
+        return Task(self.name, examples, judge, metric, chance(examples), settings)
 
 
-def settings_of(
-    rows: Sequence[CheckedRow], format: str, max_examples: int | None, shots: Shots = NO_SHOTS
-) -> dict[str, Any]:
-    """Return what it takes to ask the same questions again."""
+def settings_of(rows: Sequence[CheckedRow], format: str, max_examples: int | None) -> dict[str, Any]:
+    """Return what it takes to ask the same questions again, without shots."""
     selection = "all rows" if max_examples is None else f"the first {max_examples}"
-    settings = {"format": format, "shots": shots.num_shots, "data": rows[0].origin, "rows": len(rows)}
-    from_pool = {"shots_from": shots.pool[0].origin, "shots_drawn": shots.drawn} if shots.num_shots else {}
-    return {**settings, "selection": selection, **from_pool}
+    return {"format": format, "shots": 0, "data": rows[0].origin, "rows": len(rows), "selection": selection}
 
 
 # ---- shots -----------------------------------------------------------------------------------------------------------
+
+
+def shot_settings(shots: int, pool: Sequence[CheckedRow], drawn: str) -> dict[str, Any]:
+    """Return how many shots there are, where they come from, and how they are drawn; empty without shots."""
+    return {"shots": shots, "shots_from": pool[0].origin, "shots_drawn": drawn} if shots else {}
 
 
 def shot_rows(name: str, split: DatasetSplit | None, read: Read, shots: int, spare: int = 0) -> list[CheckedRow]:
@@ -153,38 +138,35 @@ def drawn_shots(
 # ---- what the model is asked -----------------------------------------------------------------------------------------
 
 
-def continued(name: str, row: CheckedRow, item: Item, shots: Sequence[Item], opening: Opening) -> Choices:
-    """Return an example of format completion: which choice continues the prompt best. Shots stand before it with
-    their first right choice."""
-    shown = "".join(f"{shot.prompt} {shot.choices[shot.gold[0]]}\n\n" for shot in shots)
+def example(style: PromptStyle, row: CheckedRow, item: Item, shots: Sequence[Item]) -> Choices:
+    """Return an example. Format completion: which choice continues the prompt best; shots stand before it with their
+    first right choice. Format chat: which letter the assistant answers with; shots are earlier turns."""
+    prompt: str | tuple[Message, ...]
+    if style.format == "chat":
+        if len(item.choices) > len(string.ascii_uppercase):
+            raise DataError(f"{row.where}: {len(item.choices)} choices, and 26 letters for them")
+        turns = [(options(shot), string.ascii_uppercase[shot.gold[0]]) for shot in shots]
+        prompt = conversation(turns, options(item))
+        space, texts = "", tuple(string.ascii_uppercase[: len(item.choices)])
+    else:
+        shown = "".join(f"{shot.prompt} {shot.choices[shot.gold[0]]}\n\n" for shot in shots)
+        prompt = f"{style.preamble}{shown}{item.prompt}"
+        space, texts = " ", item.choices
     return Choices(
-        id=f"{name}/{row.index}",
-        prompt=f"{opening.preamble}{shown}{item.prompt}",
-        continuations=tuple(f" {choice}" for choice in item.choices),
+        id=f"{style.task}/{row.index}",
+        prompt=prompt,
+        continuations=tuple(space + text for text in texts),
         gold=item.gold,
-        lengths=tuple(map(len, item.choices)),
-        group=opening.group,
+        lengths=tuple(map(len, texts)),
+        group=style.group,
         source=dict(row),
     )
 
 
-def lettered(name: str, row: CheckedRow, item: Item, shots: Sequence[Item], opening: Opening) -> Choices:
-    """Return an example of format chat: which letter the assistant answers with. Shots are earlier turns."""
-    if len(item.choices) > len(string.ascii_uppercase):
-        raise DataError(f"{row.where}: {len(item.choices)} choices, and 26 letters for them")
-    messages: list[Message] = []
-    for shot in shots:
-        messages.append({"role": "user", "content": options(shot)})
-        messages.append({"role": "assistant", "content": string.ascii_uppercase[shot.gold[0]]})
-    return Choices(
-        id=f"{name}/{row.index}",
-        prompt=(*messages, {"role": "user", "content": options(item)}),
-        continuations=tuple(string.ascii_uppercase[: len(item.choices)]),
-        gold=item.gold,
-        lengths=(1,) * len(item.choices),
-        group=opening.group,
-        source=dict(row),
-    )
+def conversation(turns: Iterable[tuple[str, str]], question: str) -> tuple[Message, ...]:
+    """Return a user's question after turns of (question, answer)."""
+    earlier = (({"role": "user", "content": ask}, {"role": "assistant", "content": answer}) for ask, answer in turns)
+    return (*chain.from_iterable(earlier), {"role": "user", "content": question})
 
 
 def options(item: Item) -> str:
@@ -196,22 +178,18 @@ def options(item: Item) -> str:
 # ---- how answers are judged ------------------------------------------------------------------------------------------
 
 
-def judge_acc(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
+@each
+def judge_acc(example: Choices, likelihoods: Likelihoods) -> ExampleScores:
     """Mark acc: 1 if a right choice is the most likely one, else 0."""
-    return [
-        {"acc": float(_best(likelihoods.sums) in example.gold)}
-        for example, likelihoods in zip(examples, outputs, strict=True)
-    ]
+    return {"acc": _is_right(example, likelihoods.sums)}
 
 
-def judge_acc_norm(examples: Sequence[Choices], outputs: Sequence[Likelihoods]) -> list[ExampleScores]:
+@each
+def judge_acc_norm(example: Choices, likelihoods: Likelihoods) -> ExampleScores:
     """Mark acc, and acc_norm: the same with log-likelihoods divided by the characters of their choices."""
-    scores = judge_acc(examples, outputs)
-    for score, example, likelihoods in zip(scores, examples, outputs, strict=True):
-        each = zip(likelihoods.sums, example.lengths, strict=True)
-        best = _best([nats / length if length else -math.inf for nats, length in each])
-        score["acc_norm"] = float(best in example.gold)
-    return scores
+    sums = zip(likelihoods.sums, example.lengths, strict=True)
+    normed = [nats / length if length else -math.inf for nats, length in sums]
+    return {"acc": _is_right(example, likelihoods.sums), "acc_norm": _is_right(example, normed)}
 
 
 def chance(examples: Sequence[Choices]) -> float:
@@ -219,6 +197,6 @@ def chance(examples: Sequence[Choices]) -> float:
     return sum(len(example.gold) / len(example.continuations) for example in examples) / len(examples)
 
 
-def _best(scores: Sequence[float]) -> int:
-    """Return the index of the highest score, the first one of equals."""
-    return max(range(len(scores)), key=scores.__getitem__)
+def _is_right(example: Choices, scores: Sequence[float]) -> float:
+    """Return 1.0 if the highest score, the first one of equals, is that of a right choice, else 0.0."""
+    return float(max(range(len(scores)), key=scores.__getitem__) in example.gold)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox import check
 from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
-from sftkit.evals.task import ExampleScores, Question
+from sftkit.evals.task import ExampleScores, Question, Task
 from sftkit.generation.answer import Answer
 
 BLOCK = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
@@ -31,18 +31,22 @@ def code_of(answer: str) -> str:
     return next((block["code"] for block in [*python, *blocks]), answer)
 
 
-def judge(
-    job: Callable[[Question, str], ProgramTests], questions: Sequence[Question], answers: Sequence[Answer]
-) -> list[ExampleScores]:
-    """Mark pass_at_1: 1 for each answer of which `job` makes a program whose tests end without an error."""
-    jobs = [job(question, answer.text) for question, answer in zip(questions, answers, strict=True)]
-    return [{"pass_at_1": float(verdict.passed)} for verdict in run_many(jobs)]
-
-
-def program_settings() -> dict[str, Any]:
-    """Return where the programs ran."""
-    return {
+def task(
+    name: str, questions: Iterable[Question], job: Callable[[Question, str], ProgramTests], settings: dict[str, Any]
+) -> Task[Question, Answer]:
+    """Return a task that is judged by running, for each question, what `job` makes of it and of the answer's program:
+    in a chat the code in the answer. `settings` get where the programs ran."""
+    in_chat = settings["format"] == "chat"
+    where = {
         "python": f"{platform.python_version()}, the standard library alone",
         "limits": asdict(ProgramLimits()),
         "memory": check.memory_bound(),
     }
+
+    def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
+        """Mark pass_at_1: 1 for each answer whose tests end without an error."""
+        programs = [f"\n\n{code_of(answer.text)}" if in_chat else answer.text for answer in answers]
+        verdicts = run_many([job(*pair) for pair in zip(questions, programs, strict=True)])
+        return [{"pass_at_1": float(verdict.passed)} for verdict in verdicts]
+
+    return Task(name, tuple(questions), judge, metric="pass_at_1", chance=0.0, settings=settings | where)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.errors import DataError
-from sftkit.evals.task import ExampleScores, Message, Question, Task
+from sftkit.evals.task import ExampleScores, Question, Task, each
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.generation.answer import Answer
@@ -35,14 +35,10 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     pool = choices.shot_rows("gsm8k", TRAIN, read, shots)
     chosen = rows[:max_examples]
     drawn = choices.drawn_shots(pool, chosen, shots, format)
-    return Task(
-        name="gsm8k",
-        examples=tuple(_question(row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True)),
-        judge=judge_chat if in_chat else judge,
-        metric="exact_match",
-        chance=0.0,
-        settings=choices.settings_of(rows, format, max_examples, choices.Shots(shots, pool, choices.DRAWN[format])),
-    )
+    examples = tuple(_question(row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True))
+    settings = choices.settings_of(rows, format, max_examples)
+    settings |= choices.shot_settings(shots, pool, choices.DRAWN[format])
+    return Task("gsm8k", examples, judge_chat if in_chat else judge, "exact_match", chance=0.0, settings=settings)
 
 
 def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question:
@@ -50,7 +46,8 @@ def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Ques
     if parse_number(row.text("answer")) is None:
         raise DataError(f'{row.where}: column "answer": there is no number in {row["answer"]!r}')
     if format == "chat":
-        prompt = (*(message for shot in shots for message in _turns(shot)), _turns(row)[0])
+        turns = [(shot.text("question"), shot.text("answer")) for shot in shots]
+        prompt = choices.conversation(turns, row.text("question"))
     else:
         prompt = "".join(f"{_question_text(shot)} {shot.text('answer')}\n\n" for shot in shots) + _question_text(row)
     return Question(
@@ -68,31 +65,21 @@ def _question_text(row: CheckedRow) -> str:
     return f"Question: {row.text('question')}\nAnswer:"
 
 
-def _turns(row: CheckedRow) -> list[Message]:
-    return [{"role": "user", "content": row.text("question")}, {"role": "assistant", "content": row.text("answer")}]
-
-
 # ---- how answers are judged ------------------------------------------------------------------------------------------
 
 
-def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
+@each
+def judge(question: Question, answer: Answer) -> ExampleScores:
     """Mark exact_match: the number after ####; and exact_match_flexible: the last number. As
     lm-evaluation-harness reads them."""
-    return [
-        {
-            "exact_match": float(_normal(strict(answer.text)) == _normal(question.target)),
-            "exact_match_flexible": float(_normal(flexible(answer.text)) == _normal(question.target)),
-        }
-        for question, answer in zip(questions, answers, strict=True)
-    ]
+    found, right = {"exact_match": strict, "exact_match_flexible": flexible}, _normal(question.target)
+    return {metric: float(_normal(number_of(answer.text)) == right) for metric, number_of in found.items()}
 
 
-def judge_chat(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
+@each
+def judge_chat(question: Question, answer: Answer) -> ExampleScores:
     """Mark exact_match: the number after ####, or the last number if there is no ####, has the right value."""
-    return [
-        {"exact_match": float(parse_number(answer.text) == parse_number(question.target))}
-        for question, answer in zip(questions, answers, strict=True)
-    ]
+    return {"exact_match": float(parse_number(answer.text) == parse_number(question.target))}
 
 
 def strict(text: str) -> str:

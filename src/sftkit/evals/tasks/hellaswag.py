@@ -7,7 +7,7 @@ import re
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 
-HUB = "Rowan/hellaswag"
+VALIDATION = DatasetSplit(("hellaswag_validation",), "Rowan/hellaswag", None, "validation")
 
 
 def item(row: CheckedRow) -> choices.Item:
@@ -25,12 +25,4 @@ def cleaned(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-build = choices.Design(
-    name="hellaswag",
-    examples=DatasetSplit(("hellaswag_validation",), HUB, None, "validation"),
-    shots=DatasetSplit(("hellaswag_train",), HUB, None, "train"),
-    item=item,
-    metric="acc_norm",
-    judge=choices.judge_acc_norm,
-    one_more=True,
-).build
+build = choices.Design("hellaswag", VALIDATION, item, "acc_norm", one_more=True).build

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox.programs import ProgramTests
 from sftkit.evals.task import Message, Question, Task
@@ -27,14 +25,8 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
         raise ConfigError(f"eval.shots: {shots}: humaneval has no few-shot examples; set 0 or null")
     code.require_sandbox("humaneval")
     rows = read(TEST)
-    return Task(
-        name="humaneval",
-        examples=tuple(_question(row, format) for row in rows[:max_examples]),
-        judge=partial(code.judge, job_chat if format == "chat" else job),
-        metric="pass_at_1",
-        chance=0.0,
-        settings=choices.settings_of(rows, format, max_examples) | code.program_settings(),
-    )
+    questions = [_question(row, format) for row in rows[:max_examples]]
+    return code.task("humaneval", questions, job, choices.settings_of(rows, format, max_examples))
 
 
 def _question(row: CheckedRow, format: str) -> Question:
@@ -56,13 +48,8 @@ def _question(row: CheckedRow, format: str) -> Question:
 
 def job(question: Question, completion: str) -> ProgramTests:
     """Return the prompt with its completion and the tests, which take the asked function from there; imports and
-    helpers, which some use, come from the prompt itself."""
+    helpers, which some use, come from the prompt itself. The code of a chat answer stands after the prompt, a function
+    with only a docstring, and defines it anew or is its body."""
     target = question.target
     program = target["prompt"] + completion
     return ProgramTests(program, target["tests"], names=(target["name"],), preamble=target["prompt"])
-
-
-def job_chat(question: Question, answer: str) -> ProgramTests:
-    """Return the prompt, a function with only a docstring, then the code of an answer, which defines it anew or is its
-    body, with the tests."""
-    return job(question, f"\n\n{code.code_of(answer)}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from sftkit.config.commands import install
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.task import ExampleScores, Question, Task
+from sftkit.evals.task import ExampleScores, Question, Task, each
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.evals.tasks.ifeval_rules import LANGUAGE, RULES, detects_languages
@@ -31,19 +30,13 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     kept = [i for i, rules in enumerate(rules_of) if languages or not any(name in LANGUAGE for name, _ in rules)]
     if not kept:
         raise ConfigError(f"{rows[0].origin}: every prompt has a rule about its language: {install('sftkit[eval]')}")
-    return Task(
-        name="ifeval",
-        examples=tuple(_question(rows[i], rules_of[i], format) for i in kept[:max_examples]),
-        judge=judge,
-        metric="prompt_strict",
-        chance=0.0,
-        settings=choices.settings_of(rows, format, max_examples)
-        | {
-            "languages": "langdetect, seed 0" if languages else "not checked: langdetect is not installed",
-            "left_out": len(rows) - len(kept),
-            "sentences": "Punkt with a fixed list of abbreviations",
-        },
-    )
+    examples = tuple(_question(rows[i], rules_of[i], format) for i in kept[:max_examples])
+    settings = choices.settings_of(rows, format, max_examples) | {
+        "languages": "langdetect, seed 0" if languages else "not checked: langdetect is not installed",
+        "left_out": len(rows) - len(kept),
+        "sentences": "Punkt with a fixed list of abbreviations",
+    }
+    return Task("ifeval", examples, judge, "prompt_strict", chance=0.0, settings=settings)
 
 
 def _rules(row: CheckedRow) -> list[tuple[str, dict[str, Any]]]:
@@ -77,18 +70,14 @@ def _question(row: CheckedRow, rules: list[tuple[str, dict[str, Any]]], format: 
     )
 
 
-def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
+@each
+def judge(question: Question, answer: Answer) -> ExampleScores:
     """Mark prompt_*: all instructions are followed; inst_*: each one; strict: as answered,
     loose: in some trimmed form."""
-    scores: list[ExampleScores] = []
-    for question, answer in zip(questions, answers, strict=True):
-        strict = [float(_follows(answer.text, *rule)) for rule in question.target]
-        forms = loose_forms(answer.text)
-        loose = [float(any(_follows(form, *rule) for form in forms)) for rule in question.target]
-        scores.append(
-            {"prompt_strict": min(strict), "inst_strict": strict, "prompt_loose": min(loose), "inst_loose": loose}
-        )
-    return scores
+    strict = [float(_follows(answer.text, *rule)) for rule in question.target]
+    forms = loose_forms(answer.text)
+    loose = [float(any(_follows(form, *rule) for form in forms)) for rule in question.target]
+    return {"prompt_strict": min(strict), "inst_strict": strict, "prompt_loose": min(loose), "inst_loose": loose}
 
 
 def _follows(answer: str, name: str, arguments: dict[str, Any]) -> bool:

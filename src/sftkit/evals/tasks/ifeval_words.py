@@ -136,6 +136,7 @@ def _with_closing(sentences: list[str]) -> list[str]:
 
 # ---- words -----------------------------------------------------------------------------------------------------------
 
+_JOINED = (("can", "not"), ("d", "'ye"), ("gim|lem", "me"), ("gon", "na"), ("got", "ta"), ("more", "'n"))
 _TREEBANK = (
     (r"([«“‘„]|`+)", r" \1 "),
     (r'^"', "``"),
@@ -156,12 +157,7 @@ _TREEBANK = (
     (r"\s+", " "),
     (r"([^' ])('[sS]|'[mM]|'[dD]|') ", r"\1 \2 "),
     (r"([^' ])('ll|'LL|'re|'RE|'ve|'VE|n't|N'T) ", r"\1 \2 "),
-    (r"(?i)\b(can)(not)\b", r" \1 \2 "),
-    (r"(?i)\b(d)('ye)\b", r" \1 \2 "),
-    (r"(?i)\b(gim|lem)(me)\b", r" \1 \2 "),
-    (r"(?i)\b(gon)(na)\b", r" \1 \2 "),
-    (r"(?i)\b(got)(ta)\b", r" \1 \2 "),
-    (r"(?i)\b(more)('n)\b", r" \1 \2 "),
+    *((rf"(?i)\b({first})({second})\b", r" \1 \2 ") for first, second in _JOINED),
     (r"(?i)\b(wan)(na)(?=\s)", r" \1 \2 "),
     (r"(?i) ('t)(is|was)\b", r" \1 \2 "),
 )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.sandbox.programs import ProgramTests
-from sftkit.evals.task import Message, Question, Task
+from sftkit.evals.task import Question, Task
 from sftkit.evals.tasks import choices, code
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.generation.answer import Answer
@@ -36,15 +35,9 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     code.require_sandbox("mbpp")
     rows = _of_ids(read(TEST), TEST_IDS)
     pool = _of_ids(read(PROMPT), SHOT_IDS[:shots]) if shots else []
-    return Task(
-        name="mbpp",
-        examples=tuple(_question(row, pool, format) for row in rows[:max_examples]),
-        judge=partial(code.judge, job_chat if format == "chat" else job),
-        metric="pass_at_1",
-        chance=0.0,
-        settings=choices.settings_of(rows, format, max_examples, choices.Shots(shots, pool, "tasks 2, 3, 4"))
-        | code.program_settings(),
-    )
+    questions = [_question(row, pool, format) for row in rows[:max_examples]]
+    settings = choices.settings_of(rows, format, max_examples) | choices.shot_settings(shots, pool, "tasks 2, 3, 4")
+    return code.task("mbpp", questions, job, settings)
 
 
 def _of_ids(rows: Sequence[CheckedRow], ids: Sequence[int]) -> list[CheckedRow]:
@@ -56,13 +49,11 @@ def _of_ids(rows: Sequence[CheckedRow], ids: Sequence[int]) -> list[CheckedRow]:
 
 
 def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question:
-    messages: list[Message] = []
-    for shot in shots:
-        messages += [_ask(shot), {"role": "assistant", "content": f"```python\n{shot.text('code')}\n```"}]
+    turns = [(_ask(shot), f"```python\n{shot.text('code')}\n```") for shot in shots]
     text = "".join(f"{_begin(shot)}{shot.text('code')}\n[DONE]\n\n" for shot in shots) + _begin(row)
     return Question(
         id=f"mbpp/{row['task_id']}",
-        prompt=(*messages, _ask(row)) if format == "chat" else text,
+        prompt=choices.conversation(turns, _ask(row)) if format == "chat" else text,
         max_new_tokens=MAX_NEW_TOKENS[format],
         stop=() if format == "chat" else STOP,
         target=_target(row),
@@ -93,17 +84,12 @@ def _begin(row: CheckedRow) -> str:
     )
 
 
-def _ask(row: CheckedRow) -> Message:
+def _ask(row: CheckedRow) -> str:
     tests = "\n".join(row.texts("test_list"))
     ask = f"You are an expert Python programmer, and here is your task:\n{row.text('text')}\nYour code should pass these tests:"
-    return {"role": "user", "content": f"{ask}\n{tests}"}
+    return f"{ask}\n{tests}"
 
 
 def job(question: Question, program: str) -> ProgramTests:
-    """Return what was written before [DONE], with the tests of its question."""
+    """Return what was written before [DONE], or the code in a chat answer, with the tests of its question."""
     return ProgramTests(program, question.target["tests"], names=tuple(question.target["names"]))
-
-
-def job_chat(question: Question, answer: str) -> ProgramTests:
-    """Return the code in an answer, with the tests of its question."""
-    return job(question, code.code_of(answer))

@@ -25,18 +25,12 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     pool = read(DEV) if shots else []
     shots_of = _shots_by_subject(rows, pool, shots)
     chosen = spread_over_subjects(rows, max_examples)
-    examples = [_example(row, shots_of[row.text("subject")], format) for row in chosen]
-    settings = choices.settings_of(rows, format, max_examples, choices.Shots(shots, pool, "the subject's first ones"))
+    examples = tuple(_example(row, shots_of[row.text("subject")], format) for row in chosen)
+    settings = choices.settings_of(rows, format, max_examples)
     if max_examples is not None:
         settings["selection"] = f"{max_examples}, spread evenly over the subjects"
-    return Task(
-        name="mmlu",
-        examples=tuple(examples),
-        judge=choices.judge_acc,
-        metric="acc",
-        chance=choices.chance(examples),
-        settings=settings,
-    )
+    settings |= choices.shot_settings(shots, pool, "the subject's first ones")
+    return Task("mmlu", examples, choices.judge_acc, "acc", choices.chance(examples), settings)
 
 
 def spread_over_subjects(rows: Sequence[CheckedRow], max_examples: int | None) -> list[CheckedRow]:
@@ -52,11 +46,8 @@ def _shots_by_subject(
     rows: Sequence[CheckedRow], pool: Sequence[CheckedRow], shots: int
 ) -> dict[str, list[CheckedRow]]:
     """Return subject -> its first `shots` rows of the pool."""
-    of_subject: dict[str, list[CheckedRow]] = {row.text("subject"): [] for row in rows}
-    for row in pool:
-        found = of_subject.get(row.text("subject"), [])
-        if len(found) < shots:
-            found.append(row)
+    subjects = dict.fromkeys(row.text("subject") for row in rows)
+    of_subject = {name: [row for row in pool if row.text("subject") == name][:shots] for name in subjects}
     for subject, found in sorted(of_subject.items()):
         if len(found) < shots:
             raise ConfigError(f"eval.shots: {shots}: {pool[0].origin} has {len(found)} rows of {subject}")
@@ -67,8 +58,8 @@ def _example(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Choic
     subject = row.text("subject")
     topic = subject.replace("_", " ")
     preamble = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
-    ask, item = (choices.lettered, _chat_item) if format == "chat" else (choices.continued, _item)
-    return ask("mmlu", row, item(row), [item(shot) for shot in shots], choices.Opening(subject, preamble))
+    style, item = choices.PromptStyle("mmlu", format, subject, preamble), _chat_item if format == "chat" else _item
+    return choices.example(style, row, item(row), [item(shot) for shot in shots])
 
 
 def _item(row: CheckedRow) -> choices.Item:

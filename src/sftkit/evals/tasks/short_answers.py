@@ -5,7 +5,8 @@ from __future__ import annotations
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 
-PIQA, SUPER_GLUE = "baber/piqa", "aps/super_glue"
+PIQA = DatasetSplit(("piqa_validation",), "baber/piqa", None, "validation")
+BOOLQ = DatasetSplit(("boolq_validation",), "aps/super_glue", "boolq", "validation")
 
 
 def piqa_item(row: CheckedRow) -> choices.Item:
@@ -23,21 +24,5 @@ def boolq_item(row: CheckedRow) -> choices.Item:
     return choices.Item(f"{question}\nAnswer:", question, ("no", "yes"), (row.number(column, 2),))
 
 
-piqa = choices.Design(
-    name="piqa",
-    examples=DatasetSplit(("piqa_validation",), PIQA, None, "validation"),
-    shots=DatasetSplit(("piqa_train",), PIQA, None, "train"),
-    item=piqa_item,
-    metric="acc_norm",
-    judge=choices.judge_acc_norm,
-    one_more=True,
-).build
-boolq = choices.Design(
-    name="boolq",
-    examples=DatasetSplit(("boolq_validation",), SUPER_GLUE, "boolq", "validation"),
-    shots=DatasetSplit(("boolq_train",), SUPER_GLUE, "boolq", "train"),
-    item=boolq_item,
-    metric="acc",
-    judge=choices.judge_acc,
-    one_more=True,
-).build
+piqa = choices.Design("piqa", PIQA, piqa_item, "acc_norm", one_more=True).build
+boolq = choices.Design("boolq", BOOLQ, boolq_item, one_more=True).build
