@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from sftkit.checkpoint import weight_files
-from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
+from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.config.schema import CheckpointConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import CheckpointError
@@ -76,8 +76,8 @@ class Run:
             fully_shard(self.orig_model, mesh=mesh)
         self.optimizer = build_optimizer(self.orig_model, OptimConfig(name="adamw", lr=1e-2))
         config = config or CheckpointConfig()
-        state = TrainState(self.orig_model, tokenizer, self.optimizer)
-        self.checkpoints = Checkpoints(run_dir, config, self.rt, state, RunSetup(recipe, identity or {}))
+        state = (self.orig_model, tokenizer, self.optimizer)
+        self.checkpoints = Checkpoints(run_dir, config, self.rt, *state, recipe, identity or {})
         self.orig_model.train()
 
     def steps(self, start: int, stop: int, every: int | None = None, wait: bool = False) -> list[float]:

@@ -17,6 +17,7 @@ from sftkit.config.schema import LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.loader import Batches, StepDataset
 from sftkit.data.shard import RankRows
 from sftkit.engine.step import RankSums, TrainStep, exchange, optimizer_step
+from sftkit.errors import DataError
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Totals
@@ -65,9 +66,22 @@ def large_norms(rt: runtime.Runtime) -> dict[str, float]:
     }
 
 
+def errors_of_main(rt: runtime.Runtime) -> list[str]:
+    """What each rank gets where the main rank alone raises: class and message."""
+
+    def decide() -> None:
+        raise DataError(f"found by rank {rt.rank}", reason="test")
+
+    try:
+        rt.from_main(decide)
+    except DataError as error:
+        return rt.gathered(f"{error}, {error.reason}")
+    return []
+
+
 def main(out: str) -> None:
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
-    found = {**train(rt), "norms": large_norms(rt)}
+    found = {**train(rt), "norms": large_norms(rt), "errors": errors_of_main(rt)}
     if rt.is_main:
         Path(out).write_text(json.dumps(found))
 

@@ -18,7 +18,7 @@ import torch
 from helpers import before_each_step, make_examples, make_layout_of, tiny_llama
 from transformers import PreTrainedTokenizerFast
 
-from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
+from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.writer import Snapshot, Writer
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
@@ -200,9 +200,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
     if fault == "fails in the warm-up" and not Path(os.environ["FAULT_ONCE"]).exists():
         engine.warm_up = fail_in_warm_up
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
-    checkpoints = Checkpoints(
-        folder, cfg.checkpoint, rt, TrainState(orig_model, tokenizer, engine.optimizer), RunSetup(to_yaml(cfg))
-    )
+    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, to_yaml(cfg))
     resumed = checkpoints.resume(resume)
 
     def evaluate(_: int) -> tuple[dict[str, float | None], list[dict[str, Any]]]:

@@ -13,7 +13,7 @@ import torch
 from helpers import before_each_step, make_examples, tiny_llama, tiny_recipe
 from transformers import AutoTokenizer
 
-from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
+from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.resume import find_checkpoint
 from sftkit.config.load import to_yaml
@@ -91,8 +91,8 @@ def run(
     orig_model = tiny_llama()
     engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))
     identity = run_identity(orig_model, tokenizer, examples, batches.layout)
-    state, setup = TrainState(orig_model, tokenizer, engine.optimizer), RunSetup(to_yaml(cfg), identity)
-    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, state, setup)
+    state = (orig_model, tokenizer, engine.optimizer)
+    checkpoints = Checkpoints(folder, cfg.checkpoint, rt, *state, to_yaml(cfg), identity)
     resumed = checkpoints.resume(found, changes)
     at, forward = [0], ModelWithLoss.forward
     taken: dict[int, StepBatches] = {}

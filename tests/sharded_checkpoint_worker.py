@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from sftkit.checkpoint import weight_files
-from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
+from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.state_store import snapshot_states
 from sftkit.config.schema import CheckpointConfig
 from sftkit.ops.dtensor import local_region
@@ -27,8 +27,7 @@ SAVED = 2
 
 def checkpoints_of(job: Job, folder: Path) -> Checkpoints:
     tokenizer = AutoTokenizer.from_pretrained(folder.parent / "tokenizer")
-    state = TrainState(job.orig_model, tokenizer, job.optimizer)
-    return Checkpoints(folder, CheckpointConfig(), job.rt, state, RunSetup("run: {}\n"))
+    return Checkpoints(folder, CheckpointConfig(), job.rt, job.orig_model, tokenizer, job.optimizer, "run: {}\n")
 
 
 def everything(job: Job) -> dict[str, torch.Tensor]:

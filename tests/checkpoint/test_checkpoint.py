@@ -16,7 +16,7 @@ import torch
 from helpers import VOCAB_SIZE, cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
+from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.resume import find_checkpoint
 from sftkit.checkpoint.state_store import SafeReader, load_states
 from sftkit.config.schema import (
@@ -78,9 +78,7 @@ def run(
     layout = make_layout_of(kind, examples.lengths, micro=4)
     batches = Batches(StepDataset(examples, layout), seed=0)
     engine = make_engine(cfg, rt, run_dir, Training(orig_model, NextToken(cfg.loss), layout))
-    checkpoints = Checkpoints(
-        run_dir, cfg.checkpoint, rt, TrainState(orig_model, tokenizer, engine.optimizer), RunSetup("run: {}\n")
-    )
+    checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, "run: {}\n")
     resumed = checkpoints.resume(resume)
     with closing(engine), Tracker(run_dir, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
         return train(cfg, rt, engine, batches, TrainServices(lambda _: ({}, []), checkpoints, tracker, resumed))
@@ -132,13 +130,8 @@ def optimizer_states(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_loads_in_plain_transformers_and_gives_identical_logits(tmp_path: Path, tokenizer) -> None:
     rt = cpu_runtime()
     orig_model = tiny_llama(dropout=0.0)
-    checkpoints = Checkpoints(
-        tmp_path,
-        CheckpointConfig(),
-        rt,
-        TrainState(orig_model, tokenizer, build_optimizer(orig_model, OptimConfig(name="adamw"))),
-        RunSetup("x: 1\n"),
-    )
+    optimizer = build_optimizer(orig_model, OptimConfig(name="adamw"))
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), rt, orig_model, tokenizer, optimizer, "x: 1\n")
     orig_model.generation_config.eos_token_id = [5, 6]
     folder = checkpoints.save(3, {"tokens": 10}, wait=True)
     loaded = AutoModelForCausalLM.from_pretrained(folder)

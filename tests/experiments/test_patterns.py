@@ -16,8 +16,13 @@ from sftkit.config.topology import topology_of
 from sftkit.errors import ConfigError
 from sftkit.experiments.patterns.cases import TOPOLOGY_CASES, TopologyCase
 from sftkit.experiments.patterns.run import read_pattern_results
-from sftkit.experiments.patterns.tables import loss_difference, terminal_tables
-from sftkit.experiments.patterns.timeline import bubble, bubble_by_formula, timeline_picture
+from sftkit.experiments.patterns.tables import (
+    bubble,
+    bubble_by_formula,
+    loss_difference,
+    terminal_tables,
+    timeline_picture,
+)
 from sftkit.launch.launch import CONFIGS
 
 PAGE = runpy.run_path(str(ROOT / "benchmarks/patterns/tables.py"))

@@ -20,10 +20,10 @@ def test_idle_cores_are_those_without_work_between_two_looks(monkeypatch: pytest
             "cpu  9 9 9 9\ncpu0 102 0 0 540 58 0 0 0 0 0\ncpu1 150 0 0 500 0 0 0 0 0 0\ncpu2 0 0 0 50 0 0 0 0 0 0\nintr 6\n",
         ]
     )
-    monkeypatch.setattr(hardware, "_read", lambda path: next(looks) if path == "/proc/stat" else "")
+    monkeypatch.setattr(hardware, "read_text", lambda path: next(looks) if path == Path("/proc/stat") else "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert hardware.idle_cores() == 1
-    monkeypatch.setattr(hardware, "_read", lambda path: "")
+    monkeypatch.setattr(hardware, "read_text", lambda path: "")
     assert hardware.idle_cores() is None
 
 
@@ -33,10 +33,12 @@ def test_a_core_is_idle_only_if_each_of_its_cpus_is(monkeypatch: pytest.MonkeyPa
     looks = iter(["".join(f"cpu{cpu} {50 * look * works} 0 0 {50 * look * (1 - works)} 0 0 0 0\n" for cpu, works in enumerate(busy))
                   for look in (1, 2)])  # fmt: skip
     siblings = {
-        f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}"
+        Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"): f"{cpu % 4},{cpu % 4 + 4}"
         for cpu in range(8)
     }
-    monkeypatch.setattr(hardware, "_read", lambda path: next(looks) if path == "/proc/stat" else siblings.get(path, ""))
+    monkeypatch.setattr(
+        hardware, "read_text", lambda path: next(looks) if path == Path("/proc/stat") else siblings.get(path, "")
+    )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4, 5, 7})
     assert hardware.idle_cores() == 1
     assert hardware.cpu_cores() == 4

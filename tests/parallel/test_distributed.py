@@ -35,3 +35,7 @@ def test_the_norm_of_a_large_gradient_is_the_same_number_on_one_process_on_repli
     gradient = torch.randn(1 << 11, 1 << 11, generator=torch.Generator().manual_seed(0)) * 1e-3 + 1e-3
     assert one == float(gradient.double().norm().float())
     assert two_ranks()["norms"] == {"replicas": one, "shards": one}
+
+
+def test_an_error_of_the_main_rank_is_raised_on_every_rank() -> None:
+    assert two_ranks()["errors"] == ["found by rank 0, test"] * 2

@@ -51,39 +51,26 @@ from sftkit.runtime.start import Runtime, seed_everything
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainState:
-    """What a checkpoint holds of a run that trains, besides numbers."""
-
-    orig_model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    optimizer: Optimizer
-
-
-@dataclass(frozen=True)
-class RunSetup:
-    """What a run is made from: checkpoints hold it, and a resume compares it."""
-
-    recipe: str
-    "resolved, as YAML"
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    "what model, tokenizer and data it trains on, as nested JSON values; a checkpoint of another identity is not resumed"
-
-
+@dataclass(eq=False)
 class Checkpoints:
     """Saves and restores everything a run needs to go on exactly. Every rank has one and calls the same methods."""
 
-    def __init__(
-        self, run_dir: Path, config: CheckpointConfig, rt: Runtime, state: TrainState, setup: RunSetup
-    ) -> None:
-        """Keep what is saved; nothing is read or written yet."""
-        self.run_dir, self.config, self.rt = run_dir, config, rt
-        self.orig_model, self.tokenizer, self.optimizer = state.orig_model, state.tokenizer, state.optimizer
-        self.recipe, self.identity = setup.recipe, setup.identity
-        self.resumed_from: Path | None = None
-        self.skipped_checkpoints: Sequence[str] = ()
-        "why newer checkpoints were not resumed"
-        self._writer = Writer(run_dir, config, rt, state.orig_model)
+    run_dir: Path
+    config: CheckpointConfig
+    rt: Runtime
+    orig_model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: Optimizer
+    recipe: str
+    "resolved, as YAML; checkpoints hold it, and a resume compares it"
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    "what model, tokenizer and data it trains on, as nested JSON values; a checkpoint of another identity is not resumed"
+    resumed_from: Path | None = field(default=None, init=False)
+    skipped_checkpoints: Sequence[str] = field(default=(), init=False)
+    "why newer checkpoints were not resumed"
+
+    def __post_init__(self) -> None:
+        self._writer = Writer(self.run_dir, self.config, self.rt, self.orig_model)
         self._blocked: dict[str, float] = {}
         self._small_files: dict[str, bytes] = {}
 
@@ -203,12 +190,9 @@ class Checkpoints:
         Raises:
             ConfigError: too little free space, with both numbers.
         """
-        problem = self.rt.from_main(lambda: self._space_problem(estimated_bytes, new_run=new_run))
-        if problem:
-            raise ConfigError(problem)
+        self.rt.from_main(lambda: self._check_space(estimated_bytes, new_run=new_run))
 
-    def _space_problem(self, estimated_bytes: float, *, new_run: bool) -> str | None:
-        """Return why the disk cannot hold the checkpoints of this run; None if it can."""
+    def _check_space(self, estimated_bytes: float, *, new_run: bool) -> None:
         if not new_run:
             sweep(self.run_dir)
         # While the newest one is written, those that are kept are still there.
@@ -216,13 +200,12 @@ class Checkpoints:
         there = 0 if new_run else len(step_dirs(self.run_dir))
         needed = estimated_bytes * max(at_once - there, 1)
         free = free_bytes(self.run_dir)
-        if free >= needed:
-            return None
-        return (
-            f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
-            f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, choose a "
-            "run.dir on another disk, or set checkpoint.every=null for the last one only"
-        )
+        if free < needed:
+            raise ConfigError(
+                f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
+                f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, choose a "
+                "run.dir on another disk, or set checkpoint.every=null for the last one only"
+            )
 
     def resume(self, checkpoint: ResumeCheckpoint | str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
         """Restore weights, optimizer states and this rank's random state. Every rank calls it.
@@ -245,9 +228,7 @@ class Checkpoints:
         if folder is None:
             return state
         self.resumed_from, self.skipped_checkpoints = folder, checkpoint.skipped_checkpoints
-        lines = self.rt.from_main(lambda: self._fit(checkpoint, folder, changes))
-        if isinstance(lines, Exception):
-            raise lines
+        lines = self.rt.from_main(lambda: self._check_fit(checkpoint, folder, changes))
         load_weights(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         stages = stages_of(self.orig_model)
@@ -259,22 +240,18 @@ class Checkpoints:
             self.rt.print(line)
         return state
 
-    def _fit(self, checkpoint: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str] | Exception:
-        """Return lines to print about what was changed, or the error: the other ranks wait for a
-        value, so nothing is raised."""
+    def _check_fit(self, checkpoint: ResumeCheckpoint, folder: Path, changes: Sequence[str]) -> list[str]:
+        """Refuse a checkpoint of another run; return lines to print about what was changed."""
         prefix, here = f"train.resume={checkpoint.setting}: {folder}", self.optimizer.kind
-        try:
-            if checkpoint.state["optimizer"] != here:
-                raise ConfigError(
-                    f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: resume "
-                    "with its optim.name and train.precision, or start from its weights with model.path"
-                )
-            if not (folder / OPTIMIZER).is_dir():
-                raise ConfigError(f"{prefix} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
-            check_identity(checkpoint.state.get("identity"), self.identity, prefix)
-            return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, prefix)
-        except Exception as error:
-            return error
+        if checkpoint.state["optimizer"] != here:
+            raise ConfigError(
+                f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: resume "
+                "with its optim.name and train.precision, or start from its weights with model.path"
+            )
+        if not (folder / OPTIMIZER).is_dir():
+            raise ConfigError(f"{prefix} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
+        check_identity(checkpoint.state.get("identity"), self.identity, prefix)
+        return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, prefix)
 
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
         """Load this rank's random state if processes and topology are those of the checkpoint; else seed it from

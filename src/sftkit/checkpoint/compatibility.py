@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.keys import key_table
-from sftkit.config.yaml_text import RecipeLoader
+from sftkit.config.yaml_text import RecipeLoader, flattened
 from sftkit.data.cache import tokenizer_fingerprint
 from sftkit.data.pack import Layout
 from sftkit.data.types import Examples
@@ -95,19 +95,7 @@ def _sample_digest(examples: Examples) -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]
-
-
-def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of every leaf of nested mappings."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from flattened(item, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def _shortened(value: Any) -> str:
@@ -122,7 +110,7 @@ def _differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
     """Return dotted key -> (value in the checkpoint, value in this run) of every leaf that differs."""
     old, new = dict(flattened(there)), dict(flattened(json.loads(json.dumps(here))))
     pairs = {key: (old.get(key, _NO_KEY), new.get(key, _NO_KEY)) for key in {**old, **new}}
-    return {key: (a, b) for key, (a, b) in pairs.items() if a is _NO_KEY or b is _NO_KEY or a != b}
+    return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
 
 
 def check_identity(there: Any, here: Any, prefix: str) -> None:
@@ -177,8 +165,7 @@ def _check_keys(keys: Sequence[str]) -> None:
     """Refuse train.resume_changes that name no key of a recipe."""
     for key in keys:
         if key not in key_table():
-            close = difflib.get_close_matches(key, key_table(), n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
+            hint = f" Did you mean {close[0]}?" if (close := difflib.get_close_matches(key, key_table(), n=1)) else ""
             raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{hint}")
 
 

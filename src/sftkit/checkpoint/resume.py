@@ -48,14 +48,10 @@ def find_checkpoint(run_dir: Path, setting: str | None, rt: Runtime) -> ResumeCh
         ConfigError: the one that is named does not verify, or none of those that are there does.
         CheckpointError: what is on the disk cannot be read.
     """
-    found = rt.from_main(lambda: _find(run_dir, setting))
-    if isinstance(found, Exception):
-        raise found
-    return found
+    return rt.from_main(lambda: _find(run_dir, setting))
 
 
-def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint | Exception:
-    """Return the checkpoint, or the error: the other ranks wait for a value, so nothing is raised."""
+def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint:
     try:
         passed_over: list[str] = []
         folder = None if setting is None else _named(setting) if setting != "auto" else _newest(run_dir, passed_over)
@@ -64,13 +60,11 @@ def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint | Exception:
         state = json.loads((folder / TRAINING_STATE).read_text())
         return ResumeCheckpoint(setting, folder, state, _segments(state, folder), passed_over)
     except OSError as error:
-        return CheckpointError(
+        raise CheckpointError(
             f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what can "
             "be resumed is not known. Nothing was changed: start again when the disk can be read, or name another step "
             "directory"
-        )
-    except Exception as error:
-        return error
+        ) from None
 
 
 def _named(setting: str) -> Path:

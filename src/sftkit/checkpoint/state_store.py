@@ -62,8 +62,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     source = tensor.detach()
     if not source.is_cuda:
         return source.clone(memory_format=torch.contiguous_format)
-    host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-    return host.copy_(source, non_blocking=True)
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
 
 
 def copies_done(device: torch.device) -> None:

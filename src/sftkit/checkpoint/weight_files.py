@@ -51,7 +51,7 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not is_sharded or stored_in_another_form(orig_model):
         return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
-    sizes = {name: _without_padding(tensor, saved_rows) for name, tensor in tensors.items()}
+    sizes = {name: t.shape[1:].numel() * saved_rows.get(id(t), len(t)) for name, t in tensors.items()}
     num_bytes = {name: numel * tensors[name].element_size() for name, numel in sizes.items()}
     writers = {name: stages.writer(name) for name in tensors} if stages else {}
     plan = plan_files(num_bytes, MAX_FILE_BYTES, writers)
@@ -64,11 +64,6 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     totals = {"total_parameters": sum(sizes.values()), "total_size": sum(num_bytes.values())}
     index = {"metadata": totals, "weight_map": {name: file for file, names in plan.items() for name in names}}
     return WeightSnapshot(None, files, index if rank == 0 and len(plan) > 1 else None)
-
-
-def _without_padding(tensor: torch.Tensor, saved_rows: dict[int, int]) -> int:
-    """Return how many elements of a tensor are saved."""
-    return tensor.numel() if id(tensor) not in saved_rows else tensor[0].numel() * saved_rows[id(tensor)]
 
 
 def _gathered(

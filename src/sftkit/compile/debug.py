@@ -67,11 +67,11 @@ class CompilerFiles(logging.Handler):
 
     def for_terminal(self, record: logging.LogRecord) -> bool:
         """Return whether the record goes to the terminal as before, because it is not written here."""
-        return _artifact(record) not in self.names
+        return artifact_of(record) not in self.names
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record under the id of its graph."""
-        name, text = self.names.get(_artifact(record)), record.getMessage()
+        name, text = self.names.get(artifact_of(record)), record.getMessage()
         if name is None:
             return
         # Private: the id of the graph that is being compiled, which the record is about.
@@ -311,6 +311,6 @@ def _kernel_counts(kernels: list[dict[str, Any]] | None) -> tuple[int | None, in
     return len(kernels) - len(library), sum(kernel["launches"] for kernel in library)
 
 
-def _artifact(record: logging.LogRecord) -> str:
+def artifact_of(record: logging.LogRecord) -> str:
     """Return which of torch's logs a record belongs to; empty: none."""
     return getattr(logging.getLogger(record.name), "artifact_name", None) or ""

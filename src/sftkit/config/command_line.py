@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +26,17 @@ def path_or_id(word: str) -> str:
         return expanded(word)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def whole_number(noun: str, least: int, example: str = "") -> Callable[[str], int]:
+    """Return what parses an argument that counts things, `least` or more."""
+
+    def parse(word: str) -> int:
+        if not word.isdecimal() or int(word) < least:
+            raise argparse.ArgumentTypeError(f"{word}: how many {noun}? Take {least} or more{example}")
+        return int(word)
+
+    return parse
 
 
 class Parser(argparse.ArgumentParser):

@@ -76,15 +76,10 @@ def typed(text: str) -> str:
 
 
 def _here(match: re.Match[str]) -> str:
-    script = match[2]
-    if script in SCRIPTS.values() and (TYPED in os.environ or not is_ours(f"scripts/{script}")):
-        return f"{program_path('sftkit')} {_word(script)}"
+    words, given = [word for word, script in SCRIPTS.items() if script == match[2]], os.environ.get(TYPED)
+    if words and (given is not None or not is_ours(f"scripts/{match[2]}")):
+        return f"{program_path('sftkit')} {given if given in words else words[0]}"
     return program_path(match[1]) + match[0].removeprefix(f".venv/bin/{match[1]}")
-
-
-def _word(script: str) -> str:
-    words = [word for word, name in SCRIPTS.items() if name == script]
-    return os.environ[TYPED] if os.environ.get(TYPED) in words else words[0]
 
 
 def invocation(script: str, *words: str, launcher: bool = False) -> str:

@@ -111,8 +111,7 @@ def problems(names: Sequence[str]) -> Iterator[str]:
     requirement, two that do not go together."""
     for name in dict.fromkeys(names):
         if name not in PASSES:
-            near = difflib.get_close_matches(name, PASSES, n=1)
-            hint = f'. Did you mean "{near[0]}"?' if near else ""
+            hint = f'. Did you mean "{near[0]}"?' if (near := difflib.get_close_matches(name, PASSES, n=1)) else ""
             yield f'"{name}" is not one of {", ".join(PASSES)}{hint}'
         elif names.count(name) > 1:
             yield f'"{name}" is named twice: leave one out'

@@ -31,7 +31,6 @@ from sftkit.config.yaml_text import (
     MAX_VALUES,
     KeyPath,
     Node,
-    Plain,
     dotted,
     keys_of,
 )
@@ -67,7 +66,8 @@ def read_command_line(
     for note in kept_settings(tree):
         _print(note)
     if "--print-config" in words:
-        print_text(_annotated(cfg, tree), end="")
+        # Beside each value where it comes from: a file, the command line or the default.
+        print_text(to_yaml(cfg, lambda keys: node.origin if (node := tree.find(keys)) else "default"), end="")
         sys.exit(0)
     return cfg
 
@@ -92,14 +92,9 @@ def read_config(
     return _resolve(recipe, overrides, lambda train: Topology(num_stages(train) or 1, world_size), more)[0]
 
 
-def to_yaml(cfg: Config) -> str:
-    """Render the whole Config as YAML that read_config reads back to an equal Config."""
-    return render_yaml(_json(cfg))
-
-
-def _json(cfg: Config) -> dict[str, Plain]:
-    plain: dict[str, Plain] = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples become lists
-    return plain
+def to_yaml(cfg: Config, comment: Callable[[KeyPath], str] = lambda keys: "") -> str:
+    """Render the whole Config as YAML that read_config reads back to an equal Config, with a comment on each line."""
+    return render_yaml(json.loads(json.dumps(dataclasses.asdict(cfg))), comment)  # tuples become lists
 
 
 def fail(message: str) -> NoReturn:
@@ -164,13 +159,13 @@ def _resolve(
     cfg = _validate(tree, str(recipe), dropped, problems)
     train = TrainConfig() if cfg is None else cfg.train
     try:
-        processes = (topology or _topology)(train)
+        stages, environ = num_stages(train), os.environ
+        processes = topology(train) if topology else read_topology(environ, int(environ.get("WORLD_SIZE", "1")), stages)
     except ConfigError as error:
         problems.append(str(error))
-        processes = Topology(stages=num_stages(train) or 1)
+        processes = Topology(stages=stages or 1)
     for key, text in cross_check(functools.partial(_get, tree, dropped), processes, more):
-        keys = keys_of(key)
-        origin = tree.nearest(keys).origin
+        origin = tree.nearest(keys_of(key)).origin
         problems.append(f"{origin}: {key}: {text}" if not text.startswith(key) else f"{origin}: {text}")
     if problems or cfg is None:
         raise _report(problems)
@@ -186,11 +181,6 @@ def _report(problems: list[str]) -> ConfigError:
     lines = list(dict.fromkeys(problems))
     more = [f"... and {len(lines) - MAX_PROBLEMS:,} more problems"] if len(lines) > MAX_PROBLEMS else []
     return ConfigError("\n".join(lines[:MAX_PROBLEMS] + more))
-
-
-def _topology(train: TrainConfig) -> Topology:
-    """Return the topology of this launch."""
-    return read_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), num_stages(train))
 
 
 def _expand(tree: Node, problems: list[str]) -> None:
@@ -236,8 +226,7 @@ def _walk(node: Node, keys: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
         entries = enumerate(node.value)
     for key, child in entries:
         yield (*keys, key), child
-        if isinstance(child.value, (dict, list)):
-            yield from _walk(child, (*keys, key))
+        yield from _walk(child, (*keys, key))
 
 
 def _remove(tree: Node, keys: KeyPath) -> KeyPath:
@@ -289,9 +278,3 @@ def _get(tree: Node, dropped: set[KeyPath], key: str) -> Any:  # as rule.Get
         return node.plain()
     known = key_table().get(key)
     return None if known is None else known.default  # None: an item that a list does not have
-
-
-def _annotated(cfg: Config, tree: Node) -> str:
-    """Render the resolved settings; a comment on each line says where the value comes from: a file, the command line or
-    the default."""
-    return render_yaml(_json(cfg), lambda keys: node.origin if (node := tree.find(keys)) else "default")

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sftkit.config.chat_templates import CHAT_TEMPLATES
@@ -28,10 +29,8 @@ def cross_check(get: Get, topology: Topology, more: Sequence[Rule]) -> Iterator[
     of_ranks = (functools.partial(rule, topology=topology) for rule in (_batch_divides, enough_micro_batches))
     rules: list[Rule] = [*_RULES, *of_ranks, *more]
     for rule in rules:
-        try:
+        with suppress(Unusable):
             yield from rule(get)
-        except Unusable:
-            continue
 
 
 def run_dir_can_be_made(get: Get) -> Iterator[Problem]:
@@ -83,8 +82,7 @@ def _chat_template(get: Get) -> Iterator[Problem]:
     template = get("model.chat_template")
     if template is None or template in CHAT_TEMPLATES or re.search(r"[./\\]", template) or Path(template).exists():
         return
-    near = difflib.get_close_matches(template, CHAT_TEMPLATES, n=1)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
+    hint = f'; did you mean "{near[0]}"?' if (near := difflib.get_close_matches(template, CHAT_TEMPLATES, n=1)) else ""
     yield "model.chat_template", f'"{template}" is neither {", ".join(CHAT_TEMPLATES)} nor a Jinja file{hint}'
 
 

@@ -399,14 +399,11 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-_DATA_SUFFIXES = (".gz", ".jsonl", ".csv", ".json", ".parquet", ".txt")
-
-
 def source_label(source: SourceConfig) -> str:
     """Return the name of a source in metrics: its `name`, else the last part of its path without data file suffixes."""
     if source.name is not None:
         return source.name
     label = source.path.rstrip("/").replace(":", "/").rpartition("/")[2]
-    while label.endswith(_DATA_SUFFIXES):
+    while label.endswith((".gz", ".jsonl", ".csv", ".json", ".parquet", ".txt")):
         label = label.rpartition(".")[0]
     return label

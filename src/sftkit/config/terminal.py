@@ -13,7 +13,6 @@ from typing import Literal, TextIO
 
 Level = Literal["warning", "error"]
 _COLOURS: dict[Level, str] = {"warning": "\x1b[33m", "error": "\x1b[31m"}
-_NO_COLOUR = "\x1b[0m"
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and newline: escape sequences begin with one
     "\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff0-\ufffb"  # bidi, zero width, separators
@@ -42,8 +41,7 @@ def print_text(text: str, end: str = "\n", level: Level | None = None, *, error:
     """
     stream = sys.stderr if error else sys.stdout
     try:
-        shown = _coloured(writable(text, stream.encoding), level, stream)
-        print(shown, file=stream, flush=True, end=end)
+        print(_coloured(writable(text, stream.encoding), level, stream), file=stream, flush=True, end=end)
     except (OSError, ValueError):
         leave_lost_terminal()
 
@@ -60,7 +58,7 @@ def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if level is None or plain or not stream.isatty():
         return text
-    return re.sub(".+", lambda line: f"{_COLOURS[level]}{line[0]}{_NO_COLOUR}", text)
+    return re.sub(".+", lambda line: f"{_COLOURS[level]}{line[0]}\x1b[0m", text)
 
 
 def leave_lost_terminal() -> None:
@@ -82,10 +80,8 @@ class TerminalHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print the formatted record, in the colour of its level."""
         try:
-            level: Level | None = (
-                "error" if record.levelno >= logging.ERROR else "warning" if record.levelno >= logging.WARNING else None
-            )
-            print_text(self.format(record), error=True, level=level)
+            level: Level = "error" if record.levelno >= logging.ERROR else "warning"
+            print_text(self.format(record), error=True, level=level if record.levelno >= logging.WARNING else None)
         # as logging.Handler asks: an error in logging must not end the program
         except Exception:
             self.handleError(record)

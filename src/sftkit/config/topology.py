@@ -12,8 +12,6 @@ from sftkit.errors import ConfigError
 
 _PREFIX = "PARALLELISM_CONFIG_"
 _SIZES = {"replicas": "DP_REPLICATE_SIZE", "shards": "DP_SHARD_SIZE", "context": "CP_SIZE", "tensor": "TP_SIZE"}
-REST = -1
-"Value of dp_shard_size that means all processes that the other sizes leave."
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
             "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them to 1, or "
             "take accelerate_configs/pp.yaml, fsdp2.yaml or hsdp.yaml"
         )
-    if sizes["shards"] == REST:
+    if sizes["shards"] == -1:  # all processes that the other sizes leave
         others = sizes["replicas"] * sizes["context"] * sizes["tensor"]
         sizes["shards"] = max(world_size // others, 1)
     topology = Topology(**sizes, sharded=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -67,6 +67,15 @@ def dotted(keys: Sequence[str | int]) -> str:
 def keys_of(key: str) -> KeyPath:
     """Split a dotted key; its numbers are places in lists."""
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
+def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of every leaf of nested mappings."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flattened(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
 
 
 MAX_RECIPE_BYTES = 64 * 1024

@@ -20,7 +20,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals import captions, families, harness, results, scoring, tasks
 from sftkit.evals.results import Evaluated
 from sftkit.evals.samples import sample_prompt
-from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
+from sftkit.evals.task import Choices, Likelihoods, Question, Task
 from sftkit.evals.validation import validate
 from sftkit.generation.answer import Answer
 from sftkit.generation.batching import Batching
@@ -244,22 +244,8 @@ class Suite:
                 "%s: %d prompts are longer than the model reads and lost their beginning", task.name, num_truncated
             )
         settings["prompts_cut"] = num_truncated
-        return results.evaluated(task, outputs, self._judged(task, outputs), settings)
-
-    def _judged(self, task: Task[Any, Any], outputs: Sequence[Likelihoods | Answer]) -> list[ExampleScores]:
-        """Return the main rank's scores on every rank. An error there is raised on all ranks, which
-        would else wait forever."""
-
-        def judge() -> list[ExampleScores] | Exception:
-            try:
-                return task.judge(task.examples, outputs)
-            except Exception as error:
-                return error
-
-        scores = self.rt.from_main(judge)
-        if isinstance(scores, Exception):
-            raise scores
-        return scores
+        scores = self.rt.from_main(lambda: task.judge(task.examples, outputs))
+        return results.evaluated(task, outputs, scores, settings)
 
     def answers(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], questions: Sequence[Question] = ()

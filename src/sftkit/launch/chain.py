@@ -78,8 +78,7 @@ def is_evaluated(sft: Config) -> bool:
     run_dir = Path(sft.run.dir)
     try:
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
-        newest = latest_checkpoint(run_dir)
-        manifest = digest(newest) if newest is not None else None
+        manifest = digest(newest) if (newest := latest_checkpoint(run_dir)) is not None else None
         same_limit = settings["max_examples"] == sft.eval.max_examples
         return manifest is not None and settings["manifest"] == manifest and same_limit
     except (OSError, ValueError, LookupError, TypeError):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from sftkit.rundir.files import read_text
+
 # How long the CPUs are watched for idle ones.
 _LOOK_SECONDS = 0.5
 
@@ -31,14 +33,14 @@ class Hardware:
 
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     """Return this machine's visible GPUs and usable CPU cores."""
-    listing = _nvidia_smi("-L")
+    listing = nvidia_smi("-L")
     names = [line.split(":", 1)[1].split("(UUID")[0].strip() for line in listing if line.startswith("GPU ")]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = count_visible(listing, visible)
     if not gpus:
         return Hardware(0, cpu_cores(), idle_cores=idle_cores())
     in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
-    mebibytes = [] if in_parts else _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    mebibytes = [] if in_parts else nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     # Where memory is the host's a GPU answers [N/A].
     known = mebibytes and all(line.isdecimal() for line in mebibytes)
     memory = min(map(int, mebibytes)) * 2**20 if known else None
@@ -63,7 +65,7 @@ def count_visible(listing: Sequence[str], visible: str | None) -> int:
     return len(list(takewhile(exists, map(str.strip, visible.split(",")))))
 
 
-def _nvidia_smi(*options: str) -> list[str]:
+def nvidia_smi(*options: str) -> list[str]:
     """Return lines of output; none without the tool, or where it fails."""
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False)
@@ -78,7 +80,7 @@ def cpu_cores() -> int:
     if not cpus:
         return os.cpu_count() or 1
     cores = len({_core_of(cpu) for cpu in cpus})
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = read_text(Path("/sys/fs/cgroup/cpu.max")).strip().partition(" ")
     if quota.isdecimal() and period.isdecimal():
         cores = min(cores, int(quota) // int(period))
     return max(1, cores)
@@ -104,7 +106,7 @@ def idle_cores() -> int | None:
 
 def _idle_ticks() -> dict[int, tuple[int, int]]:
     """Return CPU -> (ticks without work, all ticks) since the machine was started; {} where the system does not say."""
-    found = re.findall(r"^cpu(\d+) (.+)$", _read("/proc/stat"), flags=re.MULTILINE)
+    found = re.findall(r"^cpu(\d+) (.+)$", read_text(Path("/proc/stat")), flags=re.MULTILINE)
     ticks = {int(cpu): [int(number) for number in numbers.split()[:8]] for cpu, numbers in found}
     # Columns of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal; the guests after them are in user
     # already.
@@ -118,11 +120,4 @@ def _usable() -> set[int]:
 
 def _core_of(cpu: int) -> str:
     """Return the name of a CPU's physical core: the list of the CPUs that share it."""
-    return _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
+    return read_text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or str(cpu)

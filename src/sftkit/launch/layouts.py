@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
-from sftkit.config.schema import Config, num_stages
+from sftkit.config.schema import Config, LossConfig, num_stages
 from sftkit.config.topology import Topology, balanced
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
@@ -22,8 +22,6 @@ from sftkit.models.size import fields_of, of_fields, size_of
 
 SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose matrices and layers can be spread over GPUs, as parallel.tensor and parallel.balance say."
-_CHUNK = 4096
-"loss.chunk_tokens, its default."
 NEARLY = 0.97
 "A simpler layout is taken before one that is faster by less than this."
 
@@ -194,7 +192,7 @@ def setups(
             layout = Layout("packed", (row_length,), rows, in_micro, topology.row_ranks, row_length, row_length)
             for optimizer in (DEFAULT, FALLBACK) if memory != "low" else (FALLBACK,):
                 setup = EstimateInputs(
-                    *(shape, layout, optimizer, "bf16", _CHUNK, budget),
+                    *(shape, layout, optimizer, "bf16", LossConfig.chunk_tokens, budget),
                     compiled=True,
                     checkpointing=False,
                     topology=topology,

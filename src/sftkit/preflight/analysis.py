@@ -151,8 +151,9 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     if analysis["roles"]:
         roles = ", ".join(f"{count:,} {role}" for role, count in analysis["roles"].items())
         shown.append(f"{'roles':<10}{roles} messages")
-        template = (analysis["template_sha256"] or "none")[:12]
-        shown.append(f"{'chat':<10}template {template}, end of turn learned in {end_text(analysis)}")
+        template, share = (analysis["template_sha256"] or "none")[:12], analysis["end_of_turn_pct"]
+        end = "none: text only" if share is None else f"{share:.1f} % of conversations"
+        shown.append(f"{'chat':<10}template {template}, end of turn learned in {end}")
     own = own_layout(analysis)
     padding = f"{own['padding_pct']:.1f} % padding"
     shown.append(f"{'layout':<10}{own['layout']}, {own['shapes']}: {padding}, {counted(own['steps'], 'step')} an epoch")
@@ -194,12 +195,6 @@ def finding_lines(analysis: dict[str, Any]) -> list[str]:
     return [
         f"{source['name']}: {findings.finding_text(Finding(**one))}" for source in sources for one in source["findings"]
     ]
-
-
-def end_text(analysis: dict[str, Any]) -> str:
-    """Return the share of conversations that learn their end of turn."""
-    share = analysis["end_of_turn_pct"]
-    return "none: text only" if share is None else f"{share:.1f} % of conversations"
 
 
 def time_text(time: dict[str, Any]) -> str:

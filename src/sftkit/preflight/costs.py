@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,6 +21,7 @@ from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
 from sftkit.memory.remedies import remedies
+from sftkit.reports.files import read_rows
 from sftkit.rundir.files import read_object
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
 
@@ -152,11 +152,7 @@ def measured_speeds(cfg: Config, here: tuple[str, int] | None) -> dict[str, Spee
 
 def _speed(metrics: Path) -> Speed | None:
     """Return the speed that a metrics file has logged; None: it has none."""
-    rates = []
-    for line in metrics.read_text().split("\n"):
-        with suppress(ValueError):  # cut short by a kill
-            rates.append(json.loads(line).get("perf/tok_per_sec"))
-    rates = [rate for rate in rates if rate]
+    rates = [rate for line in read_rows(metrics, []) if (rate := line.get("perf/tok_per_sec"))]
     if not rates:
         return None
     where = read_object(metrics.with_name(ENVIRONMENT))

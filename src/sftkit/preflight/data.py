@@ -62,9 +62,8 @@ def length_facts(lengths: np.ndarray) -> dict[str, Any]:
 def roles(examples: Examples) -> dict[str, int]:
     """Return the messages of each role in the conversations that are learned from, the most frequent first; empty for
     texts."""
-    totals: Counter[str] = Counter()
-    for role, name in ROLE_COUNTS.items():
-        totals[role] = sum(counts.get(name, 0) for counts in examples.counts.values())
+    every = examples.counts.values()
+    totals = Counter({role: sum(counts.get(name, 0) for counts in every) for role, name in ROLE_COUNTS.items()})
     return {role: total for role, total in totals.most_common() if total}
 
 

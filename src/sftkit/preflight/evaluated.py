@@ -49,7 +49,7 @@ def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
     return [*names, "eval/centred_mean"] if tasks else []
 
 
-def _unknown(wanted: str, names: Sequence[str]) -> str:
+def _unknown(wanted: str, names: list[str]) -> str:
     near = difflib.get_close_matches(wanted, names, n=1)
     meant = f' Did you mean "{near[0]}"?' if near else ""
     return f'"{wanted}" is no metric that an evaluation of this run writes: {first_of(names, 8)}.{meant}'

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sftkit.config.command_line import Parser, path_or_id
+from sftkit.config.command_line import Parser, path_or_id, whole_number
 from sftkit.config.load import read_command_line
 from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.stages import STAGE_SCRIPTS, stage_of_recipe
@@ -27,7 +27,10 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
         choices=tuple(STAGE_SCRIPTS),
         help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, otherwise sft",
     )
-    parser.add_argument("--preview", metavar="N", type=_number, default=3, help="documents to show with their masks; 3")
+    documents, gpus = whole_number("documents", 0, ", say 3"), whole_number("GPUs", 1, ", say 8")
+    parser.add_argument(
+        "--preview", metavar="N", type=documents, default=3, help="documents to show with their masks; 3"
+    )
     parser.add_argument("--html", metavar="FILE", type=new_file, help="all of it as one HTML file, without network")
     parser.add_argument(
         "--json", metavar="FILE", type=new_file, help="the numbers: what training writes to preflight.json"
@@ -36,7 +39,7 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     parser.add_argument(
         "--config_file", metavar="FILE", type=Path, help="accelerate config that it will be launched with; one process"
     )
-    parser.add_argument("--num_processes", metavar="N", type=processes, help="GPUs of that launch; those of the file")
+    parser.add_argument("--num_processes", metavar="N", type=gpus, help="GPUs of that launch; those of the file")
     flags, sys.argv[1:] = parser.parse_known_args()
     if flags.num_processes and not flags.config_file:
         parser.error("--num_processes needs --config_file, say accelerate_configs/fsdp2.yaml")
@@ -55,19 +58,6 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     flags.topology = launched(cfg.train)
     flags.recipe = sys.argv[1]
     return cfg, flags
-
-
-def processes(word: str) -> int:
-    """Return a number of processes, 1 or more, from a word."""
-    if not word.isdecimal() or not int(word):
-        raise argparse.ArgumentTypeError(f"{word}: how many GPUs? Take 1 or more, say 8")
-    return int(word)
-
-
-def _number(word: str) -> int:
-    if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word}: how many documents? Take 0 or more, say 3")
-    return int(word)
 
 
 def size(word: str) -> float:

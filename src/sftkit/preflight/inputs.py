@@ -20,7 +20,7 @@ from sftkit.config.paths import similar_paths
 from sftkit.config.rule import Get, Problem, Rule, Unusable
 from sftkit.config.schema import SourceConfig
 from sftkit.data import conversation, hub, readers, rows
-from sftkit.data.origin import Origin, find_here
+from sftkit.data.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.preflight import evaluated
@@ -137,7 +137,9 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
             errors.append(error)
             if not skips:
                 break
-    if not seen and _is_empty(origin):
+    # Of small files, whose beginning has no row, the whole part that is asked for is read.
+    small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
+    if not seen and small and next(origin.rows(), None) is None:
         raise readers.no_rows(source)
     if not errors:
         return
@@ -148,11 +150,6 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
         raise errors[0]
     if len(errors) == seen and len(reasons) == 1 and reasons <= rows.WRONG_COLUMNS:
         raise DataError(f"{errors[0]}. The first {seen} rows are all like this, so it is not left to on_bad_row=skip")
-
-
-def _is_empty(origin: Origin) -> bool:
-    """Return whether small files, whose beginning has no row, have none at all in the part that is asked for."""
-    return origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES and next(origin.rows(), None) is None
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

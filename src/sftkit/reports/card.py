@@ -37,7 +37,7 @@ def licence(card: Path) -> dict[str, str]:
     return {key: found[key] for key in LICENCE if isinstance(found.get(key), str)}
 
 
-def model_card(report: Report, kept: Mapping[str, str]) -> str:
+def model_card(report: Report, kept: Mapping[str, Any]) -> str:
     """Return the card: a header that the hub reads, then what, how, data, settings, checks, results and environment.
 
     Args:
@@ -59,7 +59,7 @@ def _licence(kept: Mapping[str, str]) -> str:
     )
 
 
-def _header(report: Report, kept: Mapping[str, str]) -> str:
+def _header(report: Report, kept: Mapping[str, Any]) -> str:
     """Return the YAML header, with the results that the hub shows."""
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -84,9 +84,7 @@ def _header(report: Report, kept: Mapping[str, str]) -> str:
         tags=["sftkit"],
         model_name=name if results else None,
         eval_results=results or None,
-        license=kept.get("license"),
-        license_name=kept.get("license_name"),
-        license_link=kept.get("license_link"),
+        **kept,
     )
     return data.to_yaml().strip()
 
@@ -110,8 +108,7 @@ def code(value: Any) -> str:
 
 def block(text: str) -> str:
     """Return text in a fence that is longer than any in it."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", text))])
     return f"{fence}\n{text}\n{fence}"
 
 
@@ -187,9 +184,8 @@ def _settings(report: Report) -> str | None:
 
 def _proof(report: Report) -> str | None:
     """Return the section on the run's checks of itself; None without any."""
-    rows = [
-        [_WORDS[passed(row)], *(md(row.get(key)) for key in ("name", "found", "expected"))] for row in report["proof"]
-    ]
+    keys = ("name", "found", "expected")
+    rows = [[_WORDS[passed(row)], *(md(row.get(key)) for key in keys)] for row in report["proof"]]
     return _table("Checks that the run made of itself", ["", "check", "found", "expected"], rows)
 
 

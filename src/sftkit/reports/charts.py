@@ -80,18 +80,16 @@ def is_log(series: Sequence[Series]) -> bool:
 
 def line_chart(
     series: Sequence[Series], label: str, axis: ValueAxis = PLAIN_AXIS, size: tuple[float, float] = NARROW
-) -> Html | None:
-    """Draw lines over steps; None if there is not one value.
+) -> Html:
+    """Draw lines over steps.
 
     Args:
+        series: each has a value.
         label: text for screen readers.
         size: width and height.
     """
     level, (width, height) = axis.level, size
-    shown = [one for one in series if any(value is not None for _, value in one.points)]
-    shown.sort(key=lambda one: one.other)  # dashed lines on top of solid ones, so that both are seen where they agree
-    if not shown:
-        return None
+    shown = sorted(series, key=lambda one: one.other)  # dashed on top of solid ones: both are seen where they agree
     steps = [step for one in shown for step, value in one.points if value is not None]
     values = [value for one in shown for _, value in one.points if value is not None]
     values += [bound for one in shown for _, low, high in one.intervals for bound in (low, high)]
@@ -150,12 +148,7 @@ def line_class(one: Series, series: Sequence[Series]) -> str:
 
 def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     """Draw the line, its intervals, and points that say their value when pointed at."""
-    segments: list[list[str]] = [[]]
-    for step, value in one.points:
-        if value is None:
-            segments.append([])
-        else:
-            segments[-1].append(f"{x(step)},{y(value)}")
+    places = " ".join("gap" if value is None else f"{x(step)},{y(value)}" for step, value in one.points)
     known = [(step, value) for step, value in one.points if value is not None]
     few = len(known) <= 24
     stride = -(-len(known) // _MAX_TITLES)
@@ -166,7 +159,7 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
         title = el("title", f"{one.label}, step {format_value(step)}: {format_value(value)}")
         dots.append(el("circle", title, cx=x(step), cy=y(value), r=radius, class_=dot))
     bars = [_line(x(step), y(low), x(step), y(high), "bar") for step, low, high in one.intervals]
-    lines = [el("polyline", points=" ".join(segment)) for segment in segments if len(segment) > 1]
+    lines = [el("polyline", points=part.strip()) for part in places.split("gap") if " " in part.strip()]
     return el("g", bars, lines, dots, class_=kind)
 
 
@@ -197,19 +190,15 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
     for index, row in enumerate(shown):
         at = 6 + pitch * (index + 0.5)
         name = str(row["name"])
-        drawn = [
-            el("title", interval_text(row)),
-            el("text", name if len(name) <= 20 else name[:19] + "…", x=left - 8, y=at + 4, text_anchor="end"),
-        ]
+        short = name if len(name) <= 20 else name[:19] + "…"
+        drawn = [el("title", interval_text(row)), el("text", short, x=left - 8, y=at + 4, text_anchor="end")]
         if format_interval(row):
             drawn.append(_line(clamped(row["low"]), at, clamped(row["high"]), at, "bar"))
         if row.get("chance") is not None:
             drawn.append(_line(clamped(row["chance"]), at - 7, clamped(row["chance"]), at + 7, "chance"))
-        drawn += [
-            el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot"),
-            el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end"),
-        ]
-        parts.append(el("g", drawn, class_="s0"))
+        dot = el("circle", cx=x(row["value"]), cy=at, r=4, class_="dot")
+        number = el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end")
+        parts.append(el("g", drawn, dot, number, class_="s0"))
     return _drawing(width, height, label, parts)
 
 

@@ -78,8 +78,7 @@ def check_run(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder{_runs_near(run_dir)}")
     if not any((run_dir / name).is_file() for name in MARKS_OF_A_RUN):
-        files = " nor ".join(MARKS_OF_A_RUN)
-        raise ConfigError(f"{run_dir}: no run: it holds neither {files}{_runs_near(run_dir)}")
+        raise ConfigError(f"{run_dir}: no run: it holds neither {' nor '.join(MARKS_OF_A_RUN)}{_runs_near(run_dir)}")
 
 
 def _runs_near(run_dir: Path) -> str:
@@ -195,8 +194,7 @@ def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:
 def model_name(settings: dict[str, Any]) -> str | None:
     """Return what was trained: a path or hub id, or the type of a model from scratch."""
     model = mapping(settings.get("model"))
-    scratch = mapping(model.get("scratch"))
-    if scratch:
+    if scratch := mapping(model.get("scratch")):
         return f"{scratch.get('model_type', 'model')} from scratch"
     return str(model["path"]) if model.get("path") else None
 
@@ -271,7 +269,4 @@ def _headline(curves: dict[str, Curve], last: dict[str, float | None], *, cpu: b
         ("peak memory", peak, "GiB", memory),
         ("recompiles", last.get("compile/recompiles"), "", "after the warm-up; 0 is right"),
     ]
-    return [
-        {"name": n, "value": v, "text": format_value(v, u if v is not None else ""), "how": how}
-        for n, v, u, how in rows
-    ]
+    return [{"name": n, "value": v, "text": format_value(v, u), "how": how} for n, v, u, how in rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -21,9 +21,7 @@ SPEEDS = (
 )
 
 
-def compare_curves(
-    mine: Curves, other: Curves, machines: tuple[str | None, str | None] = (None, None)
-) -> dict[str, Any]:
+def compare_curves(mine: Curves, other: Curves, machines: Sequence[str | None] = (None, None)) -> dict[str, Any]:
     """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number
     or null, "notes": [...]}.
 
@@ -45,19 +43,17 @@ def compare_curves(
         rows.append(_row(name, step, a[step], b[step], f"nats per target, the last step that both have {done}"))
         last = max(a), max(b)
         if last != (step, step):
-            notes.append(
-                f"{name}: at step {format_value(step)}; the runs go on to step {format_value(last[0])} and {format_value(last[1])}"
-            )
+            ends = " and ".join(map(format_value, last))
+            notes.append(f"{name}: at step {format_value(step)}; the runs go on to step {ends}")
         notes += [text] if (text := _apart(mine, other, step)) and text not in notes else []
     for name, metric, how in SPEEDS:
         rows += _both(name, steady(mine, metric), steady(other, metric), how)
     peaks = [max(known(curves, "mem/peak_gib").values(), default=None) for curves in (mine, other)]
     rows += _both("peak memory", peaks[0], peaks[1], "GiB, the most of any line")
     speeds = [steady(curves, "perf/tok_per_sec") for curves in (mine, other)]
-    if speeds[0] and speeds[1] and machines[0] != machines[1]:
-        notes.append(
-            f"speeds are of different machines: {machines[0] or 'unknown'} here, {machines[1] or 'unknown'} there"
-        )
+    here, there = (machine or "unknown" for machine in machines)
+    if speeds[0] and speeds[1] and here != there:
+        notes.append(f"speeds are of different machines: {here} here, {there} there")
     return {"rows": rows, "speed_up": speeds[0] / speeds[1] if speeds[0] and speeds[1] else None, "notes": notes}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from sftkit.reports.charts import PLAIN_AXIS, WIDE, Series, ValueAxis, is_log, line_chart, line_class
-from sftkit.reports.files import Rows, drawable_number
+from sftkit.reports.files import Rows, drawable_number, passed
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import NONE, format_value
 
@@ -31,41 +31,33 @@ def section(name: str, title: str, *parts: Any, lead: str | None = None) -> Html
 
 
 def html_table(
-    head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str | None = None, text: Sequence[int] = ()
+    head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str | None = None, text: Sequence[int] = (), **css: str
 ) -> Html:
-    """Return a table: the first cell of a row is its header, numbers are right-aligned, columns in `text` never are."""
+    """Return a table: the first cell of a row is its header, numbers are right-aligned, columns in `text` never are.
+
+    Args:
+        css: further attributes of the table, such as class_.
+    """
     left = {0, *text}
 
     def cell(index: int, value: Any) -> Html:
         if index == 0:
             return el("th", value, scope="row", class_="any")
         if index in left or isinstance(value, Html):
-            return el("td", value if isinstance(value, Html) else format_value(value), class_="any")
-        return el("td", format_value(value), class_="num")
+            return el("td", value if isinstance(value, Html) else value_text(value), class_="any")
+        return el("td", value_text(value), class_="num")
 
     titles = [el("th", title, scope="col", class_=None if i in left else "num") for i, title in enumerate(head)]
     body = [el("tr", [cell(i, value) for i, value in enumerate(row)]) for row in rows]
-    return scroll(
-        el("table", el("caption", caption) if caption else None, el("thead", el("tr", titles)), el("tbody", body))
-    )
+    parts = el("caption", caption) if caption else None, el("thead", el("tr", titles)) if head else None
+    return scroll(el("table", parts, el("tbody", body), **css))
 
 
-@dataclass(frozen=True)
-class CheckRow:
-    """A row of `check_table`; its values may be of any kind."""
-
-    name: Any
-    found: Any
-    expected: Any
-    how: Any = None
-    "how it was checked, below the name"
-    ok: bool | None = field(kw_only=True)
-
-
-def check_table(checks: Sequence[CheckRow], titles: tuple[str, str, str] = ("Check", "Found", "Expected")) -> Html:
+def check_table(checks: Rows, titles: tuple[str, str, str] = ("Check", "Found", "Expected")) -> Html:
     """Return a table of what passed and what did not; on a narrow screen a row is a block with labels.
 
     Args:
+        checks: {"name", "found", "expected", "how", "ok"}, values of any kind. `how` stands below the name.
         titles: of the columns behind the badges.
     """
     head = [el("th", title, scope="col", role="columnheader") for title in ("", *titles)]
@@ -74,26 +66,25 @@ def check_table(checks: Sequence[CheckRow], titles: tuple[str, str, str] = ("Che
     return scroll(el("table", parts, class_="proof", role="table"))
 
 
-def _check_row(check: CheckRow, titles: tuple[str, str, str]) -> Html:
+def _check_row(check: dict[str, Any], titles: tuple[str, str, str]) -> Html:
     """Return the row of a check."""
-    how = el("span", value_text(check.how), class_="how") if check.how else None
+    how = el("span", value_text(check["how"]), class_="how") if check.get("how") else None
     return el(
         "tr",
-        el("td", badge(ok=check.ok), class_="state", role="cell"),
-        el("th", value_text(check.name), how, scope="row", class_="name any", role="rowheader"),
-        el("td", el("span", value_text(check.found)), class_="any", data_label=titles[1], role="cell"),
-        el("td", el("span", value_text(check.expected)), class_="any", data_label=titles[2], role="cell"),
+        el("td", badge(ok=passed(check)), class_="state", role="cell"),
+        el("th", value_text(check.get("name")), how, scope="row", class_="name any", role="rowheader"),
+        el("td", el("span", value_text(check.get("found"))), class_="any", data_label=titles[1], role="cell"),
+        el("td", el("span", value_text(check.get("expected"))), class_="any", data_label=titles[2], role="cell"),
         role="row",
     )
 
 
 def headline_tiles(tiles: Iterable[tuple[str, str, str]]) -> Html:
     """Return the tiles under a title, of (what it is, value, how it was found)."""
-    found = [
-        el("div", el("dt", name), el("dd", value, class_="value"), el("dd", how, class_="how"))
-        for name, value, how in tiles
-    ]
-    return el("dl", found, class_="headline")
+    found = (
+        [el("dt", name), el("dd", value, class_="value"), el("dd", how, class_="how")] for name, value, how in tiles
+    )
+    return el("dl", [el("div", parts) for parts in found], class_="headline")
 
 
 def scroll(content: Html) -> Html:
@@ -108,13 +99,8 @@ def folded(title: str, *parts: Any) -> Html:
 
 def facts(values: dict[str, Any], caption: str | None = None) -> Html | None:
     """Return names and values in two columns; values may be of any kind."""
-    if not values:
-        return None
-    rows = [
-        el("tr", el("th", name, scope="row", class_="any"), el("td", value_text(value), class_="any"))
-        for name, value in values.items()
-    ]
-    return scroll(el("table", el("caption", caption) if caption else None, el("tbody", rows), class_="facts-table"))
+    rows = [[name, value_text(value)] for name, value in values.items()]
+    return html_table((), rows, caption, text=(1,), class_="facts-table") if rows else None
 
 
 def value_text(value: Any) -> str:
@@ -140,12 +126,11 @@ def figure(
 
     None without a value.
     """
-    shown = [one for one in series if any(value is not None for _, value in one.points)]
+    if not (shown := [one for one in series if any(value is not None for _, value in one.points)]):
+        return None
     axis = replace(axis, log=not axis.zero and is_log(shown))
     label = f"{title}{f' in {unit}' if unit else ''} over steps: " + "; ".join(map(_last, shown))
     drawing = line_chart(shown, label, axis)
-    if drawing is None:
-        return None
     if wide:
         wider = line_chart(shown, label, axis, WIDE)
         drawing = join(el("div", wider, class_="wide"), el("div", drawing, class_="narrow"))

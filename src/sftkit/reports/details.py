@@ -92,9 +92,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Any]:
     validation = dicts(preflight.get("validation"))
     held_out = [source | {"name": f"{source.get('name')} (validation)"} for source in validation]
     sources = [*dicts(preflight.get("sources")), *held_out]
-    memory, disk, time = (
-        facts(dict(_leaves(preflight.get(key))), key.capitalize()) for key in ("memory", "disk", "time")
-    )
+    memory, *others = [facts(dict(_leaves(preflight.get(key))), key.capitalize()) for key in ("memory", "disk", "time")]
     known = facts({name: value for name, value in masks.items() if value is not None}, "Masks and rows")
     return [
         el("div", _lengths(mapping(preflight.get("lengths"))), known, class_="two"),
@@ -103,7 +101,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Any]:
         _answers(sources),
         _findings(sources),
         _layouts(preflight.get("layouts")),
-        el("div", memory, el("div", disk, time), class_="two"),
+        el("div", memory, el("div", others), class_="two"),
     ]
 
 
@@ -141,9 +139,7 @@ def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...]
     """Return a table of the columns that any row has; None without rows."""
     if not (found := dicts(rows)):
         return None
-    head, cells = columns(found, names)
-    said_cells = [[value_text(value) if isinstance(value, dict | list) else value for value in row] for row in cells]
-    return html_table(head, said_cells, caption, text)
+    return html_table(*columns(found, names), caption, text)
 
 
 def _answers(sources: Rows) -> Html | None:
@@ -169,8 +165,7 @@ def _layouts(rows: Any) -> Html | None:
 
 def _logged_data(report: Report) -> Html | None:
     """Return what the run itself counted: shares of sources and rows left out."""
-    names = sorted(name for name in report["last"] if name.startswith("data/"))
-    counted = {name.removeprefix("data/"): report["last"][name] for name in names}
+    counted = {n.removeprefix("data/"): v for n, v in sorted(report["last"].items()) if n.startswith("data/")}
     return facts(dict(_leaves(counted)), "Counted in training, last line")
 
 
@@ -181,18 +176,12 @@ def compiler(report: Report) -> Html:
     names = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs", "cache_hits", "seconds")
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
     phases = [[n.removeprefix("compile/seconds/"), v] for n, v in last.items() if n.startswith("compile/seconds/")]
-    shapes = [
-        [name.removeprefix("shape/").replace("x", " x "), value]
-        for name, value in last.items()
-        if name.startswith("shape/") and name != "shape/id"
-    ]
+    of_shapes = {n.removeprefix("shape/"): v for n, v in last.items() if n.startswith("shape/")}
+    shapes = [[name.replace("x", " x "), value] for name, value in of_shapes.items() if name != "id"]
     if not (counts or phases or shapes):
         return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
-    late = [
-        event
-        for event in report["events"]
-        if event.get("kind") in ("recompile", "fallback", "graph_break", "cuda_graph")
-    ]
+    late_kinds = ("recompile", "fallback", "graph_break", "cuda_graph")
+    late = [event for event in report["events"] if event.get("kind") in late_kinds]
     reasons = [(el("h3", "Why"), [el("pre", value_text(event.get("text"))) for event in late[:20]])] if late else None
     tables = el(
         "div",

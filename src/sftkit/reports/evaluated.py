@@ -61,13 +61,11 @@ def _keep_task(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
     evaluations.pop((step, task, metric), None)
     _keep(evaluations, step, row)
-    told = set()
-    for name, value in mapping(row.get("metrics")).items():
-        kind, _, part = name.partition("/")
-        told.add((step, part or task, kind))
+    metrics = {name.partition("/")[::2]: value for name, value in mapping(row.get("metrics")).items()}
+    for (kind, part), value in metrics.items():
         if part and kind == metric:
             _keep(evaluations, step, {"task": part, "metric": kind, "value": value})
-    return told
+    return {(step, part or task, kind) for kind, part in metrics}
 
 
 def _keep(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> None:
@@ -83,11 +81,7 @@ def latest_evaluations(evaluation_rows: Rows) -> Rows:
     """Return the newest evaluation of each task and metric: means first, then tasks, then
     what is only a part of one."""
     newest = {(row["task"], row["metric"]): row for row in evaluation_rows}
-
-    def place(key: tuple[str, str]) -> tuple[bool, bool, tuple[str, str]]:
-        return is_part(newest[key]), key[0] not in _MEANS, key
-
-    return [newest[key] for key in sorted(newest, key=place)]
+    return [newest[key] for key in sorted(newest, key=lambda key: (is_part(newest[key]), key[0] not in _MEANS, key))]
 
 
 def standing(report: dict[str, Any]) -> Rows:
@@ -104,12 +98,11 @@ def newest_samples(rows: Rows) -> Rows:
     """Return [{"step", "samples": [...]}], newest first: the last evaluations, the first samples of
     each, texts cut to a length."""
     by_step: dict[float, Rows] = {}
+    keys = ("prompt", "reference", "answer", "stop")
     for row in rows:
         step = drawable_number(row.get("step"))
         if step is not None:
-            texts = {
-                key: str(row[key])[:_MAX_TEXT] for key in ("prompt", "reference", "answer", "stop") if row.get(key)
-            }
+            texts = {key: str(row[key])[:_MAX_TEXT] for key in keys if row.get(key)}
             by_step.setdefault(step, []).append(texts)
     steps = sorted(by_step, reverse=True)[:_MAX_EVALUATIONS]
     return [{"step": int(step), "samples": by_step[step][:_MAX_SAMPLES]} for step in steps]

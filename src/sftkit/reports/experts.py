@@ -28,8 +28,7 @@ def load_of(content: dict[str, Any]) -> dict[str, Any]:
 
 def experts(report: dict[str, Any]) -> Html | None:
     """Draw the loads; None for a run without experts."""
-    found = mapping(report.get("experts"))
-    if not found:
+    if not (found := mapping(report.get("experts"))):
         return None
     # Sizes: as wide as the page, cells no higher than they need to be.
     rows: list[list[float]] = found["load"]
@@ -56,8 +55,7 @@ def experts(report: dict[str, Any]) -> Html | None:
         for expert, load in enumerate(row)
     ]
     # The words around them.
-    highest, lowest = max(map(max, rows)), min(map(min, rows))
-    ends = f"most {format_value(highest)}, least {format_value(lowest)}"
+    ends = f"most {format_value(max(map(max, rows)))}, least {format_value(min(map(min, rows)))}"
     label = f"Load of {count} experts in {len(rows)} layers: {ends} of an even share"
     words = f"as of step {format_value(found['step'])}; a row for each layer that has some, half dark at an even share; {ends}"
     caption = el("figcaption", "Load of the experts", el("span", words, class_="soft"))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import struct
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from sftkit.models.size import num_elements
-from sftkit.rundir.names import LATEST, STEP_DIRS
+from sftkit.rundir.names import STEP_DIRS, latest_checkpoint
 
 Rows = list[dict[str, Any]]
 Report = dict[str, Any]
@@ -77,12 +78,9 @@ def read_rows(path: Path, notes: list[str], *, optional: bool = False) -> Rows:
         return []
     rows: Rows = []
     for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(clean(row))
+        with suppress(ValueError, RecursionError):
+            if isinstance(row := json.loads(line), dict):
+                rows.append(clean(row))
     if lost := sum(bool(line.strip()) for line in lines) - len(rows):
         notes.append(f"{path.name}: {lost} lines cannot be read and are left out")
     return rows
@@ -90,21 +88,19 @@ def read_rows(path: Path, notes: list[str], *, optional: bool = False) -> Rows:
 
 def checkpoint(run_dir: Path) -> Path | None:
     """Return the step directory that LATEST names; None without one. The name may not lead out of the run."""
-    try:
-        name = (run_dir / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return None
-    folder = run_dir / name
-    return folder if fnmatchcase(name, STEP_DIRS) and Path(name).name == name and folder.is_dir() else None
+    with suppress(OSError, ValueError):
+        folder = latest_checkpoint(run_dir)
+        if folder and folder.parent == run_dir and fnmatchcase(folder.name, STEP_DIRS) and folder.is_dir():
+            return folder
+    return None
 
 
 def stored_parameters(folder: Path) -> int | None:
     """Return the parameters in the safetensors files of a folder, from their headers; None if there
     are none or one is damaged."""
-    try:
+    with suppress(OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
         return sum(map(num_elements, folder.glob("*.safetensors"))) or None
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
-        return None
+    return None
 
 
 def on_cpu(device: Any) -> bool:

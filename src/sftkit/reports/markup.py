@@ -20,12 +20,9 @@ def el(name: str, /, *children: Any, **attributes: Any) -> Html:
 
     `class_` is the attribute class, `aria_label` aria-label and so on.
     """
-    words = (
-        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
-    opening = f"<{name}{''.join(words)}>"
+    found = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    words = [name, *(f'{key}="{escape(str(value))}"' for key, value in found.items())]
+    opening = f"<{' '.join(words)}>"
     return Html(opening) if name in _VOID else Html(f"{opening}{join(*children)}</{name}>")
 
 

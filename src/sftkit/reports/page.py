@@ -31,7 +31,9 @@ _GOOD = {"finished": True, "failed": False, "killed": False}
 def render_report(report: dict[str, Any]) -> str:
     """Return the whole page, from what `gather_report` returns."""
     main = el("main", [build(report) for _, _, build in SECTIONS])
-    return html_document(f"{report['run']['name']} · training report", join(_header(report), main, _footer()))
+    words = "Made from the files of the run directory; report.json beside this page has the same content as data."
+    body = join(_header(report), main, el("footer", words))
+    return html_document(f"{report['run']['name']} · training report", body)
 
 
 def html_document(title: str, body: Html, more_style: str = "") -> str:
@@ -106,9 +108,3 @@ def _comparison(report: dict[str, Any]) -> Html | None:
         rows.append([row["name"], row["step"], row["value"], row["other"], change, row["how"]])
     table = html_table(["", "step", *names, "change", ""], rows, f"Compared with {names[1]}", text=(5,))
     return el("div", table, [el("p", note, class_="soft") for note in (speed_words(found, *names), *found["notes"])])
-
-
-def _footer() -> Html:
-    """Return the foot of the page."""
-    words = "Made from the files of the run directory; report.json beside this page has the same content as data."
-    return el("footer", words)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sftkit.reports.charts import Series, ValueAxis, interval_chart
 from sftkit.reports.components import figure, folded, html_table, section, value_text
 from sftkit.reports.evaluated import EVALUATION_COLUMNS, is_part, standing
@@ -31,12 +29,10 @@ def evaluations_section(report: Report) -> Html:
         return section("evaluations", "Evaluations", validation, lead=lead)
     caption = el("figcaption", "Newest values", el("span", "line: 95 % interval; tick: chance level", class_="soft"))
     charts = _over_steps(report)
-    figures = (
-        el("figure", caption, overview, class_="forest") if overview else None,
-        el("div", charts, class_="charts") if charts else None,
-    )
+    forest = el("figure", caption, overview, class_="forest") if overview else None
+    over_steps = el("div", charts, class_="charts") if charts else None
     tables = _evaluation_table(report), _how_evaluated(newest), validation
-    return section("evaluations", "Evaluations", *figures, *tables)
+    return section("evaluations", "Evaluations", forest, over_steps, *tables)
 
 
 def _how_evaluated(newest: Rows) -> Html | None:
@@ -52,9 +48,7 @@ def _how_evaluated(newest: Rows) -> Html | None:
 
 def _evaluation_table(report: Report) -> Html:
     """Return a table of the newest values, with the first value of a task that moved and the other run's."""
-    first: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in report["evaluations"]:
-        first.setdefault((row["task"], row["metric"]), row)
+    first = {(row["task"], row["metric"]): row for row in reversed(report["evaluations"])}
     newest = standing(report)
     other = report["against"] and others_at(newest, report["against"])
     moved = any(first.get((row["task"], row["metric"]), row)["step"] != row["step"] for row in newest)
@@ -63,15 +57,8 @@ def _evaluation_table(report: Report) -> Html:
     for row in newest:
         task, metric = key = row["task"], row["metric"]
         step = f"{format_value(row['step'])}, final" if row.get("final") else row["step"]
-        cell = [
-            _task(task),
-            metric,
-            _share(row["value"]),
-            format_interval(row) or NONE,
-            row["chance"],
-            row["examples"],
-            step,
-        ]
+        cell = [_task(task), metric, _share(row["value"]), format_interval(row) or NONE]
+        cell += [row["chance"], row["examples"], step]
         cell += [_share(first.get(key, {}).get("value"))] if moved else []
         cell += [other[key]] if other else []
         cells.append(cell)

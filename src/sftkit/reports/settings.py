@@ -18,7 +18,6 @@ from sftkit.rundir.names import CONFIG, RECIPE
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DATA_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DATA_FILE = re.compile(r"\.(jsonl|json|parquet|csv|txt)(\.gz)?$")
-_ABSENT = object()
 
 
 def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -71,13 +70,13 @@ def differences(settings: dict[str, Any], other: dict[str, Any]) -> Rows:
     return [
         {"key": key, "value": mine.get(key), "other": its.get(key)}
         for key in keys
-        if _text(mine.get(key, _ABSENT)) != _text(its.get(key, _ABSENT))
+        if key not in mine or key not in its or _text(mine[key]) != _text(its[key])
     ]
 
 
 def _text(value: Any) -> str:
     """Return a value as text that is the same for equal values."""
-    return "absent" if value is _ABSENT else json.dumps(value, sort_keys=True, default=str)
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def origin(settings: dict[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ CSS = """
   --c0: #1f5fd0; --c1: #c2570c; --c2: #0f7d6c; --c3: #8a3ffc; --c4: #b3246b; --c5: #5b6470;
   --code: #f1f3f6;
 }
-@media (prefers-color-scheme: dark) {
+@media screen and (prefers-color-scheme: dark) {
   :root {
     --page: #0f1319; --card: #181d25; --text: #e7eaee; --soft: #a3adba; --line: #2b323d; --grid: #252b35;
     --accent: #82aefb; --good: #6fd69b; --good-back: #15321f; --bad: #ff9a90; --bad-back: #43191a;
@@ -57,7 +57,6 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .error { background: var(--bad-back); color: var(--bad); border-radius: 10px; padding: 10px 14px; margin: 16px 0 0; overflow-wrap: anywhere; white-space: pre-wrap; }
 .warning { background: var(--warn-back); color: var(--warn); border-radius: 8px; padding: 7px 12px; margin: 8px 0; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; margin: 18px 0 0; }
-.two > .scroll:first-child { margin-top: 18px; }
 p + .scroll { margin-top: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 650; padding: 0 0 6px; }
@@ -144,7 +143,6 @@ footer { padding-bottom: 36px; color: var(--soft); font-size: 13px; }
     --page: #fff; --card: #fff; --text: #000; --soft: #444; --line: #ccc; --grid: #e6e6e6; --accent: #000;
     --good: #0b5a32; --good-back: #fff; --bad: #9b1c15; --bad-back: #fff; --unknown: #444; --unknown-back: #fff;
     --warn-back: #fff; --warn: #5c3d00; --code: #f5f5f5;
-    --c0: #1f5fd0; --c1: #c2570c; --c2: #0f7d6c; --c3: #8a3ffc; --c4: #b3246b; --c5: #5b6470;
   }
   body { font-size: 10.5pt; }
   main, header > div, footer { max-width: none; padding: 0; }
@@ -154,9 +152,7 @@ footer { padding-bottom: 36px; color: var(--soft); font-size: 13px; }
   .headline { grid-template-columns: repeat(3, 1fr); }
   .headline div { break-inside: avoid; }
   .charts { grid-template-columns: 1fr 1fr; }
-  .charts.first { grid-template-columns: 1fr; }
-  .badge { border: 1px solid currentColor; }
-  .warning, .error { border: 1px solid currentColor; }
+  .badge, .warning, .error { border: 1px solid currentColor; }
   h2, h3, caption, thead { break-after: avoid; }
   tr, .sample { break-inside: avoid; }
   .scroll { overflow: visible; }

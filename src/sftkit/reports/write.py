@@ -16,8 +16,6 @@ from sftkit.reports.page import render_report
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import CARD, REPORT, REPORT_DATA
 
-_MAX_SECONDS = 20.0
-
 
 def write_report(run_dir: Path, against: Path | None = None, out: Path | None = None) -> Path:
     """Write report.html and report.json, and README.md into the step directory that LATEST names.
@@ -35,12 +33,9 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     report = gather_report(run_dir, against)
     target = out or run_dir / REPORT
     data = run_dir / REPORT_DATA if out is None else out.with_suffix(".json")
-    texts = {
-        data: json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
-        target: visible(render_report(report)),
-    }
-    folder = checkpoint(run_dir)
-    if out is None and folder is not None:
+    content = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    texts = {data: content, target: visible(render_report(report))}
+    if out is None and (folder := checkpoint(run_dir)) is not None:
         card = folder / CARD
         texts[card] = visible(model_card(report, licence(card)))
     for path, text in texts.items():
@@ -48,9 +43,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     return target
 
 
-def try_report(
-    run_dir: Path, print_line: Callable[[str], None] = print_text, max_seconds: float = _MAX_SECONDS
-) -> None:
+def try_report(run_dir: Path, print_line: Callable[[str], None] = print_text, max_seconds: float = 20.0) -> None:
     """Write the report where it must neither fail nor delay what goes on; `print_line` gets where it
     is, or why there is none."""
 
@@ -70,6 +63,5 @@ def try_report(
 
 def report_of_folder(folder: Path, print_line: Callable[[str], None]) -> None:
     """Write again the report of the run that a folder with results lies in; do nothing where it lies in none."""
-    run_dir = run_of(folder)
-    if run_dir is not None:
+    if (run_dir := run_of(folder)) is not None:
         try_report(run_dir, print_line)

@@ -60,21 +60,20 @@ def make_attempt_dir(folder: Path, *, resumes: bool) -> Path:
     """
     ours = folder / ATTEMPT
     shutil.rmtree(ours, ignore_errors=True)  # of a start that was killed
-    _check_room(folder, resumes=resumes)
+    if not resumes:
+        _check_room(folder)
     ours.mkdir()
     if resumes and (folder / TOKENIZER).is_dir():
         shutil.copytree(folder / TOKENIZER, ours / TOKENIZER)
     return ours
 
 
-def _check_room(folder: Path, *, resumes: bool) -> None:
+def _check_room(folder: Path) -> None:
     """Refuse a new run where it would write over files that no run has written, or could not rename an earlier one.
 
     Raises:
         ConfigError: with what to do.
     """
-    if resumes:
-        return
     if has_begun(folder):
         if reason := _unmovable(folder):
             raise ConfigError(
@@ -119,7 +118,7 @@ def begin(folder: Path) -> None:
     Raises:
         ConfigError: somebody has put files there meanwhile that they would write over.
     """
-    _check_room(folder, resumes=False)
+    _check_room(folder)
     _mark(folder)
     go_on(folder)
 

@@ -49,6 +49,14 @@ def append_all_or_nothing(path: Path, text: str) -> None:
             raise
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file; empty where it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds; empty where there is none that can be read."""
     try:

@@ -25,12 +25,8 @@ def killed_by(code: int) -> signal.Signals | None:
     Returns:
         None: no signal did, or it was one that asks for a stop (SIGTERM, SIGINT, SIGUSR1, SIGHUP, SIGQUIT).
     """
-    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-    try:
-        number = signal.Signals(code - 128)
-    except ValueError:
-        return None
-    return None if number in asked else number
+    asked = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT}
+    return next((number for number in signal.Signals if number == code - 128 and number not in asked), None)
 
 
 def where_it_was(run_dir: Path) -> str:

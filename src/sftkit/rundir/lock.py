@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from sftkit.errors import ConfigError
+from sftkit.rundir.files import read_object, read_text
 from sftkit.rundir.names import LOCK
 
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -59,8 +60,7 @@ class Holder:
         """Return whether the process still runs, and its id is not a later one's. Only for a holder that `is_here`."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < _SAME_START
-            return same and process.status() != psutil.STATUS_ZOMBIE
+            return abs(process.create_time() - self.started) < _SAME_START and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
@@ -150,10 +150,9 @@ def take_lock(run_dir: Path) -> RunLock:
 
 def read_holder(path: Path) -> Holder | None:
     """Return the process that a lock file names; None: nothing there can be read."""
-    try:
-        return Holder(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+    with suppress(TypeError):
+        return Holder(**read_object(path))
+    return None
 
 
 def at_work(run_dir: Path) -> bool | None:
@@ -180,8 +179,7 @@ def pid_scope() -> tuple[str, str, str]:
     same on several machines."""
     host = socket.gethostname()
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    machine = boot.read_text().strip() if boot.exists() else host
-    return host, machine, os.readlink(namespace) if namespace.exists() else ""
+    return host, read_text(boot).strip() or host, os.readlink(namespace) if namespace.exists() else ""
 
 
 def _flock(descriptor: int, path: Path) -> bool:

@@ -23,7 +23,6 @@ from sftkit.errors import ConfigError
 from sftkit.rundir.files import replace_shared
 from sftkit.rundir.names import MANIFEST, RECIPE, STATE, TRAINING_STATE, step_dirs
 
-HASH_THREADS = min(8, os.cpu_count() or 1)
 HASHES = "hashes"
 "Folder in the cache directory with a file of hashes for each folder that was verified."
 SETTLED_SECONDS = 2.0
@@ -43,7 +42,7 @@ class Entry(NamedTuple):
 
 def sha256_of(paths: Sequence[Path]) -> list[str]:
     """Return the sha256 of each file, in hex, in the given order."""
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(_sha256, paths))
 
 
@@ -109,10 +108,14 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
 def digest(folder: Path) -> str | None:
     """Return the sha256 of a step directory's manifest, which stands for the bytes of all its files; None without
     one."""
-    try:
-        return _sha256(folder / MANIFEST)
-    except OSError:
-        return None
+    return hash_of(folder / MANIFEST)
+
+
+def hash_of(path: Path) -> str | None:
+    """Return the sha256 of a file, in hex; None: it cannot be read."""
+    with suppress(OSError):
+        return _sha256(path)
+    return None
 
 
 def _damage(folder: Path, files: Mapping[str, Entry], hashes: Callable[[Sequence[Path]], list[str]]) -> str | None:

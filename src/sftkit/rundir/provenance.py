@@ -7,14 +7,14 @@ itself compares with its checkpoint, are kept apart from the weights, which a re
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.rundir.files import read_object, replace_text
+from sftkit.rundir.manifest import hash_of
 from sftkit.rundir.names import MADE_FROM, MANIFEST, latest_checkpoint
 
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -42,9 +42,9 @@ def current_provenance(cfg: Config) -> Provenance:
     inputs: Stamps = {str(path): _stamp(path) for source in sources for path in _files(Path(source.path))}
     for key, folder in (("model.path", parent), ("model.tokenizer", _folder(cfg.model.tokenizer))):
         # Not by the folder's name: a later step of a run may say the same of the model.
-        inputs |= {f"{key}: {path.name}": _digest(path) for path in _matching(folder, _TEXTS) if path.name != MANIFEST}
+        inputs |= {f"{key}: {path.name}": hash_of(path) for path in _matching(folder, _TEXTS) if path.name != MANIFEST}
     if cfg.model.chat_template is not None and Path(cfg.model.chat_template).is_file():
-        inputs["model.chat_template"] = _digest(Path(cfg.model.chat_template))
+        inputs["model.chat_template"] = hash_of(Path(cfg.model.chat_template))
     return Provenance(inputs, {str(path): _stamp(path) for path in _matching(parent, WEIGHTS)})
 
 
@@ -96,11 +96,8 @@ def _matching(folder: Path | None, patterns: Iterable[str]) -> list[Path]:
     return [] if folder is None else sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        yield from sorted(found for found in path.rglob("*") if found.is_file())
-    elif path.exists():
-        yield path
+def _files(path: Path) -> list[Path]:
+    return sorted(found for found in (path, *path.rglob("*")) if found.is_file())
 
 
 def _stamp(path: Path) -> list[int] | None:
@@ -109,10 +106,3 @@ def _stamp(path: Path) -> list[int] | None:
     except OSError:
         return None
     return [found.st_size, found.st_mtime_ns]
-
-
-def _digest(path: Path) -> str | None:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return None

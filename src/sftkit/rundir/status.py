@@ -173,9 +173,8 @@ class RunStatus:
             number: the signal that stopped it; None: the time limit, or nothing did.
         """
         self.stopped_by = number if stopped else None
-        outcome: Outcome = "preempted" if stopped else "finished"
         name = None if number is None else signal.Signals(number).name
-        self.end("stopped" if number == signal.SIGINT else outcome, signal=name)
+        self.end("stopped" if number == signal.SIGINT else "preempted" if stopped else "finished", signal=name)
 
     def failed(self, error: BaseException | str, *, symptom: bool = False) -> Failure:
         """Write this rank's error, the first one only, for the others to find, and return it.

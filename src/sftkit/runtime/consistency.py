@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import yaml
 
+from sftkit.config.yaml_text import flattened
 from sftkit.errors import ConfigError
 from sftkit.rundir.lock import pid_scope
 from sftkit.runtime.hardware import installed_version
@@ -59,7 +60,8 @@ def neighbours(rt: Runtime) -> dict[int, int]:
 def recipe_identity(recipe: str) -> dict[str, str]:
     """Return what must be the same on all ranks before data is read: the resolved recipe, by key, and the versions."""
     ours = installed_version("sftkit") or "not installed"  # run from its sources
-    return {"sftkit": ours, "torch": torch.__version__, **_flat(yaml.safe_load(recipe))}
+    settings = {key: repr(value) for key, value in flattened(yaml.safe_load(recipe))}
+    return {"sftkit": ours, "torch": torch.__version__, **settings}
 
 
 def data_identity(lengths: np.ndarray) -> dict[str, str]:
@@ -70,11 +72,3 @@ def data_identity(lengths: np.ndarray) -> dict[str, str]:
     """
     digest = hashlib.sha256(np.ascontiguousarray(lengths).tobytes()).hexdigest()
     return {"training documents": f"{len(lengths):,} (sha256 of their lengths {digest[:16]})"}
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a nested mapping as one: keys joined by dots, values as repr."""
-    flat: dict[str, str] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": repr(value)}
-    return flat

@@ -51,13 +51,12 @@ def peak_flops(device: torch.device) -> float | None:
 def peak_flops_by_name(name: str) -> float | None:
     """Return the dense bf16 FLOP/s of a device of that name; None, after one warning, for a name that is not in the
     table."""
-    words = re.compile("|".join(rf"(?<![\w]){re.escape(part)}(?![\w])" for part, _ in PEAK_BF16_FLOPS))
+    known = (flops for part, flops in PEAK_BF16_FLOPS if re.search(rf"\b{part}\b", name))
     # A laptop's GPU has the name of a faster desktop card in its own.
-    match = None if "Laptop" in name else words.search(name)
-    if match is None:
+    flops = None if "Laptop" in name else next(known, None)
+    if flops is None:
         log.warning("%s: peak FLOP/s unknown, so no MFU; add it to PEAK_BF16_FLOPS in runtime/hardware.py", name)
-        return None
-    return dict(PEAK_BF16_FLOPS)[match.group()]
+    return flops
 
 
 def gpu_unavailable_reason() -> str | None:

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from huggingface_hub import constants
+
 from sftkit.config.commands import program_path
 from sftkit.config.paths import similar_paths
 from sftkit.errors import ConfigError
@@ -25,7 +27,6 @@ HubKind = Literal["model", "dataset"]
 def hub_answers() -> bool:
     """Return whether HF_ENDPOINT answers; False when HF_HUB_OFFLINE is set."""
     import httpx
-    from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
@@ -57,7 +58,7 @@ def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) ->
     Raises:
         ConfigError: the hub has it, and does not give it to this account.
     """
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -94,7 +95,7 @@ def _ask(name: str, kind: HubKind, revision: str | None) -> None:
 
 
 def _not_let_in(name: str, kind: HubKind) -> str:
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import get_token
 
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     if get_token() is None:
@@ -120,16 +121,12 @@ def _log_in() -> str:
 
 def unreachable() -> str:
     """Return why the hub is not asked, when it does not answer."""
-    from huggingface_hub import constants
-
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
 
 
 def _is_cached(name: str, kind: HubKind) -> bool:
     """Return whether the hub's cache, or that of `datasets`, has anything of a repository but a model's config. That
     one may have been fetched alone, to know the model's size."""
-    from huggingface_hub import constants
-
     files = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").glob("snapshots/*/*")
     if any(file.name != "config.json" for file in files):
         return True

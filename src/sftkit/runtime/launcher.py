@@ -91,8 +91,7 @@ def check_launcher(environ: Mapping[str, str]) -> str | None:
             "warning: the launcher kills this run 30 s after a signal, saved or not, and does not pass SIGUSR1 on: start it "
             f"with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 {HANDLED}={signal_env({})[HANDLED]} (make and sftkit.launch do)"
         )
-    restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    if restarts and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         lines.append(
             "warning: after a restart by the launcher the ranks may be given addresses of those that are gone, and fail: "
             "start it with --rdzv_backend c10d (torchrun: --standalone) and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"

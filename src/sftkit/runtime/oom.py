@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sftkit.rundir.files import read_text
+
 _BY_SIGNAL = {
     signal.SIGSEGV: "a crash in compiled code, of a library or a kernel",
     signal.SIGABRT: "a library gave up: its message stands above",
@@ -39,8 +41,7 @@ def oom_kills(root: Path = Path("/")) -> OomKills:
         root: of the file system.
     """
     machine = _counter(root / "proc/vmstat")
-    found = (_counter(file) for file in _group_files(root))
-    own = next((count for count in found if count is not None), None)
+    own = next((count for file in _group_files(root) if (count := _counter(file)) is not None), None)
     return OomKills(own, machine, time.monotonic())
 
 
@@ -93,14 +94,9 @@ def last_kill(log: Path, since: float) -> str | None:
 def _group_files(root: Path) -> Iterable[Path]:
     """Yield the files that may count the kills of this process's control group: of version 2, else of version 1. In a
     container the path that the kernel gives may be the host's, and the group's files lie at the top."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
     mount = root / "sys/fs/cgroup"
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
         if not controllers:
             yield from (mount / path.lstrip("/") / "memory.events", mount / "memory.events")
         elif "memory" in controllers.split(","):
@@ -108,11 +104,7 @@ def _group_files(root: Path) -> Iterable[Path]:
 
 
 def _counter(file: Path) -> int | None:
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return None
-    counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
+    counts = [line.split()[1] for line in read_text(file).splitlines() if line.startswith("oom_kill ")]
     return int(counts[0]) if counts else None
 
 

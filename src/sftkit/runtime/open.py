@@ -36,10 +36,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
             can begin there.
     """
     assert_same_on_ranks(rt, recipe_identity(recipe))
-    locked = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
-    if isinstance(locked, str):
-        raise ConfigError(locked)
-    place, rt.resumes = locked
+    place, rt.resumes = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
     status = rt.open_status(place)
     status.open(place)
     status.neighbours = neighbours(rt)
@@ -68,17 +65,18 @@ def claim_run_dir(rt: Runtime) -> None:
     assert status is not None
     rt.stopping.save_first()
     rt.barrier()  # nobody writes to the old place any more
-    if problem := rt.from_main(lambda: _claim_run_dir(status, rt)):
-        raise ConfigError(problem)
+    rt.from_main(lambda: _claim_run_dir(status, rt))
     _is_there(status)
 
 
-def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool] | str:
+def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool]:
     """Lock the directory on the main rank.
 
     Returns:
-        (where to write before the first step; whether this start goes on with the run that is there), or a problem as
-        text: the other ranks wait for an answer, so nothing is raised.
+        (where to write before the first step; whether this start goes on with the run that is there)
+
+    Raises:
+        ConfigError: a run is at work there, or none can begin.
     """
     try:
         attempt.put_back(folder)
@@ -88,17 +86,15 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool] | 
             goes_on = "this start goes on from there" if resumes else "train.resume=auto would go on from there"
             rt.print(f"{folder}: the run before was killed without a word: {where_it_was(folder)}; {goes_on}")
         return attempt.make_attempt_dir(folder, resumes=resumes), resumes
-    except ConfigError as error:
-        return str(error)
     except OSError as error:
-        return f"run.dir={folder}: {error}"
+        raise ConfigError(f"run.dir={folder}: {error}") from None
 
 
-def _claim_run_dir(status: RunStatus, rt: Runtime) -> str | None:
+def _claim_run_dir(status: RunStatus, rt: Runtime) -> None:
     """Make this start the run of the directory, on the main rank.
 
-    Returns:
-        what went wrong, as the other ranks wait for an answer; None: nothing.
+    Raises:
+        ConfigError: it cannot take its place there.
     """
     folder = status.run_dir.parent
     with rt.leaving:  # a signal that came before this may be about to delete it
@@ -113,12 +109,10 @@ def _claim_run_dir(status: RunStatus, rt: Runtime) -> str | None:
                 assert rt.lock is not None
                 rt.lock, aside = attempt.replace(folder, rt.lock)
                 rt.print(f"{folder} held an earlier run: it is now {aside} (train.resume=auto would have continued it)")
-        except ConfigError as error:
-            return str(error)
         except OSError as error:
-            return f"run.dir={folder}: this start has done a step and cannot take its place there: {error}"
+            text = f"run.dir={folder}: this start has done a step and cannot take its place there: {error}"
+            raise ConfigError(text) from None
         _is_there(status)
-    return None
 
 
 def _is_there(status: RunStatus) -> None:

@@ -14,10 +14,6 @@ from rich.table import Column
 from sftkit.config.terminal import print_text, visible
 from sftkit.runtime.console import output_console
 
-_REFRESHES = 2.0
-"A second: each takes the interpreter lock for a millisecond or two."
-_DAY_SECONDS = 86_400.0
-
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
@@ -46,9 +42,9 @@ class LastLine(progress.Progress):
             console=output_console(),
             transient=True,
             expand=expand,
-            refresh_per_second=_REFRESHES,
-            # rich's default of 30 s would forget the evaluations and saves between the steps.
-            speed_estimate_period=_DAY_SECONDS,
+            refresh_per_second=2.0,  # each takes the interpreter lock for a millisecond or two
+            # A day: rich's default of 30 s would forget the evaluations and saves between the steps.
+            speed_estimate_period=86_400.0,
             redirect_stderr=sys.stderr.isatty(),  # else rich would bring a log file's lines here
         )
 

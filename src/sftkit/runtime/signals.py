@@ -22,11 +22,6 @@ from sftkit.rundir.lock import release_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
 "Signals that request a stop. Of several that came, the first in this order is the one that is written down."
-HANDLED_BY_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-"""Variable in which torch's elastic launcher tells its ranks which signals it passes on; ranks that do not end, it
-kills."""
-
-_UNKNOWN_SAVE_SECONDS = 120.0
 _END, _MARK = b"\0", b"\xff"
 "No signal has these numbers."
 
@@ -40,7 +35,8 @@ def ignore_signals(numbers: Iterable[int] = SIGNALS) -> None:
 def heeded(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
     """Return those of SIGNALS that this process heeds. Under nohup, which has SIGHUP ignored, a terminal may be closed;
     but a SIGHUP that torch's launcher passes on is heeded."""
-    passed_on = "SIGHUP" in environ.get(HANDLED_BY_TORCH, "")
+    # In it torch's elastic launcher tells its ranks which signals it passes on; ranks that do not end, it kills.
+    passed_on = "SIGHUP" in environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not passed_on
     return tuple(number for number in SIGNALS if not (ignored and number == signal.SIGHUP))
 
@@ -58,7 +54,7 @@ class Deadline:
         """
         self._end = (psutil.Process().create_time() if started is None else started) + 60.0 * max_minutes
         self._step_seconds: deque[float] = deque([0.0], maxlen=64)
-        self._save_seconds = min(6.0 * max_minutes, _UNKNOWN_SAVE_SECONDS) if save_seconds is None else save_seconds
+        self._save_seconds = min(6.0 * max_minutes, 120.0) if save_seconds is None else save_seconds
 
     def add_step(self, seconds: float, last_save: Mapping[str, float]) -> None:
         """Note how many seconds a step took, and the newest checkpoint (Checkpoints.last_save)."""
@@ -170,8 +166,7 @@ class Listener:
     def take_signals(self) -> None:
         """Have signals come here; to be called again after somebody else may have taken them."""
         for number in heeded():
-            before = signal.signal(number, lambda _number, _frame: None)
-            self._handlers_before.setdefault(number, before)
+            self._handlers_before.setdefault(number, signal.signal(number, lambda _number, _frame: None))
 
     def catch_up(self) -> None:
         """Wait until every signal that has come is received: who ends the process at a signal does so before this returns.

@@ -169,11 +169,19 @@ class Runtime:
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item() > 0)
 
     def from_main(self, decide: Callable[[], T]) -> T:
-        """Return on every rank what the main rank decides; `decide` is called there alone. Every rank must ask."""
+        """Return on every rank what the main rank decides; `decide` is called there alone, and an error that it raises is
+        raised on every rank: they would else wait forever. Every rank must ask."""
         if self.world_size == 1:
             return decide()
-        box = [decide() if self.is_main else None]
+        box: list[T | Exception | None] = [None]
+        if self.is_main:
+            try:
+                box = [decide()]
+            except Exception as error:
+                box = [error]
         broadcast_object_list(box)
+        if isinstance(box[0], Exception):
+            raise box[0]
         return box[0]  # type: ignore[return-value]
 
     def united(self, names: Sequence[str]) -> list[str]:

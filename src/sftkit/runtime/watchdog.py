@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from sftkit.config.schema import RunConfig
 from sftkit.config.terminal import print_text
+from sftkit.rundir.files import read_object
 from sftkit.rundir.names import HEARTBEATS, error_file, error_files, heartbeat_file
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import end_process
@@ -29,22 +29,9 @@ _STOP_SECONDS = 30.0
 _LOOP_PHASES = ("data", "step")
 
 
-@contextmanager
-def watchdog(rt: Runtime, status: RunStatus, run: RunConfig) -> Iterator[None]:
-    """End the process, inside, on a hang or another rank's failure, and write an error down for the other ranks."""
-    thread = Watchdog(rt, status, run)
-    thread.start()
-    try:
-        yield
-    except BaseException as error:
-        status.failed(error)
-        raise
-    finally:
-        thread.stop()
-
-
 class Watchdog:
-    """A thread that checks once a second what the main thread last noted in `status`."""
+    """End the process, inside, on a hang or another rank's failure, and write an error down for the other ranks. A
+    thread checks once a second what the main thread last noted in `status`."""
 
     def __init__(self, rt: Runtime, status: RunStatus, run: RunConfig) -> None:
         self._rt, self._status, self._run = rt, status, run
@@ -54,12 +41,12 @@ class Watchdog:
         self._last_flush = 0.0
         self._others_failed_at: float | None = None
 
-    def start(self) -> None:
-        """Start to watch."""
+    def __enter__(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread and close this rank's heartbeat."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self._status.failed(error)
         self._stopped.set()
         self._thread.join()
         heartbeat, self._status.heartbeat = self._status.heartbeat, None
@@ -99,8 +86,7 @@ class Watchdog:
         if self._status.heartbeat is None:
             self._status.heartbeat = open_heartbeat(self._status)
         self._status.beat()
-        period = min(_FLUSH_SECONDS, self._run.step_timeout_seconds / 3)
-        if flush or time.monotonic() - self._last_flush > period:
+        if flush or time.monotonic() - self._last_flush > min(_FLUSH_SECONDS, self._run.step_timeout_seconds / 3):
             os.fsync(self._status.heartbeat)
             self._last_flush = time.monotonic()
 
@@ -116,8 +102,7 @@ class Watchdog:
         if time.monotonic() - self._others_failed_at > _GRACE_SECONDS and not self._stopped.is_set():
             if dead:
                 self._status.failed(f"rank {', '.join(map(str, dead))} has ended", symptom=True)
-            first = self._status.write_failed()
-            print_text(f"\nrank {self._status.rank} ends: {first}", error=True, level="error")
+            print_text(f"\nrank {self._status.rank} ends: {self._status.write_failed()}", error=True, level="error")
             self._end_process()
 
     def _report_hang(self, idle: float) -> None:
@@ -175,10 +160,7 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tu
     """
     places: dict[tuple[bool, int, int, str], list[int]] = {}
     for rank in range(world_size):
-        try:
-            beat = json.loads(heartbeat_file(beats, rank).read_text())
-        except (OSError, ValueError):
-            beat = {"step": 0, "phase": "start", "time": 0.0}
+        beat = read_object(heartbeat_file(beats, rank)) or {"step": 0, "phase": "start", "time": 0.0}
         phase = beat["phase"]
         order = _LOOP_PHASES.index(phase) if phase in _LOOP_PHASES else len(_LOOP_PHASES)
         responds = time.time() - beat["time"] < silent_after

@@ -10,9 +10,6 @@ from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import EXPERTS
 from sftkit.runtime.start import Runtime
 
-DIGITS = 4
-"Decimal places in the file."
-
 
 class ExpertLoad:
     """Reads the choices of a model's routers; of a model without experts it reads nothing."""
@@ -38,6 +35,6 @@ class ExpertLoad:
         counts = self._rt.sum(found.double())  # [L, E]; every position has the same number of experts
         load = counts * counts.shape[1] / counts.sum(1, keepdim=True).clamp(min=1.0)
         if self._rt.is_main:
-            rows = [[round(value, DIGITS) for value in row] for row in load.tolist()]
+            rows = [[round(value, 4) for value in row] for row in load.tolist()]
             replace_text(run_dir / EXPERTS, json.dumps({"step": step, "load": rows}))
         return {"train/expert_load_max": float(load.max()), "train/expert_load_min": float(load.min())}

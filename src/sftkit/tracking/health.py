@@ -7,7 +7,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from sftkit.config.schema import NumericsConfig
 from sftkit.data.collate import Batch
 from sftkit.data.loader import Batches, StepBatches
 from sftkit.data.types import listed
-from sftkit.errors import NonFiniteError, NumericsError, SpikeError
+from sftkit.errors import NonFiniteError, SpikeError
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.names import skipped_documents_file
 from sftkit.runtime.start import Runtime
@@ -57,11 +58,11 @@ class StepRecord:
     own_divisors: list[int]
     "what each of this rank's micro-batches adds to the divisor"
     outcome: StepOutcome
-    stop: bool = False
+    stop: bool
     "a rank asks to stop"
-    finite: bool = True
-    skipped: bool = False
-    spikes: list[Spike] = field(default_factory=list)
+    finite: bool
+    skipped: bool
+    spikes: list[Spike]
 
 
 class DelayedFlags:
@@ -75,7 +76,7 @@ class DelayedFlags:
         """
         self._count = count
         self._cuda, self._late = device.type == "cuda", delay
-        self._waiting: deque[tuple[StepRecord, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[partial[StepRecord], torch.Tensor, torch.cuda.Event | None]] = deque()
         # Allocated once: pinning memory makes the device wait.
         self._host = [torch.empty(NUM_FLAGS, pin_memory=self._cuda) for _ in range(delay + 1)]
 
@@ -84,7 +85,7 @@ class DelayedFlags:
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event() if self._cuda else None
         own = [self._count(batch) for batch in step_batches.micro_batches]
-        launched = StepRecord(step, replace(step_batches, micro_batches=[]), own, outcome)
+        launched = partial(StepRecord, step, replace(step_batches, micro_batches=[]), own, outcome)
         self._waiting.append((launched, host, arrived))
 
     def read(self, *, wait: bool) -> list[StepRecord]:
@@ -95,9 +96,8 @@ class DelayedFlags:
             if arrived is not None:
                 arrived.synchronize()
             flags = Flags(host)
-            stop, finite, skipped = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
-            spikes = spikes_in(flags.verdict)
-            records.append(replace(launched, stop=stop, finite=finite, skipped=skipped, spikes=spikes))
+            found = bool(flags.stop > 0), bool(flags.nonfinite == 0), bool(flags.skipped > 0)
+            records.append(launched(*found, spikes_in(flags.verdict)))
         return records
 
 
@@ -159,13 +159,26 @@ class Health:
         return stop, skipped
 
     def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
-        """Report a step that was left out, and end training if that is asked for or too many were."""
+        """Report a step that was left out; end training if that is asked for or too many were, with the loss of every
+        rank in the error, which the run's status has too."""
         self._write_documents(known, kind)
-        losses, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
-        reason = spike_cause(losses, known.spikes) if known.finite else cause(losses, norm)
-        if then == "error" or self._in_a_row > self._numerics.max_skips:
-            raise self._error(known, kind, reason, losses)
-        self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
+        losses_of_ranks, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
+        reason = spike_cause(losses_of_ranks, known.spikes) if known.finite else cause(losses_of_ranks, norm)
+        if then != "error" and self._in_a_row <= self._numerics.max_skips:
+            self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
+            return
+        values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
+        skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
+        text = (
+            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
+            f"out. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
+            "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
+            f"numerics.on_{kind}=skip"
+        )
+        nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
+        error = SpikeError(text) if known.finite else NonFiniteError(text)
+        self._status.failed(error, symptom=not known.finite and bool(nonfinite) and self._rt.rank not in nonfinite)
+        raise error
 
     def read(self) -> dict[str, float | None]:
         """Return the window's counts; every rank must call it."""
@@ -220,24 +233,6 @@ class Health:
             documents=[examples.name(i) for i, number in micro_batches_of(known.step_batches) if number in named],
         )
         return self._rt.gathered(own)
-
-    def _error(
-        self, known: StepRecord, kind: Literal["nonfinite", "spike"], reason: str, losses_of_ranks: list[RankLoss]
-    ) -> NumericsError:
-        """Build the error, with the loss of every rank, and write it to the run's status."""
-        norm = float(known.outcome.grad_norm)
-        values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
-        skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
-        text = (
-            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
-            f"out. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
-            "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
-            f"numerics.on_{kind}=skip"
-        )
-        nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
-        error = SpikeError(text) if known.finite else NonFiniteError(text)
-        self._status.failed(error, symptom=not known.finite and bool(nonfinite) and self._rt.rank not in nonfinite)
-        return error
 
 
 def losses_of(known: StepRecord) -> list[float]:

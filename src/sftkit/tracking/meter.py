@@ -76,9 +76,13 @@ class Meter:
         """Return the progress since the start of the run, this window included."""
         return self._before.plus(self._tokens, self._targets, self._pairs, self._seconds(), self._encoded)
 
-    def axes(self) -> dict[str, float | None]:
-        """Return train/tokens, train/flops and train/seconds so far, over which a dashboard can draw an evaluation."""
-        return self.progress.axes(
+    def axes(self, progress: Progress | None = None) -> dict[str, float | None]:
+        """Return train/tokens, train/flops and train/seconds so far, over which a dashboard can draw an evaluation.
+
+        Args:
+            progress: None: this window included.
+        """
+        return (progress or self.progress).axes(
             self._orig_model, counts_attention=self._windows is not None, encoder_positions=self._encoder_positions
         )
 
@@ -141,6 +145,7 @@ class Meter:
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
         p50, p95 = percentiles(self._clock.read())
+        encoded = {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
         values: dict[str, float | None] = {
             **self._objective.metrics(means),
             "train/grad_norm": norm if math.isfinite(norm := float(self._grad_norm)) else None,
@@ -158,14 +163,12 @@ class Meter:
             **memory_counters(self._rt.device),
             "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
-            **self._encoded_values(seconds),
+            **(encoded if self._encoder_positions else {}),
             **self._source_shares(),
             **skipped_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
-            **self._before.axes(
-                self._orig_model, counts_attention=self._windows is not None, encoder_positions=self._encoder_positions
-            ),
+            **self.axes(self._before),
         }
         self._reset()
         return values
@@ -209,13 +212,11 @@ class Meter:
             return False
         for name in _COUNTS:
             setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have no encoded
+        self._earlier_seconds = seconds = window["seconds"]
         # `read` will add what is in the window, so it must not be in the progress yet.
-        self._before = self._before.plus(
-            -self._tokens, -self._targets, -self._pairs, -window["seconds"], -self._encoded
-        )
+        self._before = self._before.plus(-self._tokens, -self._targets, -self._pairs, -seconds, -self._encoded)
         if window.get("sources") == self.sources:
             self._source_tokens += np.asarray(window["source_tokens"], np.int64)
-        self._earlier_seconds = window["seconds"]
         self._clock.go_on(window["step_seconds"])
         *sums, own_divisor, waited = own_values(self._rt, window["by_rank"], same_ranks=same_ranks).tolist()
         # Ranks wait side by side, so their seconds do not add up: with other ranks than before,
@@ -237,12 +238,6 @@ class Meter:
         waits, peaks, targets = (known[count + i * ranks : count + (i + 1) * ranks] for i in range(3))
         self.seen_targets += round(sum(targets))
         return known[:count], waits, peaks
-
-    def _encoded_values(self, seconds: float) -> dict[str, float | None]:
-        """Return data/encoded and perf/encoded_per_sec of the window; nothing without an encoder."""
-        if not self._encoder_positions:
-            return {}
-        return {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
 
     def _source_shares(self) -> dict[str, float | None]:
         """Return data/share/<source> of the window; nothing where there is one source."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import FINAL, RESULTS, step_of
 
 MetricsLine = dict[str, Any]
@@ -20,9 +21,7 @@ def drop_rows_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in _lines_of(path) if row_step(line) <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    os.replace(temporary, path)
+    replace_text(path, "".join(line + "\n" for line in kept))
 
 
 def drop_evals_after(folder: Path, step: int) -> None:
@@ -50,24 +49,20 @@ def _lines_of(path: Path) -> list[str]:
 
 def row_step(line: str) -> float:
     """Return the step of a row; infinite for one that a kill has cut short."""
-    try:
+    with suppress(json.JSONDecodeError, KeyError):
         return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):
-        return math.inf
+    return math.inf
 
 
 def read_metric_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file, without those that a full disk has cut short; none if it cannot be read."""
-    try:
-        lines = _lines_of(path)
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines if row_step(line) < math.inf]
+    with suppress(OSError):
+        return [json.loads(line) for line in _lines_of(path) if row_step(line) < math.inf]
+    return []
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Return what an evaluation wrote of its tasks; nothing where it had none."""
-    try:
+    with suppress(OSError, json.JSONDecodeError):
         return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
-        return []
+    return []

@@ -30,9 +30,8 @@ class Spike(NamedTuple):
     deviation: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} {self.value:.4g} is far above the mean before it, {self.mean:.4g} (sd {self.deviation:.2g})"
-        )
+        before = f"the mean before it, {self.mean:.4g} (sd {self.deviation:.2g})"
+        return f"{self.name} {self.value:.4g} is far above {before}"
 
 
 class Spikes:

@@ -93,20 +93,15 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        logging_config: LogConfig,
-        rt: Runtime,
-        config: dict[str, Any],
-        resume: ResumePoint = NO_RESUME,
+        self, run_dir: Path, config: LogConfig, rt: Runtime, settings: dict[str, Any], resume: ResumePoint = NO_RESUME
     ) -> None:
         """Keep what the files and the dashboard need.
 
         Args:
-            config: the recipe, and what was resolved, for the dashboard: see train/about.py.
+            settings: the recipe, and what was resolved, for the dashboard: see train/about.py.
         """
         self._rt, self._run_dir, self._step = rt, run_dir, resume.step
-        self._config, self._settings, self._open_window = logging_config, config, resume.open_window
+        self._config, self._settings, self._open_window = config, settings, resume.open_window
         self.run_id = resume.run_id
         "id of the run on the dashboard, None without one; on the main rank"
         self._dashboard: DashboardWriter | None = None
@@ -135,9 +130,9 @@ class Tracker:
         about = identity(self._config, run_dir, self._settings)
         dashboard = open_dashboard(self._config, run_dir, self.run_id, about, self._rt.accelerator)
         if dashboard is not None:
-            resumed = self.run_id is not None
+            state = begun(resumed=self.run_id is not None)
             self.run_id, self._dashboard = dashboard.run_id, DashboardWriter(dashboard)
-            self._dashboard.summary(begun(resumed=resumed))
+            self._dashboard.put(lambda service: service.summary(state))
             self._dashboard.record(step, partial(preflight_of, run_dir))
             self._dashboard.record(step, partial(proof_of, run_dir))
         return self
@@ -169,16 +164,11 @@ class Tracker:
         if self._bar is not None:
             self._bar.step = step
 
-    def print(self, text: str, level: Level | None = None) -> None:
-        """Print a line for the person watching, above the bar where there is one."""
-        self._rt.print(text, level)
-
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """Log one line of training; an event too if training has waited for data in this one and the two before."""
-        self._append(METRICS_FILE, step, values)
-        self.print(
-            train_line(step, total_steps, values, output_console().width if output_console().is_interactive else None)
-        )
+        self._append(METRICS_FILE, step, values, {})
+        console = output_console()
+        self._rt.print(train_line(step, total_steps, values, console.width if console.is_interactive else None))
         if self._bar is not None:
             self._bar.newest = f"loss {_number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
         wait = values["perf/data_wait_pct"] or 0.0
@@ -186,11 +176,10 @@ class Tracker:
         starved = self._lines > 1 and wait > STARVED_PCT  # the first line of a start has workers that are starting
         self._starved_lines = self._starved_lines + 1 if starved else 0
         if self._starved_lines == STARVED_LINES:
+            often = f"more than {STARVED_PCT:.0f} % in {STARVED_LINES} logged lines in a row"
+            remedy = "raise data.num_workers, or look for a slow or shared disk"
             self.event(
-                "starvation",
-                step,
-                f"training waited for data in {wait:.0f} % of the time and more than {STARVED_PCT:.0f} % in "
-                f"{STARVED_LINES} logged lines in a row: raise data.num_workers, or look for a slow or shared disk",
+                "starvation", step, f"training waited for data in {wait:.0f} % of the time and {often}: {remedy}"
             )
 
     def log_evals(
@@ -213,7 +202,7 @@ class Tracker:
         results = read_results(evaluation_dir(self._run_dir, step) / RESULTS)
         if values:
             self._append(EVALS, step, values, axes or {})
-            self.print(f"  evaluation at step {step}: {eval_line(values, results)}")
+            self._rt.print(f"  evaluation at step {step}: {eval_line(values, results)}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
             newest = read_metric_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:]
@@ -223,9 +212,8 @@ class Tracker:
 
     def event(self, kind: EventKind, step: int, text: str) -> None:
         """Report what a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
-        if self._rt.is_main:
-            self.print(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
-            self._record(kind, step, text)
+        self._rt.print(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
+        self._record(kind, step, text)
 
     def new_events(self, kind: EventKind, step: int, texts: Sequence[str]) -> None:
         """Report those texts that were not reported yet, each once; `texts`: all so far."""
@@ -242,7 +230,7 @@ class Tracker:
         self._write_events()
         if self._dashboard is not None:
             title, level = ALERTS[kind]
-            self._dashboard.alert(title, step, shortened(text), level)
+            self._dashboard.put(lambda service: service.alert(title, step, shortened(text), level))
 
     def _write_events(self) -> None:
         """Write the events; those that a full disk did not take stay in the queue."""
@@ -260,21 +248,20 @@ class Tracker:
             return False
         return True
 
-    def _append(
-        self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any] | None = None
-    ) -> None:
+    def _append(self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any]) -> None:
         """Append a line to a file; the dashboard gets it with `axes` beside it."""
         if not self._rt.is_main:
             return
         if self._write(name, [{"step": step, "time": round(time.time(), 3), **values}]):
             self._write_events()
         if self._dashboard is not None:
-            self._dashboard.row(step, {**(axes or {}), **values})
+            row = {**axes, **values}
+            self._dashboard.put(lambda service: service.row(step, row))
 
     def _table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table to the dashboard."""
         if self._dashboard is not None:
-            self._dashboard.table(step, record_table(name, columns, rows))
+            self._dashboard.put(lambda service: service.table(step, record_table(name, columns, rows)))
 
 
 def train_line(step: int, total_steps: int, values: dict[str, float | None], width: int | None = None) -> str:
@@ -316,11 +303,8 @@ def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str,
         for task, result in zip(tasks, results, strict=True):
             name = f"eval/{task}/{result['metric']}" if tasks.count(task) > 1 else f"eval/{task}"
             shown[name] = result["value"]
-    return GAP.join(
-        f"{name.removeprefix('val/').removeprefix('eval/')} {value:.3f}"
-        for name, value in shown.items()
-        if value is not None
-    )
+    named = ((name.removeprefix("val/").removeprefix("eval/"), value) for name, value in shown.items())
+    return GAP.join(f"{name} {value:.3f}" for name, value in named if value is not None)
 
 
 def _number(value: float | None, form: str) -> str:

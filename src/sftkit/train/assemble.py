@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.checkpoint.checkpoint import Checkpoints, RunSetup, TrainState
+from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint
 from sftkit.compile.modules import check_options, named_parts
@@ -277,7 +277,7 @@ def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Chec
     """
     identity = run_identity(start.orig_model, start.tokenizer, data.batches.examples, data.batches.layout)
     recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))
-    state = TrainState(start.orig_model, start.tokenizer, engine.optimizer)
-    checkpoints = Checkpoints(Path(run.cfg.run.dir), run.cfg.checkpoint, run.rt, state, RunSetup(recipe, identity))
+    state = (start.orig_model, start.tokenizer, engine.optimizer)
+    checkpoints = Checkpoints(Path(run.cfg.run.dir), run.cfg.checkpoint, run.rt, *state, recipe, identity)
     checkpoints.check_space(engine.setup.checkpoint_bytes, new_run=not run.rt.resumes)
     return checkpoints

@@ -41,7 +41,7 @@ def warm_up_engine(
         ConfigError: the run cannot work like this.
     """
     status.at(status.step, "warm-up")
-    ready = engine.warm_up(services.tracker.print)
+    ready = engine.warm_up(rt.print)
     checks = [
         *ready.checks,
         *services.data_checks,
@@ -51,7 +51,7 @@ def warm_up_engine(
     for check in checks:
         if check.ok is False:
             text = f"check failed: {check.name}: {check.found} (expected: {check.expected})"
-            services.tracker.print(text, "warning")
+            rt.print(text, "warning")
     if rt.is_main and status.step != status.total_steps:
         proof.write_proof(status.run_dir, checks)
     return ready, checks

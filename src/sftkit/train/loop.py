@@ -13,7 +13,7 @@ from sftkit.engine.replicas import Replicas
 from sftkit.optim.schedule import learning_rate
 from sftkit.runtime.consistency import assert_same_on_ranks, data_identity
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
-from sftkit.runtime.watchdog import watchdog
+from sftkit.runtime.watchdog import Watchdog
 from sftkit.tracking.trace import Trace
 from sftkit.train import proof
 from sftkit.train.begin import begin_writing, open_status, start_summary, warm_up_engine
@@ -47,7 +47,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     assert_same_on_ranks(rt, data_identity(batches.examples.lengths))
     status = open_status(rt, services, total_steps, cfg.train.max_minutes)
     already_done = step == total_steps  # then the proof.json of the start that trained it stays
-    with watchdog(rt, status, cfg.run), closing(engine):
+    with Watchdog(rt, status, cfg.run), closing(engine):
         # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data go to proof.json.
         ready, checks = warm_up_engine(engine, batches, services, status, rt)
         # After it, so that a run that cannot train is refused before an evaluation is spent on it.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sftkit.launch.hardware import nvidia_smi
 from sftkit.runtime.hardware import device_name, git_state, installed_version, num_cores, peak_flops
 from sftkit.runtime.start import start_device
 
@@ -89,11 +89,7 @@ def cpu_name() -> str:
 
 def driver() -> str | None:
     """Return the driver's version; None where nvidia-smi does not say."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
+    return next(filter(None, nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), None)
 
 
 if __name__ == "__main__":

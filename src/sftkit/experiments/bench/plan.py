@@ -195,11 +195,8 @@ def expanded_runs(plan: BenchPlan) -> list[RunPlan]:
     if ablations is None or base is None:
         return list(plan.runs)
     base = replace(base, baseline=base.name, same_loss_as=None, warm_from=None)
-    made = [
-        replace(base, name=f"{base.name}: {label}", set={**base.set, **change})
-        for label, change in ablations.each.items()
-    ]
-    return [*plan.runs, *made]
+    changes = {f"{base.name}: {label}": {**base.set, **change} for label, change in ablations.each.items()}
+    return [*plan.runs, *(replace(base, name=name, set=changed) for name, changed in changes.items())]
 
 
 def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:

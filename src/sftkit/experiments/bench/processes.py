@@ -70,8 +70,7 @@ class Processes:
 
 def accelerate_config(topology: str) -> dict[str, Any]:
     """Return the Accelerate config of a topology, as it lies in accelerate_configs."""
-    config: dict[str, Any] = yaml.safe_load((CONFIGS / f"{topology}.yaml").read_text())
-    return config
+    return yaml.safe_load((CONFIGS / f"{topology}.yaml").read_text())
 
 
 def wrong_processes(processes: Processes) -> Iterator[str]:

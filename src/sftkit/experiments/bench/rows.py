@@ -7,6 +7,7 @@ The keys of a line of metrics.jsonl are those of docs/metrics.md.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import traceback
@@ -20,11 +21,6 @@ from sftkit.experiments.bench.jobs import Job
 from sftkit.experiments.bench.plan import Steps
 from sftkit.rundir.names import GRAPHS
 from sftkit.tracking.rows import MetricsLine
-
-
-def read_lines(path: Path) -> list[MetricsLine]:
-    """Return the logged lines of a run."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
@@ -58,7 +54,8 @@ def graphs_of(folder: Path) -> list[dict[str, str]]:
     """Return what graph.dump has written of a run's largest shape: each graph, the pass that it comes from and its
     size, in order."""
     files = sorted((folder / GRAPHS).glob("*/*.txt"))
-    largest = max((path.parent.name for path in files), key=_positions, default=None)
+    shapes = (path.parent.name for path in files)  # ROWSxLENGTH
+    largest = max(shapes, key=lambda shape: math.prod(map(int, shape.split("x"))), default=None)
     rows = []
     for path in files:
         if path.parent.name == largest:
@@ -66,12 +63,6 @@ def graphs_of(folder: Path) -> list[dict[str, str]]:
             with path.open() as file:
                 rows.append({"graph": graph, "after": after, "size": file.readline().removeprefix("#").strip()})
     return rows
-
-
-def _positions(shape: str) -> int:
-    """Return the positions of a folder that is named for a shape, ROWSxLENGTH."""
-    rows, length = shape.split("x")
-    return int(rows) * int(length)
 
 
 def measured_row(
@@ -119,13 +110,9 @@ def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ranks: one entry a rank, in order: peak_memory_gib, reserved_memory_gib (None where unknown) and compile, its
             counters by name.
     """
-
-    def maximum(values: Sequence[float | None]) -> float | None:
-        return max((value for value in values if value is not None), default=None)
-
+    sizes = ("peak_memory_gib", "reserved_memory_gib")
     return {
-        "peak_memory_gib": maximum([rank["peak_memory_gib"] for rank in ranks]),
-        "reserved_memory_gib": maximum([rank["reserved_memory_gib"] for rank in ranks]),
+        **{key: max((rank[key] for rank in ranks if rank[key] is not None), default=None) for key in sizes},
         "compile": {key: max(rank["compile"][key] for rank in ranks) for key in ranks[0]["compile"]},
         "ranks": list(ranks),
     }

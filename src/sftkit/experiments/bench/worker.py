@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from sftkit.data.loader import Batches
 from sftkit.data.stages import DATA_OF_STAGES
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
-from sftkit.experiments.bench.rows import graphs_of, measured_row, over_ranks, read_lines, run_job
+from sftkit.experiments.bench.rows import graphs_of, measured_row, over_ranks, run_job
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.models.kinds import kind_of
 from sftkit.models.padding import pad_vocabulary
@@ -33,6 +33,7 @@ from sftkit.rundir.names import METRICS_FILE
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
+from sftkit.tracking.rows import read_metric_rows
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import Training, lay_out, load_data, make_engine, set_environment
 from sftkit.train.loop import train
@@ -49,11 +50,7 @@ class NoCheckpoints:
     run_dir: Path
     resumed_from: Path | None = None
     skipped_checkpoints: tuple[str, ...] = ()
-
-    @property
-    def last_save(self) -> dict[str, float]:
-        """Return nothing: no save has taken time."""
-        return {}
+    last_save: dict[str, float] = field(default_factory=dict)
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
         """Save nothing; return the folder of the run."""
@@ -96,17 +93,6 @@ class Probe(Tracker):
         super().log_metrics(step, total_steps, values)
         self.peak_memory_gib = max(values["mem/peak_gib"] or 0.0, self.peak_memory_gib)
         self.compile = {k.removeprefix("compile/"): v for k, v in values.items() if k.startswith("compile/")}
-
-
-def on_every_rank(probe: Probe, world_size: int) -> list[dict[str, Any]]:
-    """Return what each rank saw, in order of rank. Every rank calls it; afterwards the main rank has written all its
-    lines."""
-    reserved = torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else None
-    mine = {"peak_memory_gib": probe.peak_memory_gib, "reserved_memory_gib": reserved, "compile": probe.compile}
-    seen = [mine] * world_size
-    if world_size > 1:
-        torch.distributed.all_gather_object(seen, mine)
-    return seen
 
 
 def joined(job: Job) -> runtime.Runtime:
@@ -175,6 +161,8 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     with probe:
         services = TrainServices(lambda _: ({}, []), NoCheckpoints(job.folder), probe, resumed={"step": 0})
         trained = train(cfg, rt, engine, batches, services)
+    reserved = torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else None
+    mine = {"peak_memory_gib": probe.peak_memory_gib, "reserved_memory_gib": reserved, "compile": probe.compile}
     waited = {step: ended - started for step, ended in probe.ended.items()}
     return {
         "parameters": parameters,
@@ -185,8 +173,8 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
         "compiled": trained.compiled,
         "shapes": batches.layout.shapes,
         "graphs": graphs_of(job.folder),
-        **measured_row(read_lines(job.folder / METRICS_FILE), job.steps, rt.world_size, batches.num_documents),
-        **over_ranks(on_every_rank(probe, rt.world_size)),
+        **measured_row(read_metric_rows(job.folder / METRICS_FILE), job.steps, rt.world_size, batches.num_documents),
+        **over_ranks(rt.gathered(mine)),
         "warm_up_seconds": trained.warm_up_seconds,
         "first_step_seconds": waited[1],
         "first_steps_seconds": waited.get(job.steps.warm_up),

@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # private; its reset is what torch.compiler.reset calls
 from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
 
 from sftkit.compile.switches import compiler_switches
@@ -93,11 +93,8 @@ def recompiles_on_shapes(probed: ProbedModule, backend: str) -> str | None:
 
 def differs(probed: ProbedModule, backend: str) -> str | None:
     """Return the output or gradient that is farther from eager than its dtype explains; None: none is."""
-    # Dynamo keeps compiled code by Python function, which modules share: each question starts, and leaves, without any.
-    torch._dynamo.reset()
     with listening():
         found = difference(probed.module, probed.call, torch.compile(probed.module, backend=backend, dynamic=False))
-    torch._dynamo.reset()
     return str(found) if found.beyond else None
 
 
@@ -165,17 +162,14 @@ def _inputs(module: torch.nn.Module, call: ModuleCall) -> dict[str, ModuleCall]:
     """Return path -> arguments of the first call of each module, copied: some are changed in place later."""
     found: dict[str, ModuleCall] = {}
 
-    def hook(path: str) -> Callable[..., None]:
-        def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if path not in found:
-                copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
-                found[path] = ModuleCall(copied[0], copied[1], call.shape)
-
-        return keep
+    def keep(path: str, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path not in found:
+            copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+            found[path] = ModuleCall(copied[0], copied[1], call.shape)
 
     with ExitStack() as stack:
         for path, one in module.named_modules():
-            stack.callback(one.register_forward_pre_hook(hook(path), with_kwargs=True).remove)
+            stack.callback(one.register_forward_pre_hook(partial(keep, path), with_kwargs=True).remove)
         with torch.no_grad():
             module(*call.args, **call.kwargs)
     return found
@@ -208,14 +202,12 @@ def _compiled(
         second: None: one call only.
         dynamic: sizes are symbols from the start.
     """
-    torch._dynamo.reset()
     with compiler_switches(CompileConfig(), dynamic_layout=dynamic), listening() as heard:
         compiled = torch.compile(probed.module, backend=backend, dynamic=dynamic)
         compiled(*first.args, **first.kwargs)
         heard.messages["recompiles"].clear()
         if second is not None:
             compiled(*second.args, **second.kwargs)
-    torch._dynamo.reset()
     return heard
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,54 +25,42 @@ NONE_KNOWN = "none is known: move the line out of forward"
 FOLLOWS = "none of its own: it may follow from the break above it, which leaves code to be traced part by part; mend that first"
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What one instrument says."""
-
-    instrument: str
-    breaks: tuple[Break, ...]
-    message: str
-    "in a line"
+Seen = tuple[str, list[Break]]
+"What an instrument says, in a line, and the breaks that it sees."
 
 
-@dataclass(frozen=True)
-class Breaks:
-    """What all of them say."""
+def breaks_of(subject: Subject) -> dict[str, Any]:
+    """Compile the whole module and call it, once for each instrument; no code is generated (backend eager).
 
-    seen: tuple[Seen, ...]
-    recompiles: tuple[str, ...]
-    """of the first call (code that several modules share, once for each), of one with other values of the same shapes,
-    and of one with another shape: `other values: forward (FILE:LINE): the guards that failed`"""
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each place: file, line, code, reason, explanation, remedy, dynamo_says, given_up,
-        seen_by."""
-        by_place: dict[tuple[str, int], list[tuple[str, Break]]] = {}
-        for seen in self.seen:
-            for one in seen.breaks:
-                by_place.setdefault(one.location, []).append((seen.instrument, one))
-        return [_row(found, first=not index) for index, found in enumerate(by_place.values())]
-
-
-def breaks_of(subject: Subject) -> Breaks:
-    """Compile the whole module and call it, once for each instrument; no code is generated (backend eager)."""
-    # Each instrument starts without compiled code: what Dynamo has once compiled, it does not trace again.
+    Returns:
+        instruments: what each said, and what it adds to the others.
+        rows: one for each place: file, line, code, reason, explanation, remedy, dynamo_says, given_up, seen_by.
+        recompiles: of the first call (code that several modules share, once for each), of one with other values of the
+            same shapes, and of one with another shape: `other values: forward (FILE:LINE): the guards that failed`.
+    """
     with listening():  # what they log is heard below
-        explained, full = _explained(subject), _first_error(subject)
+        seen = {"explain": _explained(subject), "fullgraph": _first_error(subject)}
     calls = [("the first call", subject.call), ("other values", subject.again)]
     calls += [("another shape", subject.other)] if subject.other else []
     again: list[str] = []
-    torch._dynamo.reset()
     with listening() as heard, subject.around():
         compiled = torch.compile(subject.module, backend="eager")
         for name, call in calls:
             compiled(*call.args, **call.kwargs)
             again += [f"{name}: {text}" for text in heard.recompiles()]
             heard.messages["recompiles"].clear()
-    torch._dynamo.reset()
     found = heard.breaks()
     said = f"breaks: {len(found)}, recompiles: {len(again)}, in {counted(len(calls), 'call')}"
-    return Breaks((explained, full, Seen("TORCH_LOGS", tuple(found), said)), tuple(again))
+    seen["TORCH_LOGS"] = said, found
+    by_place: dict[tuple[str, int], list[tuple[str, Break]]] = {}
+    for instrument, (_, breaks) in seen.items():
+        for one in breaks:
+            by_place.setdefault(one.location, []).append((instrument, one))
+    return {
+        "instruments": [{"name": name, "said": said, "adds": ADDS[name]} for name, (said, _) in seen.items()],
+        "rows": [_row(found, first=not index) for index, found in enumerate(by_place.values())],
+        "recompiles": again,
+    }
 
 
 def _explained(subject: Subject) -> Seen:
@@ -81,10 +68,10 @@ def _explained(subject: Subject) -> Seen:
     with subject.around():
         output = torch._dynamo.explain(subject.module)(*subject.call.args, **subject.call.kwargs)
     places = [(one.reason, one.user_stack[-1]) for one in output.break_reasons if one.user_stack and one.graph_break]
-    breaks = tuple(read_message(reason, place.filename, place.lineno or 0) for reason, place in places)
+    breaks = [read_message(reason, place.filename, place.lineno or 0) for reason, place in places]
     sizes = " + ".join(str(len(ops)) for ops in output.ops_per_graph or []) or "0"
     guards = counted(len(output.out_guards or []), "guard")
-    return Seen("explain", breaks, f"{counted(output.graph_count, 'graph')} of {sizes} operators, {guards}")
+    return f"{counted(output.graph_count, 'graph')} of {sizes} operators, {guards}", breaks
 
 
 def _first_error(subject: Subject) -> Seen:
@@ -96,10 +83,10 @@ def _first_error(subject: Subject) -> Seen:
             compiled(*subject.call.args, **subject.call.kwargs)
     except TorchDynamoException as error:
         found = read_message(str(error))
-        return Seen("fullgraph", (found,), f"raises at the first break: {found.kind}")
+        return f"raises at the first break: {found.kind}", [found]
     finally:
         torch._dynamo.reset()
-    return Seen("fullgraph", (), "passes: the whole module is one graph")
+    return "passes: the whole module is one graph", []
 
 
 def _row(breaks: list[tuple[str, Break]], *, first: bool) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from argparse import Namespace
 from pathlib import Path
 
-from sftkit.config.command_line import Parser, path, path_or_id
+from sftkit.config.command_line import Parser, path, path_or_id, whole_number
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config
 from sftkit.errors import ConfigError
@@ -34,7 +33,8 @@ def parse() -> tuple[Namespace, Config | None]:
     parser = Parser(DESCRIPTION, prog="sftkit explain")
     parser.add_argument("subject", nargs="?", type=path_or_id, help="a recipe, or FILE.py:FUNCTION")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    parser.add_argument("--layers", type=_number, metavar="N", help="the first N blocks of the model only; all")
+    blocks = whole_number("blocks", 1)
+    parser.add_argument("--layers", type=blocks, metavar="N", help="the first N blocks of the model only; all")
     parser.add_argument(
         "--bisect", action="store_true", help="find the smallest module at fault, and write it as a script"
     )
@@ -77,10 +77,3 @@ def report_dir(args: Namespace) -> Path:
     """Return where the result goes: --out, or a new folder named after recipe and time."""
     words = Path((args.subject or "labs").replace(".py:", "/")).with_suffix("").parts
     return args.out or Path("runs/explain") / f"{'-'.join(words[-2:])}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _number(word: str) -> int:
-    """Return a whole number from 1 on."""
-    if not word.isdecimal() or not int(word):
-        raise argparse.ArgumentTypeError(f"{word}: how many blocks? Take 1 or more")
-    return int(word)

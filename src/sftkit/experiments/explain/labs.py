@@ -54,13 +54,10 @@ def captured_graphs(function: Callable[..., Any], *calls: Callable[[], tuple[Any
         calls: each makes the arguments of one; none: a single call with a tensor [4, 8].
     """
     graphs = CompileCounter()
-    # Dynamo keeps compiled code by Python function: each case starts without any, and leaves none.
-    torch._dynamo.reset()
     with listening() as heard:
         compiled = torch.compile(function, backend=graphs)
         for make in calls or (lambda: (torch.linspace(-1, 2, 32).reshape(4, 8),),):
             compiled(*make())
-    torch._dynamo.reset()
     reasons = [one.kind for one in heard.breaks()]
     return {
         "graphs": graphs.frame_count,

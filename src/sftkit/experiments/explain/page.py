@@ -7,7 +7,7 @@ from typing import Any
 
 from sftkit.experiments.explain.kinds import KERNEL_KINDS
 from sftkit.experiments.explain.picture import PICTURE_CSS, Bar, bars
-from sftkit.reports.components import badge, html_table, section
+from sftkit.reports.components import badge, folded, html_table, section
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import format_value
 from sftkit.reports.page import html_document
@@ -96,9 +96,9 @@ def _tree(row: dict[str, Any]) -> list[Html]:
     """Return what was asked, and the script, both folded."""
     asked = [[step["module"], step["found"] or "nothing"] for step in row["steps"]]
     title = f"{row['title']}: {counted(len(asked), 'module')} asked"
-    parts = [el("details", el("summary", title), html_table(["module, compiled by itself", "found"], asked, text=(1,)))]
+    parts = [folded(title, html_table(["module, compiled by itself", "found"], asked, text=(1,)))]
     if row["text"]:
-        parts.append(el("details", el("summary", f"{row['title']}: the script"), el("pre", row["text"])))
+        parts.append(folded(f"{row['title']}: the script", el("pre", row["text"])))
     return parts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sftkit.experiments.explain.profile import alternately, finish
+from sftkit.reports.pays import pays_from
 from sftkit.runtime.hardware import device_name
 
 CALLS, LEAST_SECONDS = 10, 0.3
@@ -160,6 +160,6 @@ def _row(kind: CodeKind, sizes: Sizes, device: torch.device, backend: str) -> di
         "speedup": speedup,
         "first_seconds": first,
         "busy": slow.busy or quick.busy,
-        "pays_after": math.ceil(first / (eager - compiled)) if eager > compiled else None,
+        "pays_after": pays_from(eager, compiled, first),
         "verdict": "as claimed" if kind.low <= speedup <= kind.high else "less" if speedup < kind.low else "more",
     }

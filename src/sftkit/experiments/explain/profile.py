@@ -156,9 +156,8 @@ def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for name, kind, start, end in work:
         found[name, kind].append(end - start)
-    longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:TOP]
-    rows = []
-    for (name, kind), times in longest:
-        launches, milliseconds = round(len(times) / PROFILED_STEPS, 2), sum(times) / PROFILED_STEPS / 1e3
-        rows.append({"name": name, "kind": kind, "launches": launches, "ms": milliseconds})
-    return rows
+    n = PROFILED_STEPS
+    return [
+        {"name": name, "kind": kind, "launches": round(len(times) / n, 2), "ms": sum(times) / n / 1e3}
+        for (name, kind), times in sorted(found.items(), key=lambda item: -sum(item[1]))[:TOP]
+    ]

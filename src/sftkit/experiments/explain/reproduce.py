@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import sys
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,29 +122,24 @@ class NotWritable(Exception):
     """An argument of a module that has no text."""
 
 
-@dataclass(frozen=True)
-class Reproduction:
-    """A script beside the page."""
+def reproduce(subject: Subject, finding: BisectAnswer, title: str, backend: str, path: Path) -> dict[str, Any]:
+    """Write the script of the smallest guilty module and run it.
 
-    path: Path
-    shows: bool
-    "whether it showed the fault when it was run"
-    message: str
-    "the last line that it printed, or why there is none"
-
-
-def reproduce(subject: Subject, finding: BisectAnswer, title: str, backend: str, path: Path) -> Reproduction:
-    """Write the script of the smallest guilty module and run it."""
+    Returns:
+        script: its path; None: an argument of the module cannot be written down; text: what it says; shows: whether it
+        showed the fault when it was run; printed: the first line that it printed, or why there is none.
+    """
     try:
         text = script_of(subject, finding.guilty[0], finding, title, backend)
     except NotWritable as error:
         said = f"no script: it takes a {error}, which cannot be written down"
-        return Reproduction(path, shows=False, message=said)
+        return {"script": None, "text": None, "shows": False, "printed": said}
     path.write_text(text)
     log = path.with_suffix(".log")
     ended = run_logged([sys.executable, str(path.absolute())], log, {}, _TIMEOUT_SECONDS)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return Reproduction(path, (ended or "").startswith(f"ended with code {SHOWS}"), lines[0] if lines else ended or "")
+    shows = (ended or "").startswith(f"ended with code {SHOWS}")
+    return {"script": str(path), "text": text, "shows": shows, "printed": lines[0] if lines else ended or ""}
 
 
 def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, title: str, backend: str) -> str:

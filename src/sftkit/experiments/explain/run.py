@@ -16,13 +16,13 @@ import torch
 from sftkit.config.schema import Config
 from sftkit.config.terminal import print_text, visible
 from sftkit.experiments.explain.bisect import QUESTIONS, BisectAnswer, bisect
-from sftkit.experiments.explain.breaks import ADDS, breaks_of
+from sftkit.experiments.explain.breaks import breaks_of
 from sftkit.experiments.explain.flags import report_dir
 from sftkit.experiments.explain.kernels import kernels_of
 from sftkit.experiments.explain.labs import labs
 from sftkit.experiments.explain.page import render_page
 from sftkit.experiments.explain.private import quiet_profiler
-from sftkit.experiments.explain.reproduce import Reproduction, reproduce
+from sftkit.experiments.explain.reproduce import reproduce
 from sftkit.experiments.explain.subject import Subject, of_recipe
 from sftkit.experiments.explain.user_file import of_file
 from sftkit.experiments.explain.words import lines_of, wrapped
@@ -55,7 +55,8 @@ def run_explain(args: Namespace, cfg: Config | None) -> int:
         device = next((p.device for p in subject.module.parameters()), torch.device("cpu"))
         shapes = [call.shape for call in (subject.call, subject.other) if call]
         result = _facts(subject.name, device) | {"beside": subject.beside, "shapes": shapes}
-        result["breaks"] = graph_breaks(subject)
+        with working("capturing graphs"):
+            result["breaks"] = breaks_of(subject)
         if args.bisect:
             result["bisect"] = _bisected(subject, cfg.compile.backend if cfg else "inductor", out)
         if args.kernels:
@@ -79,17 +80,6 @@ def _facts(name: str, device: torch.device) -> dict[str, Any]:
     return {"name": name, "device": device_name(device), "torch": torch.__version__}
 
 
-def graph_breaks(subject: Subject) -> dict[str, Any]:
-    """Return the section on breaks."""
-    with working("capturing graphs"):
-        found = breaks_of(subject)
-    return {
-        "instruments": [{"name": s.instrument, "said": s.message, "adds": ADDS[s.instrument]} for s in found.seen],
-        "rows": found.rows(),
-        "recompiles": list(found.recompiles),
-    }
-
-
 def _bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]:
     """Return the section on the smallest modules at fault; differences are looked for with the recipe's backend, all
     else without generated code."""
@@ -105,7 +95,7 @@ def _bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]
     return rows
 
 
-def _bisect_result(finding: BisectAnswer, script: Reproduction | None) -> dict[str, Any]:
+def _bisect_result(finding: BisectAnswer, script: dict[str, Any] | None) -> dict[str, Any]:
     first = finding.guilty[0] if finding.guilty else None
     others, asked = [part.name for part in finding.guilty[1:]], {name for name, _ in finding.steps}
     return {
@@ -116,10 +106,7 @@ def _bisect_result(finding: BisectAnswer, script: Reproduction | None) -> dict[s
         "alike": [name for name in others if name not in asked],
         "confirmed": finding.confirmed,
         "steps": [{"module": name, "found": found} for name, found in finding.steps],
-        "script": str(script.path) if script and script.path.exists() else None,
-        "text": script.path.read_text() if script and script.path.exists() else None,
-        "shows": script.shows if script else None,
-        "printed": script.message if script else None,
+        **(script or dict.fromkeys(("script", "text", "shows", "printed"))),
     }
 
 

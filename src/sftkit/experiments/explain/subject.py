@@ -104,14 +104,16 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
             compiler is unknown to this torch.
     """
     check_options(cfg.compile)
-    # Model, layout, attention and loss as the run has them, but with made-up lengths of documents.
+    # Model, layout, attention and loss as the run has them, but with made-up lengths of documents, from an eighth to all
+    # of max_length, which decide the slots and buckets that a recipe leaves to its data.
     config = config_of(cfg.model, layers)
     orig_model = _new_model(config, cfg, rt)
     length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
     if length is None:
         raise ConfigError(f"data.max_length: {unresolved_reason(cfg.model.path)}")
     encodes = config.is_encoder_decoder
-    layout = make_layout(cfg.data, cfg.train, DocumentLengths(_lengths(length), length, encoded=encodes))
+    lengths = np.linspace(max(length // 8, 1), length, 64).astype(np.int64)
+    layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, length, encoded=encodes))
     execution = Execution(cfg.compile.enabled, captured=cfg.train.engine == "graph")
     backend = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt).backend
     check_marked(cfg.compile, backend)
@@ -205,12 +207,6 @@ def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length:
 def other_length(row_length: int) -> int:
     """Return another length of rows: three quarters, a multiple of 8 where there is room."""
     return max(2, row_length * 3 // 4 // 8 * 8) if row_length >= 16 else max(2, row_length - 1)
-
-
-def _lengths(max_length: int) -> np.ndarray:
-    """Return the lengths of made-up documents, int64 [64], which decide the slots and buckets that a recipe leaves to
-    its data: from an eighth to all of max_length."""
-    return np.linspace(max(max_length // 8, 1), max_length, 64).astype(np.int64)
 
 
 def _call(model: ModelWithLoss, batch: Batch) -> ModuleCall:

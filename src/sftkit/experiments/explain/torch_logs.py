@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sftkit.compile.debug import torch_logs_to
+import torch._dynamo  # private; its reset is what torch.compiler.reset calls
+
+from sftkit.compile.debug import artifact_of, torch_logs_to
 from sftkit.errors import ConfigError
 
 TORCH_LOGS = ("graph_breaks", "recompiles", "perf_hints")
@@ -64,12 +66,12 @@ class TorchLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record of one of TORCH_LOGS."""
-        if (name := artifact(record)) in self.messages:
+        if (name := artifact_of(record)) in self.messages:
             self.messages[name].append(record.getMessage())
 
     def for_terminal(self, record: logging.LogRecord) -> bool:
         """Return whether the record goes to the terminal as ever."""
-        return artifact(record) not in self.messages
+        return artifact_of(record) not in self.messages
 
     def breaks(self) -> list[Break]:
         """Return the graph breaks, each place and reason once: the log names one again in every graph that is made
@@ -84,14 +86,10 @@ class TorchLogHandler(logging.Handler):
         return [recompile_of(text) for text in self.messages["recompiles"]]
 
 
-def artifact(record: logging.LogRecord) -> str:
-    """Return the name by which TORCH_LOGS turns a record on; empty: none does."""
-    return getattr(logging.getLogger(record.name), "artifact_name", None) or ""
-
-
 @contextmanager
 def listening() -> Iterator[TorchLogHandler]:
-    """Keep the logs inside. Nothing is forgotten of what is compiled: whoever wants a cold start resets Dynamo first.
+    """Keep the logs inside, where nothing is compiled yet, and forget afterwards what was compiled: Dynamo keeps code by
+    Python function, which modules share, and does not trace it again.
 
     Raises:
         ConfigError: TORCH_LOGS is set, which torch lets win.
@@ -104,7 +102,9 @@ def listening() -> Iterator[TorchLogHandler]:
     wanted = {"dynamo": logging.ERROR, **dict.fromkeys(TORCH_LOGS, True)}
     with torch_logs_to(heard, heard.for_terminal, **wanted), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
+        torch._dynamo.reset()
         yield heard
+        torch._dynamo.reset()
 
 
 def read_message(text: str, file: str = "?", line: int = 0) -> Break:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,16 +27,12 @@ def of_file(words: str, device: torch.device) -> Subject:
         ConfigError: no such function, it fails or returns something else, or its module does not run uncompiled.
     """
     path, (file, _, name) = file_of(words), words.rpartition(":")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "its name ends with .py"
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
     with _failures_of(words, "importing the file"):
-        spec.loader.exec_module(loaded)
-    make = getattr(loaded, name, None)
+        loaded = runpy.run_path(str(path), run_name=path.stem)
+    make = loaded.get(name)
     if not callable(make):
-        own = [key for key, value in vars(loaded).items() if getattr(value, "__module__", None) == path.stem]
-        own = [key for key in own if callable(vars(loaded)[key]) and not isinstance(vars(loaded)[key], type)]
+        own = [key for key, value in loaded.items() if getattr(value, "__module__", None) == path.stem]
+        own = [key for key in own if callable(loaded[key]) and not isinstance(loaded[key], type)]
         raise ConfigError(f"{words}: {file} has no function {name}; it has: {', '.join(own) or 'none'}")
     with _failures_of(words, "calling the function"):
         made = make()

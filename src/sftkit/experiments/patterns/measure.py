@@ -28,7 +28,7 @@ from sftkit.experiments.bench.plan import DataPlan, LognormalLengths
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
 from sftkit.experiments.patterns.recorder import Saved, recording
-from sftkit.experiments.patterns.timeline import TimelinePass
+from sftkit.experiments.patterns.tables import TimelinePass
 from sftkit.memory import plan as memory_plan
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops.dtensor import local
@@ -164,10 +164,7 @@ def main(out: str, *keys: str) -> None:
     for key in keys:
         (case,) = (case for case in TOPOLOGY_CASES if case.key == key)
         own = _measured(case, rt, Path(out).parent)
-        ranks = [own] * rt.world_size
-        if rt.world_size > 1:
-            dist.all_gather_object(ranks, own)
-        found["cases"][key] = ranks
+        found["cases"][key] = rt.gathered(own)
         gc.collect()  # of this case's model, before the next one's
         if rt.is_main:
             Path(out).write_text(json.dumps(found))

@@ -84,15 +84,18 @@ def families() -> Table:
     """Return a table of the best layout of each pattern: speed and memory."""
     cells = []
     for name, gpus in product(MODELS, _ROWS):
-        row = [name, f"{gpus:,}"]
-        for belongs in PAPER_MODELS.values():
-            own = [way for way in worked(name, gpus) if belongs(way.setup.topology)]
-            best = max(own, key=lambda way: way.share, default=None)
-            row.append(
-                f"{best.share:.0%}, {best.estimate.total / GIB:.0f} GiB{_sizes(best)}" if best else "does not fit"
-            )
-        cells.append(row)
+        fastest = _fastest(worked(name, gpus))
+        sizes = (
+            f"{w.share:.0%}, {w.estimate.total / GIB:.0f} GiB{_sizes(w)}" if w else "does not fit" for w in fastest
+        )
+        cells.append([name, f"{gpus:,}", *sizes])
     return ["model", "GPUs", *PAPER_MODELS], cells
+
+
+def _fastest(found: list[OnPaper]) -> list[OnPaper | None]:
+    """Return the fastest layout of each pattern; None: none fits."""
+    of_patterns = ([way for way in found if belongs(way.setup.topology)] for belongs in PAPER_MODELS.values())
+    return [max(own, key=lambda way: way.share, default=None) for own in of_patterns]
 
 
 def _sizes(way: OnPaper) -> str:
@@ -171,13 +174,10 @@ def slow_links() -> Table:
     for gigabits in (400, 100, 25, 10):
         machines = Machines(8, per_machine=1, between=0.8 * gigabits / 8 * 1e9)
         found = ways(shape("8B"), machines, _ROWS[8], _ROW_LENGTH, MICRO)
-        cells.append([f"{gigabits} Gb/s"])
-        for belongs in PAPER_MODELS.values():
-            best = max((way.share for way in found if belongs(way.setup.topology)), default=0.0)
-            cells[-1].append(f"{best:.0%}" if best else "-")
         taken = choice(found)
         assert taken is not None
-        cells[-1].append(taken.config)
+        shares = (f"{way.share:.0%}" if way else "-" for way in _fastest(found))
+        cells.append([f"{gigabits} Gb/s", *shares, taken.config])
     return ["network of each GPU", *PAPER_MODELS, "taken"], cells
 
 

@@ -1,4 +1,5 @@
-"""What was measured as tables, for a terminal and for a page, from the raw numbers alone. No torch in this file."""
+"""What was measured as tables, for a terminal and for a page, and when each rank of a pipeline computes and when it
+waits, from the raw numbers alone. No torch in this file."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftkit.experiments.patterns.cases import TOPOLOGY_CASES, TopologyCase
-from sftkit.experiments.patterns.timeline import bubble, bubble_by_formula, timeline_picture
 
 Results = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
+TimelinePass = dict[str, Any]
+"Of a stage with a micro-batch: stage, micro_batch, forward, start and end in seconds."
 HELD = ("weights", "gradients", "states", "activations", "most")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 PICTURED = ("2 pp, gpipe", "2 pp, 1f1b", "2 pp, interleaved", "4 pp, 1f1b", "4 pp, interleaved")
@@ -72,6 +74,35 @@ def bubbles(results: Results) -> Table:
         waits = [f"{bubble(passes):.1%}", f"{formula:.1%}"]
         cells.append([str(case.processes), case.name, str(micro_batches), *waits, f"{saved / 1024:,.0f}"])
     return ["", "layout", "micro-batches", "waits", "by formula", "saved"], cells
+
+
+def bubble(ranks: Sequence[Sequence[TimelinePass]]) -> float:
+    """Return the share of the ranks' time in which they wait, from the first pass of any of them to the last."""
+    passes = [each for rank in ranks for each in rank]
+    span = max(each["end"] for each in passes) - min(each["start"] for each in passes)
+    return 1.0 - sum(each["end"] - each["start"] for each in passes) / (span * len(ranks))
+
+
+def bubble_by_formula(stages: int, micro_batches: int, stages_per_process: int) -> float:
+    """Return the share that a process waits where all stages take equally long and sending takes no time."""
+    return (stages - 1) / (stages_per_process * micro_batches + stages - 1)
+
+
+def timeline_picture(ranks: Sequence[Sequence[TimelinePass]], columns: int = 66) -> list[str]:
+    """Return a line for each rank: digits where a micro-batch goes forward, its letter where it goes back, points where
+    the rank waits."""
+    passes = [each for rank in ranks for each in rank]
+    first = min(each["start"] for each in passes)
+    span = max(each["end"] for each in passes) - first
+    lines = []
+    for number, rank in enumerate(ranks):
+        line = ["."] * columns
+        for each in rank:
+            begin, end = (round((each[key] - first) / span * columns) for key in ("start", "end"))
+            name = str(each["micro_batch"]) if each["forward"] else "abcdefghij"[each["micro_batch"]]
+            line[begin:end] = name * (end - begin)
+        lines.append(f"rank {number}  {''.join(line)}")
+    return lines
 
 
 def timeline_pictures(results: Results) -> str:

@@ -291,9 +291,7 @@ def scaling(trios: list[Trio]) -> Iterator[Verdict]:
         ok, found = False, "not measured: a run failed"
         if not any(run.error for run in (first.eager, first.compiled, trio.eager, trio.compiled)):
             alone, several = speedup(first), speedup(trio)
-            ok, found = (
-                several >= SCALING * alone,
-                f"{several:.2f} on {trio.processes}, {alone:.2f} on {first.processes}",
-            )
+            ok = several >= SCALING * alone
+            found = f"{several:.2f} on {trio.processes}, {alone:.2f} on {first.processes}"
         wanted = f"{SCALING} of the ratio on {first.processes} or more"
         yield trio_verdict(trio, "ratio on several processes", found, wanted, ok=ok)

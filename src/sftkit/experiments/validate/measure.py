@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,7 +20,7 @@ from sftkit.rundir.names import (
     STEP_DIRS,
     SUMMARY,
 )
-from sftkit.tracking.rows import MetricsLine
+from sftkit.tracking.rows import MetricsLine, read_metric_rows, read_results
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,12 @@ def measure(folder: Path, error: str | None) -> Measured:
     Args:
         error: how its process ended; None: well.
     """
-    evals = rows(folder / EVALS)
+    evals = read_metric_rows(folder / EVALS)
+    newest = max((folder / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}"), default=None)
     return Measured(
         error=error,
-        lines=rows(folder / METRICS_FILE),
-        results=last_results(folder / EVALUATIONS),
+        lines=read_metric_rows(folder / METRICS_FILE),
+        results=read_results(newest) if newest else [],
         evals={k: v for k, v in (evals[-1] if evals else {}).items() if k not in ("step", "time")},
         summary=read_object(folder / SUMMARY),
         status=read_object(folder / STATUS),
@@ -89,23 +89,6 @@ def measure(folder: Path, error: str | None) -> Measured:
         environment=read_object(folder / ENVIRONMENT),
         rank_errors=sorted(path.name for path in (folder / ERRORS).glob("*")),
     )
-
-
-def last_results(folder: Path) -> list[dict[str, Any]]:
-    """Return results.json of the newest evaluation; [] where no task was run."""
-    newest = max(folder.glob(f"{STEP_DIRS}/{RESULTS}"), default=None)
-    return json.loads(newest.read_text()) if newest else []
-
-
-def rows(path: Path) -> list[MetricsLine]:
-    """Return the whole lines of a JSON-lines file."""
-    found = []
-    for line in path.read_text().split("\n") if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
 
 
 def format_spread(values: list[float], form: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from sftkit.config.terminal import visible
 from sftkit.experiments.bench.report import format_number, markdown_table
 from sftkit.experiments.validate.measure import Measured, format_spread
-from sftkit.reports.components import CheckRow, badge, check_table, html_table, section
+from sftkit.reports.components import badge, check_table, html_table, section
 from sftkit.reports.markup import el, join
 from sftkit.reports.page import html_document
 
@@ -93,7 +93,7 @@ def html(result: dict[str, Any]) -> str:
     header = el("header", el("div", title, [el("p", fact, class_="soft") for fact in _facts(result)]))
     parts = []
     for number, (heading, rows) in enumerate(groups(result), 1):
-        checks = [CheckRow(v["criterion"], v["found"], v["wanted"], ok=v["ok"]) for v in rows]
+        checks = [v | {"name": v["criterion"], "expected": v["wanted"]} for v in rows]
         parts.append(section(f"criteria-{number}", heading, check_table(checks, ("Criterion", "Found", "Wanted"))))
     runs = [run_cells(run, result["plan"]["warm_up"]) for run in result["runs"]]
     parts.append(section("runs", "Runs", html_table(RUN_COLUMNS, runs)))

@@ -15,7 +15,7 @@ from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import first_failure, run_logged
 from sftkit.experiments.validate.cases import ValidationPlan, ValidationRun, cases, check_plan, typed_command
-from sftkit.experiments.validate.judge import Trio, Verdict, in_time, judge, scaling, trios
+from sftkit.experiments.validate.judge import Verdict, in_time, judge, scaling, trios
 from sftkit.experiments.validate.ledger import Ledger, as_in_ledger, check_portable, key_words, start_of
 from sftkit.experiments.validate.measure import Measured, format_spread, measure
 from sftkit.experiments.validate.page import html, markdown_page
@@ -75,11 +75,21 @@ def judge_again(path: Path, ledger: Ledger | None) -> dict[str, Any]:
 
 def judged(result: dict[str, Any], ledger: Ledger | None = None) -> dict[str, Any]:
     """Return the result with its verdicts."""
-    layouts = trios(result)
-    found = [asdict(verdict) for verdict in verdicts(result, layouts, ledger)]
-    environments = (run["measured"]["environment"] for run in result["runs"])
-    judged_by = {"verdicts": found, "times": times(layouts), "passed": all(v["ok"] is not False for v in found)}
-    return {**result, **judged_by, "environment": next(filter(None, environments), {})}
+    found: list[Verdict] = []
+    times = []  # what each tokens/s ratio means in time, as data; none of runs that failed
+    for of_layout in trios(result):
+        for trio in of_layout:
+            found += [*judge(trio), *([as_in_ledger(trio, result, ledger)] if ledger else [])]
+            if time := in_time(trio):
+                times.append({"layout": trio.layout, "processes": trio.processes, **asdict(time)})
+        found += scaling(of_layout)
+    return {
+        **result,
+        "verdicts": [asdict(verdict) for verdict in found],
+        "times": times,
+        "passed": all(verdict.ok is not False for verdict in found),
+        "environment": next(filter(None, (run["measured"]["environment"] for run in result["runs"])), {}),
+    }
 
 
 def _write(result: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -116,22 +126,6 @@ def logits_row(case: ValidationRun) -> dict[str, Any]:
     words = [sys.executable, "-m", "sftkit.experiments.validate.logits", str(case.folder), str(out)]
     ended = run_logged(words, out.with_suffix(".log"), {}, LOGITS_TIMEOUT_SECONDS)
     return read_object(out) or {"ok": False, "found": ended or "nothing was written"}
-
-
-def verdicts(result: dict[str, Any], layouts: list[list[Trio]], ledger: Ledger | None) -> list[Verdict]:
-    """Return the verdicts on every criterion of every layout and number of processes that was run."""
-    found = []
-    for of_layout in layouts:
-        for trio in of_layout:
-            found += [*judge(trio), *([as_in_ledger(trio, result, ledger)] if ledger else [])]
-        found += scaling(of_layout)
-    return found
-
-
-def times(layouts: list[list[Trio]]) -> list[dict[str, Any]]:
-    """Return what each tokens/s ratio means in time, as data; none of runs that failed."""
-    every = ((trio, in_time(trio)) for of_layout in layouts for trio in of_layout)
-    return [{"layout": t.layout, "processes": t.processes, **asdict(time)} for t, time in every if time is not None]
 
 
 def run_line(run: dict[str, Any], warm_up: int) -> str:

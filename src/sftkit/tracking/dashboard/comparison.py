@@ -41,24 +41,17 @@ def find_run(run: str, entity: str, project: str, *, offline: bool) -> Compared:
     Raises:
         ConfigError: no run can have that name, or there is none; no key on this machine, or no answer.
     """
-    if Path(run).is_dir():
-        return _local(Path(run))
+    if (run_dir := Path(run)).is_dir():
+        # Its newest checkpoint has its id on wandb; its name there is made of the last two folders.
+        report, curves = read_run(run_dir)
+        name, folder = run_name(run_dir), latest_checkpoint(run_dir)
+        found = read_object(folder / TRAINING_STATE).get("tracker") if folder else None
+        return Compared(name, (str(found),) if found else (name,), curves, machine_name(report["environment"]))
     if not _NAME.fullmatch(run):
         raise ConfigError(
             f"--report {run!r}: neither a run directory nor the id or name of a wandb run (letters, digits, space and ._:-)"
         )
     return Compared(run, (run,)) if offline else _from_wandb(run, entity, project)
-
-
-def _local(run_dir: Path) -> Compared:
-    """Return the run in a directory.
-
-    Its newest checkpoint has its id on wandb; its name there is made of the last two folders.
-    """
-    report, curves = read_run(run_dir)
-    name, folder = run_name(run_dir), latest_checkpoint(run_dir)
-    found = read_object(folder / TRAINING_STATE).get("tracker") if folder else None
-    return Compared(name, (str(found),) if found else (name,), curves, machine_name(report["environment"]))
 
 
 def _from_wandb(run: str, entity: str, project: str) -> Compared:

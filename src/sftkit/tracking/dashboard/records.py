@@ -57,16 +57,9 @@ def preflight_of(run_dir: Path) -> RunFile:
     found = read_object(run_dir / PREFLIGHT)
     if not found:
         return RunFile()
-    sources = [
-        {"split": split, **source}
-        for split, key in (("train", "sources"), ("val", "validation"))
-        for source in found.get(key, [])
-    ]
-    odd = [
-        {"split": source["split"], "name": source.get("name"), **finding}
-        for source in sources
-        for finding in source.get("findings", [])
-    ]
+    splits = {"train": found.get("sources", []), "val": found.get("validation", [])}
+    sources = [{"split": split, **source} for split, rows in splits.items() for source in rows]
+    odd = [source | finding for source in sources for finding in source.get("findings", [])]
     warnings = [{"warning": text} for text in found.get("warnings", [])]
     tables = [
         record_table("preflight/sources", SOURCE_COLUMNS, sources),
@@ -76,8 +69,7 @@ def preflight_of(run_dir: Path) -> RunFile:
     ]
     own: Mapping[str, Any] = next((layout for layout in found.get("layouts", []) if layout.get("own")), {})
     values = {
-        "documents": sum(source.get("documents", 0) for source in found.get("sources", [])),
-        "tokens": sum(source.get("tokens", 0) for source in found.get("sources", [])),
+        **{name: sum(source.get(name, 0) for source in splits["train"]) for name in ("documents", "tokens")},
         "target_pct": found.get("target_pct"),
         "duplicate_pct": found.get("duplicate_pct"),
         "padding_pct": own.get("padding_pct"),

@@ -9,9 +9,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,16 @@ from sftkit.config.schema import LogConfig
 from sftkit.errors import ConfigError
 from sftkit.tracking.dashboard.ending import Ending
 from sftkit.tracking.dashboard.identity import Identity
-from sftkit.tracking.dashboard.records import LoggedTable, RunFile
-from sftkit.tracking.dashboard.services import Dashboard, Trackio, Values, Wandb
+from sftkit.tracking.dashboard.records import RunFile
+from sftkit.tracking.dashboard.services import Dashboard, Trackio, Wandb
 
 log = logging.getLogger(__name__)
 FINISH_SECONDS = 30.0
 "Time that a dashboard has at the end, for all that waits in the queue."
 QUEUE_ROWS = 1000
 "Length of the queue."
+Job = Callable[[Dashboard], None]
+"Sends something, on the thread of the dashboard."
 
 
 def dashboard_name(config: LogConfig) -> str | None:
@@ -80,7 +81,7 @@ def open_dashboard(
     name = dashboard_name(config)
     if name is None:
         return None
-    modes = {"trackio": ["local"], "wandb": list(dict.fromkeys((wandb_mode(config.wandb), "offline")))}[name]
+    modes = ["local"] if name == "trackio" else list(dict.fromkeys((wandb_mode(config.wandb), "offline")))
     if modes[0] == "off":
         return None
     for mode in modes:
@@ -132,40 +133,24 @@ class DashboardWriter:
         "rows, tables and alerts that the dashboard did not get"
         self._problem: str | None = "no answer in time"
         self._ending: Ending | None = None
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_ROWS)
+        self._jobs: queue.Queue[Job | None] = queue.Queue(QUEUE_ROWS)
         self._thread = threading.Thread(target=self._work, name=f"{dashboard.name} remote logger", daemon=True)
         self._thread.start()
 
-    def row(self, step: int, values: Values) -> None:
-        """Send a row; see Dashboard."""
-        self._put(partial(self.dashboard.row, step, dict(values)))
-
-    def table(self, step: int, table: LoggedTable) -> None:
-        """Send a table."""
-        self._put(partial(self.dashboard.table, step, table))
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Send values that stand for the whole run."""
-        self._put(partial(self.dashboard.summary, dict(values)))
-
     def record(self, step: int, read: Callable[[], RunFile]) -> None:
         """Send a file of the run directory, read when its turn comes: its tables, and its values for the whole run."""
-        self._put(partial(self._record, step, read))
 
-    def _record(self, step: int, read: Callable[[], RunFile]) -> None:
-        """Read the file and send it, on the thread."""
-        found = read()
-        for table in found.tables:
-            self.dashboard.table(step, table)
-        if found.summary:
-            self.dashboard.summary(found.summary)
+        def send(dashboard: Dashboard) -> None:
+            found = read()
+            for table in found.tables:
+                dashboard.table(step, table)
+            if found.summary:
+                dashboard.summary(found.summary)
 
-    def alert(self, title: str, step: int, text: str, level: str) -> None:
-        """Send an alert."""
-        self._put(partial(self.dashboard.alert, title, step, text, level))
+        self.put(send)
 
-    def _put(self, job: Callable[[], None]) -> None:
-        """Put a job into the queue, or count it as lost where that is full."""
+    def put(self, job: Job) -> None:
+        """Put what is to be sent into the queue, or count it as lost where that is full."""
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -181,7 +166,7 @@ class DashboardWriter:
         """Do the jobs until the end comes, then finish the run."""
         while (job := self._jobs.get()) is not None:
             try:
-                job()
+                job(self.dashboard)
             except Exception as error:
                 self._lose(f"does not take a row ({first_line(error)})")
         assert self._ending is not None, "set before the end is put into the queue"
