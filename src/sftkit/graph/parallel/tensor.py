@@ -6,7 +6,7 @@ tensor, an all-gather stands behind a norm and a reduce-scatter behind the matri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -100,15 +100,10 @@ def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
             f"parallelism_config_tp_size={size}: {model_type} has no tensor-parallel plan with train.engine=graph, "
             f"{', '.join(PLANS)} have: set it to 1"
         )
-    plan = tensor_plan(orig_model)
+    plan = PLANS[model_type]
     check_divides(orig_model, size, *plan.divided)
     for block in decoder_blocks(orig_model):
         check_known(block, size, plan.known)
-
-
-def tensor_plan(orig_model: PreTrainedModel) -> TensorPlan:
-    """Return the plan of a model that `check_tensor_plan` does not refuse."""
-    return PLANS[orig_model.config.model_type]
 
 
 def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
@@ -124,25 +119,18 @@ def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
     return GraphMeshes(every, tensor_parallel["tensor", "shards"] if t.replicas == 1 else tensor_parallel)
 
 
-class WeightPlacement:
-    """How every weight of a model lies over the ranks."""
-
-    def __init__(self, orig_model: PreTrainedModel, meshes: GraphMeshes) -> None:
-        self._every, self._tensor_parallel = meshes.every, meshes.tensor_parallel
-        self._placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
-        "parameters that are sharded by tensor parallelism, and then by shards"
-        if meshes.tensor_parallel is not None:
-            plan, shards = tensor_plan(orig_model), meshes.tensor_parallel.size(-1)
-            for block in decoder_blocks(orig_model):
-                self._placements |= _block_placements(plan, block, meshes.tensor_parallel["tensor"].size(), shards)
-
-    def __call__(self, module: torch.nn.Module, name: str) -> ShardingSpec:
-        """Return where a module's own parameter lies."""
-        placements = self._placements.get((module, name))
-        if placements is None:
-            return _spec(self._every, Shard(0))
-        assert self._tensor_parallel is not None
-        return _spec(self._tensor_parallel, *placements)
+def weight_placement(
+    orig_model: PreTrainedModel, meshes: GraphMeshes
+) -> Callable[[torch.nn.Module, str], ShardingSpec]:
+    """Return how every weight of a model lies over the ranks: a function of a module and the name of one of its own parameters."""
+    sharded: dict[tuple[torch.nn.Module, str], ShardingSpec] = {}
+    if (mesh := meshes.tensor_parallel) is not None:
+        plan, sizes = PLANS[orig_model.config.model_type], (mesh["tensor"].size(), mesh.size(-1))
+        for block in decoder_blocks(orig_model):
+            placements = _block_placements(plan, block, *sizes)
+            sharded |= {weight: _spec(mesh, *places) for weight, places in placements.items()}
+    others = _spec(meshes.every, Shard(0))
+    return lambda module, name: sharded.get((module, name), others)
 
 
 def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -151,7 +139,7 @@ def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Args:
         mesh: that has a dimension "tensor".
     """
-    plan, exchange = tensor_plan(orig_model), Exchange(mesh.get_group("tensor"))
+    plan, exchange = PLANS[orig_model.config.model_type], Exchange(mesh.get_group("tensor"))
     orig_model._activations = exchange  # type: ignore[assignment]
     for block in decoder_blocks(orig_model):
         for name, module in _of_plan(block, plan.gathered).items():
