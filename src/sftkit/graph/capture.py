@@ -104,10 +104,7 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
             joint, compat.partition(for_inductor=passes.for_inductor, saves_memory=passes.saves_memory), *halves
         )
     # By name, in the captured order: parameters() leaves out the second name of a tied weight.
-    named = {
-        **dict(traced.named_parameters(remove_duplicate=False)),
-        **dict(traced.named_buffers(remove_duplicate=False)),
-    }
+    named = dict(traced.named_parameters(remove_duplicate=False)) | dict(traced.named_buffers(remove_duplicate=False))
     state = [named[name] for name in (*joint.params_spec, *joint.buffers_spec)]
     return Graph(run, state, traced.measured, time.perf_counter() - started)
 

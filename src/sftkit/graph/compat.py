@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from sftkit.errors import ConfigError
 from sftkit.ops import flex
+from sftkit.runtime.replaced import replaced
 
 TESTED = ("2.11", "2.13")
 "Versions of torch that the engine was run on."
@@ -289,8 +290,7 @@ def _without_gpu() -> Iterator[None]:
         for (module, name), value in stand_ins.items() if not torch.cuda.is_available() else ():
             where = sys.modules.get(module)
             if where is not None and hasattr(where, name):
-                stack.callback(setattr, where, name, getattr(where, name))
-                setattr(where, name, value)
+                stack.enter_context(replaced(where, name, value))
         yield
 
 

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
-from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 from sftkit.graph.parallel.experts import is_experts, use_grouped_products
 from sftkit.graph.parallel.sharding import shard_for_graph
@@ -46,11 +45,8 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
         )
     if topology.tensor > 1:
         check_tensor_plan(orig_model, topology.tensor)
-    if dispatcher == "alltoall":
-        _check_shares_experts(orig_model, topology)
-
-
-def _check_shares_experts(orig_model: PreTrainedModel, topology: Topology) -> None:
+    if dispatcher != "alltoall":
+        return
     if not any(is_experts(module) for module in orig_model.modules()):
         raise ConfigError(
             f"graph.token_dispatcher=alltoall sends tokens to experts, and {orig_model.config.model_type} has none here: leave "

@@ -140,9 +140,8 @@ class GraphEngine:
             self.compiled = cfg.compile.enabled and self._capture()
         if cfg.graph.dump and rt.is_main:
             dump(self.captured.stages, rt.output_dir(self._run_dir))
-        losses: dict[tuple[int, int], float] = {}
         with oom_advice(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
-            self._run_shapes(losses)
+            losses = self._run_shapes()
         self.optimizer.warm_up(compiled=self.compiled)
         watch.warm_up_done()
         self._hooks = HookWatch(orig_model, captured=self.compiled)
@@ -180,12 +179,10 @@ class GraphEngine:
         self.captured.forget()
         return False
 
-    def _run_shapes(self, losses: dict[tuple[int, int], float]) -> None:
-        """Run forward and backward of each declared shape; random state and gradients are as before.
-
-        Args:
-            losses: filled with the objective per target of each shape.
-        """
+    def _run_shapes(self) -> dict[tuple[int, int], float]:
+        """Run forward and backward of each declared shape and return the objective per target of each; random state and gradients are as
+        before."""
+        losses: dict[tuple[int, int], float] = {}
         rt, model, layout = self._rt, self.model, self._layout
         run_shape = shape_runner(rt, self.captured, model, layout, losses)
         times = 2 if "cuda_graphs" in self._cfg.graph.passes else 1  # the second time is recorded
@@ -195,6 +192,7 @@ class GraphEngine:
                 for _ in range(times):
                     run_shape(rows, row_length)
                 model.zero_grad(set_to_none=True)
+        return losses
 
     def _print_setup(self, print_line: Callable[[str], None], seconds: float) -> None:
         """Say what was captured and what each pass made of it, for the console."""
