@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.collate import Batch
-from sftkit.data.types import EncoderInputs, Examples
+from sftkit.data.types import Examples
 from sftkit.errors import DataError
 from sftkit.models import auto_classes
 from sftkit.models.kind import Continuation, ModelKind, ids_of
@@ -51,10 +51,7 @@ def decoded(
 class CausalLM(ModelKind):
     """A model that `get_decoder` and `get_output_embeddings` of transformers take apart. See models.kind.ModelKind."""
 
-    @property
-    def auto_class(self) -> Any:
-        """Return the class that auto_classes.CAUSAL names."""
-        return getattr(transformers, auto_classes.CAUSAL)
+    auto_class = getattr(transformers, auto_classes.CAUSAL)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fill in the vocabulary size and the special ids."""
@@ -85,18 +82,6 @@ class CausalLM(ModelKind):
                 "take a model with one (model.scratch.model_type=vision-encoder-decoder for pictures)"
             )
         return examples
-
-    def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
-        """Return None: there is no encoder."""
-        return None
-
-    def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return no inputs: there is no encoder."""
-        return {}
-
-    def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
-        """Return 0: there is no encoder."""
-        return 0
 
     def decoder_inputs(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Set
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -91,12 +91,9 @@ def load_model(
         path = resolve(model.path or "")
         check_loadable(path)
         try:
-            options = load_options(path, model)
-            if empty:
-                orig_model = empty_model(path, precision, options)
-            else:
-                with working(f"loading {path}"):
-                    orig_model = full_model(path, precision, options)
+            load = empty_model if empty else full_model
+            with nullcontext() if empty else working(f"loading {path}"):
+                orig_model = load(path, precision, load_options(path, model))
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
     # The vocabulary: a row for each token first, then padding behind them.
@@ -264,9 +261,8 @@ def resolve_max_length(
             f"data.max_length: {length} is more than the model's {positions} positions: set {positions} or less"
         )
     start = f"from {resolve(model.path)}" if model.path else "new model"
-    template = (
-        hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:8] if tokenizer.chat_template else "none"
-    )
+    source = tokenizer.chat_template
+    template = hashlib.sha256(str(source).encode()).hexdigest()[:8] if source else "none"
     if added := added_tokens(tokenizer):
         template += f", {' and '.join(added.tokens)} added"
     how = "set in the recipe" if max_length else "inherited"

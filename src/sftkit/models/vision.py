@@ -50,10 +50,7 @@ class Pixels(NamedTuple):
 class VisionToText(EncoderDecoder):
     """transformers' VisionEncoderDecoderModel. See models.kind.ModelKind."""
 
-    @property
-    def auto_class(self) -> Any:
-        """Return the class that auto_classes.CAPTIONS names."""
-        return getattr(transformers, auto_classes.CAPTIONS)
+    auto_class = getattr(transformers, auto_classes.CAPTIONS)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fill in the decoder's vocabulary size and special ids, and that it attends to an encoder.

@@ -196,7 +196,6 @@ def into_stages(
                 fill_with_memory(stage, rt.device)
         orig_model.tie_weights()
     if empty:
-        assert source is not None
         load_model_weights(orig_model, source)
     rt.print(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
     return Pipelined(model, placement, stages, schedule)

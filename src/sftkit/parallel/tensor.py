@@ -63,23 +63,17 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
     orig_model._activations = activations  # type: ignore[assignment]
     channels, heads = _as_dtensor(mesh, lambda: Shard(-1)), _as_dtensor(mesh, lambda: Shard(2))
     between, add_up = _as_dtensor(mesh, lambda: activations.placement), _add_up(activations)
-    for block in blocks:
-        for name, module in list(block.named_modules()):
-            if name in COLUMNWISE:
-                _distribute(module, mesh, Shard(0))
-                module.register_forward_hook(_to_local)
-            elif name in ROWS:
-                _distribute(module, mesh, Shard(1))
-                module.register_forward_pre_hook(channels)
-                module.register_forward_hook(add_up)
-            elif name in NORMS:
-                _distribute(module, mesh, Replicate())
-                module.register_forward_pre_hook(between)
-                module.register_forward_hook(_gather)
-            elif name in HEAD_NORMS:
-                _distribute(module, mesh, Replicate())
-                module.register_forward_pre_hook(heads)
-                module.register_forward_hook(_to_local)
+    for names, placement, pre_hook, hook in (
+        (COLUMNWISE, Shard(0), None, _to_local),
+        (ROWS, Shard(1), channels, add_up),
+        (NORMS, Replicate(), between, _gather),
+        (HEAD_NORMS, Replicate(), heads, _to_local),
+    ):
+        for module in (m for block in blocks for name, m in list(block.named_modules()) if name in names):
+            _distribute(module, mesh, placement)
+            if pre_hook is not None:
+                module.register_forward_pre_hook(pre_hook)
+            module.register_forward_hook(hook)
 
 
 def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
