@@ -267,14 +267,11 @@ def _quiet() -> Iterator[None]:
     names = ("torch._inductor.fx_passes", "torch._inductor.fx_passes.fsdp", "torch._inductor.utils")
     for name in names:
         importlib.import_module(name)  # which would set its level
-    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    try:
-        for logger in loggers:
+    with ExitStack() as stack:
+        for logger in map(logging.getLogger, names):
+            stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
         yield
-    finally:
-        for logger, level in loggers.items():
-            logger.setLevel(level)
 
 
 @contextmanager

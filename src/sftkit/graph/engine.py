@@ -68,9 +68,8 @@ def build(
         choice = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt)
         keeps = "reshard_after_forward" not in cfg.graph.passes
         sharding = Sharding(keep_weights=keeps, keep_gradients=False) if rt.topology.sharded else None
-        plan = make_plan(
-            _config_for_plan(cfg), orig_model, layout, rt, Fixed(backend=choice.backend, sharding=sharding)
-        )
+        fixed = Fixed(backend=choice.backend, sharding=sharding)
+        plan = make_plan(_config_for_plan(cfg), orig_model, layout, rt, fixed)
         on_plan(plan)
         model = ModelWithLoss(orig_model, choice.backend, training.objective)
         stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile

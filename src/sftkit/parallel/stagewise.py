@@ -110,7 +110,7 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
             number, block = next(blocks)
             own = block.forward if stage in stages.own else partial(_passed_by, number)
             if first and stage > 0:
-                yield block, partial(_received, partial(_Passed.apply, links, stage), own)
+                yield block, partial(_received, links, stage, own)
             elif stage not in stages.own:
                 yield block, own
     if not stages.last:
@@ -141,11 +141,9 @@ def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor
     return hidden
 
 
-def _received(
-    passed: Callable[[Tensor], Tensor], forward: Forward, hidden: Tensor, *more: Any, **arguments: Any
-) -> Tensor:
+def _received(links: _Links, stage: int, forward: Forward, hidden: Tensor, *more: Any, **arguments: Any) -> Tensor:
     """Call the first layer of a stage with the hidden states that come from the stage before."""
-    return forward(passed(hidden), *more, **arguments)
+    return forward(_Passed.apply(links, stage, hidden), *more, **arguments)
 
 
 class _Links:

@@ -25,12 +25,12 @@ from sftkit.graph.parallel.sharding import ShardingSpec
 from sftkit.models.structure import decoder_blocks
 from sftkit.parallel.tensor import (
     COLUMNWISE,
+    DIVIDED,
     HEAD_NORMS,
     NORMS,
     ROWS,
     TENSOR_MODEL_TYPES,
-    check_divides,
-    check_known,
+    check_split,
 )
 
 
@@ -46,15 +46,10 @@ class TensorPlan:
     "norms behind which whole rows are needed"
     replicated: tuple[str, ...]
     "what every rank computes with whole weights, of its own positions or heads"
-    divided: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    divided: tuple[str, ...] = DIVIDED
     "numbers of the model's config that the ranks must divide"
     experts: tuple[str, ...] = ()
     "routed experts, of which each rank has a share; nothing beside them is sharded, and every rank computes its own positions"
-
-    @property
-    def known(self) -> set[str]:
-        """Return the modules of a block that the plan knows."""
-        return {*self.columns, *self.rows, *self.gathered, *self.replicated, *self.experts}
 
 
 _DEEPSEEK_V3 = TensorPlan(
@@ -68,7 +63,7 @@ _DEEPSEEK_V3 = TensorPlan(
         *("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm"),
         *("mlp.gate", *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))),
     ),
-    divided=("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_routed_experts"),
+    divided=(*DIVIDED, "n_routed_experts"),
     experts=("mlp.experts",),
 )
 PLANS = {
@@ -101,9 +96,8 @@ def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
             f"{', '.join(PLANS)} have: set it to 1"
         )
     plan = PLANS[model_type]
-    check_divides(orig_model, size, *plan.divided)
-    for block in decoder_blocks(orig_model):
-        check_known(block, size, plan.known)
+    known = {*plan.columns, *plan.rows, *plan.gathered, *plan.replicated, *plan.experts}
+    check_split(orig_model, size, plan.divided, known)
 
 
 def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
