@@ -42,8 +42,7 @@ def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
 
 def bucket_of(node: Node) -> str | None:
     """Return the bucket that a collective belongs to; None of any other node."""
-    bucket: str | None = compat.annotation(node, _MARK)
-    return bucket
+    return compat.annotation(node, _MARK)
 
 
 def _gathers(weight: Node) -> list[Node]:

@@ -26,8 +26,7 @@ def blocks_tagged(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
 
 def block_of(node: Node) -> int | None:
     """Return the number of the block that a node belongs to, of the backward pass, too; None: to none, or it sums gradients."""
-    block: int | None = compat.annotation(node, _MARK)
-    return block
+    return compat.annotation(node, _MARK)
 
 
 def _tagged(forward: Callable[..., Any], number: int) -> Callable[..., Any]:

@@ -43,9 +43,7 @@ def decoded(
     """
     with kernel_order(backend):
         outputs = module(**_model_inputs(inputs, batch, backend, context_group), **without_router_logits(module))
-    hidden = outputs.last_hidden_state
-    assert isinstance(hidden, torch.Tensor)
-    return hidden
+    return outputs.last_hidden_state
 
 
 class CausalLM(ModelKind):
@@ -102,6 +100,4 @@ class CausalLM(ModelKind):
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits of the whole model, [1, L, V]; it applies its soft cap itself."""
         with plain_attention(orig_model):
-            logits = orig_model(**inputs, use_cache=False, **without_router_logits(orig_model)).logits
-        assert isinstance(logits, torch.Tensor)
-        return logits
+            return orig_model(**inputs, use_cache=False, **without_router_logits(orig_model)).logits

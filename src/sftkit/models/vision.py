@@ -58,9 +58,8 @@ class VisionToText(EncoderDecoder):
         Raises:
             ConfigError: encoder or decoder is missing.
         """
-        if not all(
-            isinstance(fields.get(part), dict) and "model_type" in fields[part] for part in ("encoder", "decoder")
-        ):
+        parts = [fields.get(name) for name in ("encoder", "decoder")]
+        if not all(isinstance(part, dict) and "model_type" in part for part in parts):
             raise ConfigError(
                 f"model.scratch: {fields['model_type']} needs encoder and decoder, each with model_type and its own fields"
             )
@@ -89,9 +88,8 @@ class VisionToText(EncoderDecoder):
         """Read the pictures: uint8 [I, channels, height, width], resized to what the encoder takes."""
         require_inputs(examples, "picture")
         size = pixels_of(orig_model.config)[:3]
-        return replace(
-            examples, encoder_inputs=images.load_images(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
-        )
+        pictures = images.load_images(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
+        return replace(examples, encoder_inputs=pictures)
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
         """Return noise: uint8 [documents, channels, height, width]."""

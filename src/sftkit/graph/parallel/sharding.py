@@ -6,9 +6,9 @@ graph. Run without one, the model computes the same. It keeps its classes' names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, wraps
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from sftkit.models.structure import output_projection
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.runtime.replaced import replaced_in_each
 
 _REDUCE_DTYPE = "_sftkit_reduce_dtype"
 "Attribute of a module that is sharded: the dtype of the sum of gradients over the ranks; None: their own."
@@ -95,15 +96,9 @@ def is_sharded(orig_model: PreTrainedModel) -> bool:
     return any(_REDUCE_DTYPE in module.__dict__ for module in orig_model.modules())
 
 
-@contextmanager
-def reading(module: torch.nn.Module) -> Iterator[None]:
+def reading(module: torch.nn.Module) -> AbstractContextManager[None]:
     """Give out the module's own parameters gathered, within the context; outside they are this rank's DTensors."""
-    before = module.__dict__.get(_READS, False)
-    module.__dict__[_READS] = True
-    try:
-        yield
-    finally:
-        module.__dict__[_READS] = before
+    return replaced_in_each(_READS, {module: True})
 
 
 @cache
@@ -115,15 +110,12 @@ def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch
         with reading(self):
             return cls.forward(self, *args, **kwargs)
 
-    members = {name: property(_reader(name)) for name in names}
+    members = {name: property(partial(_read, name)) for name in names}
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
 
 
-def _reader(name: str) -> Callable[[torch.nn.Module], Tensor | None]:
-    def read(self: torch.nn.Module) -> Tensor | None:
-        param = self._parameters[name]
-        if self.__dict__.get(_READS) and isinstance(param, DTensor):
-            return _Gathered.apply(param, self.__dict__[_REDUCE_DTYPE])
-        return param
-
-    return read
+def _read(name: str, module: torch.nn.Module) -> Tensor | None:
+    param = module._parameters[name]
+    if module.__dict__.get(_READS) and isinstance(param, DTensor):
+        return _Gathered.apply(param, module.__dict__[_REDUCE_DTYPE])
+    return param
