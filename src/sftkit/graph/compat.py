@@ -309,9 +309,8 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
         if for_inductor:
             simplify(graph)
         # torch 2.13 has the mesh of a DTensor among the inputs, and would have to know its size.
-        known = {"unsafe_treat_script_objects_as_zero_size": True}
-        config = torch._functorch.config
-        with config.patch({name: value for name, value in known.items() if hasattr(config, name)}):
+        name, config = "unsafe_treat_script_objects_as_zero_size", torch._functorch.config
+        with config.patch({name: True} if hasattr(config, name) else {}):
             return least(graph, inputs, **options, compiler="inductor")
 
     return split

@@ -161,11 +161,10 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
         log.warning("%s: no %s there, so pixels are normalised with mean and std %g", path, PROCESSOR, _MIDDLE)
         return
     scale = 255 * (said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0)
-    names = ("image_mean", "image_std")
     if not said.get("do_normalize", True):
         channels = pixels_of(orig_model.config).channels
-        said |= dict(zip(names, ([0.0] * channels, [1.0] * channels), strict=True))
-    for name in names:
+        said |= {"image_mean": [0.0] * channels, "image_std": [1.0] * channels}
+    for name in ("image_mean", "image_std"):
         if said.get(name) is not None:
             setattr(config, name, [value / scale for value in said[name]])
 
