@@ -30,7 +30,7 @@ ROOMS = {
     "compile": ("config", "rundir", "runtime", "data", "ops", "models"),
     "checkpoint": ("config", "rundir", "runtime", "data", "models", "optim"),
     "memory": ("config", "runtime", "data", "ops", "models", "optim", "parallel"),
-    "generation": (*("config", "rundir", "runtime", "data", "ops", "models", "parallel", "compile"),),
+    "generation": ("config", "rundir", "runtime", "data", "ops", "models", "parallel"),
     "engine": (
         *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel"),
         *("compile", "memory"),
@@ -39,10 +39,7 @@ ROOMS = {
         *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "optim", "tracking"),
         *("parallel", "compile", "memory", "engine"),
     ),
-    "evals": (
-        *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "parallel", "compile"),
-        *("generation",),
-    ),
+    "evals": (*("config", "rundir", "runtime", "data", "ops", "models", "objectives", "parallel", "generation"),),
     "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory"),
     "train": (
         *("config", "rundir", "runtime", "data", "models", "objectives", "optim", "tracking", "parallel"),

@@ -373,7 +373,7 @@ def test_a_backward_graph_that_the_warm_up_did_not_build_is_no_exception(on_reco
         with step_contract(on_recompile):
             run(orig_model)
     assert watch.counts()["compile/recompiles"] == 2  # the block and the norm
-    assert "never run in the warm-up" in watch.recompile_reasons()[0]
+    assert "never run in the warm-up" in watch.recompile_kinds()[0]
 
 
 # Graph breaks: each of these is invisible to some of torch's own counters.
@@ -428,7 +428,9 @@ def test_a_cuda_graph_that_is_recorded_late_is_told_and_no_recompile(is_backward
         timed = {"dynamo_compile_column_us": "runtime_cudagraphify_time_us", "is_backward": is_backward}
         with (
             callback_handler.install_callbacks(CallbackTrigger.CUDAGRAPH_RECORDING, "0/0"),
-            dynamo_utils.dynamo_timed("CUDAGraphNode.record", compile_id=CompileId(frame_id=0, frame_compile_id=0), **timed),
+            dynamo_utils.dynamo_timed(
+                "CUDAGraphNode.record", compile_id=CompileId(frame_id=0, frame_compile_id=0), **timed
+            ),
         ):
             pass
         dynamo_utils.get_runtime_metrics_context().finish()

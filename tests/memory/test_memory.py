@@ -31,8 +31,8 @@ from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
 from sftkit.memory import remedies
 from sftkit.memory.estimate import GIB, EstimateInputs, estimate, held_bytes, kept_elements
-from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, against_measured, make_plan
+from sftkit.memory.remedies import oom_advice
 from sftkit.memory.shapes import shape_of
 from sftkit.optim.build import build_optimizer
 

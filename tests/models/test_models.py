@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import VOCAB_SIZE, make_batch, make_examples
+from helpers import VOCAB_SIZE, make_batch, make_examples, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sftkit.compile.contract import compile_model, small_modules
@@ -15,6 +15,7 @@ from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.collate import Batch
 from sftkit.engine.self_check import check_documents
+from sftkit.models.structure import inference
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 
@@ -130,3 +131,15 @@ def test_on_a_gpu_each_family_trains_compiled_in_bf16(model_type: str) -> None:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 wanted = model(batch, "reference")
             torch.testing.assert_close(got.measured["nll"], wanted.measured["nll"], rtol=2e-2, atol=0.5)
+
+
+def test_inference_computes_without_gradients_and_puts_training_mode_back() -> None:
+    orig_model = tiny_llama().train()
+    with inference(orig_model):
+        assert not orig_model.training
+        assert not orig_model(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits.requires_grad
+    assert orig_model.training
+    assert torch.is_grad_enabled()
+    with pytest.raises(AttributeError), inference(orig_model):
+        orig_model.none_such()
+    assert orig_model.training

@@ -20,7 +20,7 @@ from sftkit.tracking.progress import PROGRESS, Progress, progress_of
 from sftkit.tracking.window import WINDOW
 from sftkit.train.evaluation import Evaluation, evaluate_at, first_evaluation
 from sftkit.train.parts import TrainServices
-from sftkit.train.state import LoopPosition, checkpoint_state
+from sftkit.train.saves import LoopPosition, checkpoint_state
 
 ENGINE: Any = SimpleNamespace(evaluating=nullcontext)
 

@@ -112,6 +112,11 @@ def run_eagerly() -> Iterator[None]:
         yield
 
 
+def random_state_kept() -> AbstractContextManager[None]:
+    """Return a context after which the random state, on the CPU and every GPU, is as before."""
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else [])
+
+
 @contextmanager
 def step_contract(
     on_recompile: str, breaks: Sequence[str] = (), fell_back: Callable[[str], None] = lambda _: None
@@ -209,11 +214,10 @@ def warm_up(
     Returns:
         whether the train step is compiled; False when there is no working compiler and compile.on_failure is warn.
     """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
 
     def run(chosen: Sequence[tuple[int, int]], passes: int = 1) -> None:
         # Each pass starts without gradients, as a step does; CUDA graphs reuse their memory too.
-        with torch.random.fork_rng(devices=devices):
+        with random_state_kept():
             for rows, row_length in chosen:
                 for _ in range(passes):
                     run_shape(rows, row_length)

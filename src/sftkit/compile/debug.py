@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,20 +158,15 @@ def torch_logs_to(
     """
     # Private module, but its set_logs is the documented one.
     torch._logging.set_logs(**settings)
-    loggers = torch_loggers()
-    terminals = [terminal for logger in loggers for terminal in logger.handlers]
-    for terminal in terminals:
-        terminal.addFilter(for_terminal)
-    for logger in loggers:
-        logger.addHandler(handler)
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch._logging.set_logs)
+        for logger in torch_loggers():
+            for terminal in logger.handlers:
+                terminal.addFilter(for_terminal)
+                stack.callback(terminal.removeFilter, for_terminal)
+            logger.addHandler(handler)
+            stack.callback(logger.removeHandler, handler)
         yield
-    finally:
-        for terminal in terminals:
-            terminal.removeFilter(for_terminal)
-        for logger in loggers:
-            logger.removeHandler(handler)
-        torch._logging.set_logs()
 
 
 def torch_loggers() -> list[logging.Logger]:

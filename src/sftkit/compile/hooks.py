@@ -99,15 +99,11 @@ def _of_library(hook: Any) -> bool:
 
 def _hooks(orig_model: PreTrainedModel) -> frozenset[Hook]:
     """Return all hooks of the model, and those that torch runs for every module."""
-    own = (
-        Hook(name or _ROOT, kind, number)
-        for name, module in orig_model.named_modules()
+    owners: list[tuple[str, Any]] = [(name or _ROOT, vars(module)) for name, module in orig_model.named_modules()]
+    everywhere = {field: getattr(torch_module, f"_global{field}") for field in _KINDS}
+    return frozenset(
+        Hook(name, kind, number)
+        for name, hooks in [*owners, (EVERY_MODULE, everywhere)]
         for field, kind in _KINDS.items()
-        for number in getattr(module, field)
+        for number in hooks[field]
     )
-    of_all = (
-        Hook(EVERY_MODULE, kind, number)
-        for field, kind in _KINDS.items()
-        for number in getattr(torch_module, f"_global{field}")
-    )
-    return frozenset((*own, *of_all))

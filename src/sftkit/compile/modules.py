@@ -48,9 +48,8 @@ def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded:
     """
     assert compile.modules is not None
     parts: dict[str, CompiledPart] = {}
-    for path in sorted(compile.modules, key=lambda path: path.count(".")):
+    for path, own in sorted(compile.modules.items(), key=lambda item: item[0].count(".")):
         for named, at in _at(orig_model, path):
-            own = compile.modules[path]
             place, module = _without_head(orig_model, named, at)
             parts[place] = CompiledPart(place, module, with_own(compile, own))
             if not own.enabled:
@@ -99,8 +98,7 @@ def _without_head(orig_model: PreTrainedModel, path: str, module: torch.nn.Modul
 def _check_apart(parts: dict[str, CompiledPart]) -> None:
     """Refuse a path that lies inside another one."""
     for path in parts:
-        parents = (path.rsplit(".", level)[0] for level in range(1, path.count(".") + 1))
-        outer = next((parent for parent in parents if parent in parts), None)
+        outer = next((other for other in parts if path.startswith(f"{other}.")), None)
         if outer is not None:
             raise ConfigError(
                 f'compile.modules: "{path}" lies in "{outer}", which is one graph with all that it holds: name only one of them'

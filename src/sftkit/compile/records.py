@@ -30,16 +30,9 @@ class Records:
 
 def records_of(watch: CompileWatch, hooks: Sequence[str] = ()) -> Records:
     """Return the records of this rank, so far."""
-    return Records(
-        int(watch.counts()["compile/recompiles"]),
-        watch.fallbacks,
-        watch.in_evaluation,
-        tuple(watch.recompile_kinds()),
-        tuple(watch.fallback_kinds()),
-        tuple(watch.graph_break_reasons()),
-        tuple(watch.late_cuda_graphs()),
-        tuple(hooks),
-    )
+    recompiles, breaks = int(watch.counts()["compile/recompiles"]), watch.graph_break_reasons()
+    texts = watch.recompile_kinds(), watch.fallback_kinds(), breaks, watch.late_cuda_graphs(), hooks
+    return Records(recompiles, watch.fallbacks, watch.in_evaluation, *map(tuple, texts))
 
 
 class RecordsOfRanks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 import torch._dynamo
@@ -47,26 +46,19 @@ def compiler_switches(
         stack.callback(dynamo_utils.set_compilation_metrics_limit, records)
         dynamo_utils.set_compilation_metrics_limit(MAX_RECORDS)
         if compile.enabled:
-            limit = _MARGIN + graphs
-            dynamo: dict[str, Any] = {
-                # Blocks overlap with DDP's exchange already, and DDP's own splitting would break their graphs
-                # up: see pytorch #108966.
-                "optimize_ddp": False,
-                # Beyond this many graphs torch runs a function eagerly without an error, so none may come near it.
-                "recompile_limit": limit,
-                "accumulated_recompile_limit": max(256, limit),
-            }
+            # Blocks overlap with DDP's exchange already, and DDP's own splitting would break their graphs
+            # up: see pytorch #108966.
+            stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
+            # Beyond this many graphs torch runs a function eagerly without an error, so none may come near it.
+            limits = {"recompile_limit": _MARGIN + graphs, "accumulated_recompile_limit": max(256, _MARGIN + graphs)}
+            stack.enter_context(torch._dynamo.config.patch(limits))
             # What each graph recomputes instead of keeping it, chosen by FLOPs and not by measured times.
-            functorch: dict[str, Any] = {
-                "activation_memory_budget": activation_memory_budget,
-                "activation_memory_budget_runtime_estimator": "flops",
-            }
+            stack.enter_context(torch._functorch.config.patch(activation_memory_budget=activation_memory_budget))
+            stack.enter_context(torch._functorch.config.patch(activation_memory_budget_runtime_estimator="flops"))
             # A graph from a cache writes no log, so graphs that compile.debug asks for must be compiled here.
             if FROM_COMPILER & set(compile.debug):
-                functorch["enable_autograd_cache"] = False
+                stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
                 stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
-            stack.enter_context(torch._dynamo.config.patch(dynamo))
-            stack.enter_context(torch._functorch.config.patch(functorch))
             # Duck shapes give equal sizes one symbol: a warm-up whose number of rows happens to equal its row length
             # would give a graph for square batches only.
             stack.enter_context(symbolic_shapes.patch(use_duck_shape=not dynamic_layout))  # type: ignore[attr-defined]

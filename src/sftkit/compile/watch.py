@@ -123,15 +123,12 @@ class CompileWatch:
         return total
 
     def recompile_kinds(self) -> list[str]:
-        """Return one reason of each kind: of those that differ in sizes only, the first."""
+        """Return why compiles after the warm-up happened: the guard that failed, or the new frame's name. Of reasons that
+        differ in sizes only, the first."""
         kinds: dict[str, str] = {}
-        for reason in self.recompile_reasons():
-            kinds.setdefault(_kind(reason), reason)
+        for record in self._late():
+            kinds.setdefault(_kind(reason := _compile_reason(record)), reason)
         return list(kinds.values())
-
-    def recompile_reasons(self) -> list[str]:
-        """Return why each compile after the warm-up happened: the guard that failed, or the new frame's name."""
-        return [_compile_reason(record) for record in self._late()]
 
     def graph_break_reasons(self) -> list[str]:
         """Return `file:line: reason` of every graph break and of every function that was left to eager, each once."""

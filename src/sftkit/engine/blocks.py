@@ -6,14 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from sftkit.compile import cache as compile_cache
-from sftkit.compile.contract import Ranks, compile_model, step_contract, warm_up
+from sftkit.compile.contract import Ranks, compile_model, random_state_kept, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.duration import note, under_way
 from sftkit.compile.hooks import HookWatch
@@ -23,7 +21,6 @@ from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import Config
 from sftkit.data.loader import StepBatches
-from sftkit.data.pack import Layout
 from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.gradient_check import Sides, check_gradients
@@ -32,13 +29,13 @@ from sftkit.engine.self_check import check_documents
 from sftkit.engine.stage_trial import measured_layers
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.engine.warmup import shape_runner, worst_case_batch
-from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
+from sftkit.memory.remedies import oom_advice
 from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.ops.attention_choice import AttentionChoice, Execution, choose_backend, eager_backend
+from sftkit.ops.attention_choice import Execution, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.balance import describe_seconds
@@ -55,94 +52,67 @@ from sftkit.tracking.spikes import Spikes
 log = logging.getLogger(__name__)
 
 
-def build(
-    cfg: Config, training: Training, rt: Runtime, run_dir: Path, on_plan: Callable[[MemoryPlan], None] = lambda _: None
-) -> Blocks:
-    """Turn a model into an engine, in the one order that works; every rank calls it.
-
-    Args:
-        on_plan: called with the memory plan, before weights are read, moved or sharded.
-
-    Raises:
-        ConfigError: the recipe asks for what this model, layout or machine cannot do.
-    """
-    orig_model, layout = training.orig_model, training.layout
-    check_options(cfg.compile)
-    with ExitStack() as stack:  # an error on the way puts back what was set
-        write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
-        # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention is
-        # chosen, which may run kernels.
-        apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
-        compile_cache.restore(cfg, orig_model, layout, rt)
-        choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
-        check_marked(cfg.compile, choice.backend)
-        # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
-        if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
-            rt.print("one process: the pipeline has one stage, so a step is that of train.engine=blocks")
-        if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
-            layers = measured_layers(cfg, training, choice.backend, rt)
-            cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
-        plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
-        on_plan(plan)
-        # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
-        # whose hooks stay around the graphs. Compilation is lazy: graphs are built in the warm-up.
-        model = ModelWithLoss(
-            orig_model, choice.backend, training.objective, routing_of(orig_model, cfg.loss.router_aux_loss_coef)
-        )
-        modules = compile_model(orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial)
-        budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
-        stack.enter_context(compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
-        wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
-        # The optimizer is last: its states belong to the parameters as they are now, DTensors if the model is sharded.
-        optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=compile_arguments(cfg.compile))
-        assembled = AssembledBlocks(choice, plan, model, wrapped, optimizer, write_logs)
-        engine = Blocks(cfg, rt, layout, assembled, stack.pop_all())
-    rt.at_end.callback(engine.close)  # for a run that ends before its first step
-    return engine
-
-
-@dataclass(frozen=True)
-class AssembledBlocks:
-    """What `build` has made, in its order."""
-
-    attention: AttentionChoice
-    "the backend that the model has, and why"
-    plan: MemoryPlan
-    model: ModelWithLoss
-    wrapped: torch.nn.Module
-    "what the step calls: `model`, compiled and distributed"
-    optimizer: Optimizer
-    write_logs: Callable[[], None]
-    "writes the summary of the compiler's logs"
-
-
 class Blocks:
     """The engine that trains. See engine.Engine."""
 
     def __init__(
-        self, cfg: Config, rt: Runtime, layout: Layout, assembled: AssembledBlocks, at_close: ExitStack
+        self, cfg: Config, training: Training, rt: Runtime, run_dir: Path, on_plan: Callable[[MemoryPlan], None]
     ) -> None:
-        """Keep what `build` has made. `at_close`: puts back what it has set in the process."""
-        attention, plan, wrapped = assembled.attention, assembled.plan, assembled.wrapped
-        self._cfg, self._rt, self._plan, self._wrapped = cfg, rt, plan, wrapped
-        self._layout, self.model, self.optimizer = layout, assembled.model, assembled.optimizer
-        self._train_step = TrainStep(wrapped, self.optimizer, self.model.objective, rt, cfg.optim.max_grad_norm)
-        size = checkpoint_bytes(self.model.orig_model, plan)
-        layers = wrapped.placement.layers if isinstance(wrapped, Pipelined) else None
-        self.setup = Setup(attention.backend, attention.reason, plan.optim.name, plan.line, size, layers)
+        """Turn a model into an engine, in the one order that works; every rank calls it.
+
+        Args:
+            on_plan: called with the memory plan, before weights are read, moved or sharded.
+
+        Raises:
+            ConfigError: the recipe asks for what this model, layout or machine cannot do.
+        """
+        orig_model, layout = training.orig_model, training.layout
+        check_options(cfg.compile)
+        with ExitStack() as stack:  # an error on the way puts back what was set
+            write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
+            # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention is
+            # chosen, which may run kernels.
+            apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
+            compile_cache.restore(cfg, orig_model, layout, rt)
+            choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
+            check_marked(cfg.compile, choice.backend)
+            # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
+            if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
+                rt.print("one process: the pipeline has one stage, so a step is that of train.engine=blocks")
+            if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
+                layers = measured_layers(cfg, training, choice.backend, rt)
+                cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
+            plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
+            on_plan(plan)
+            # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,
+            # whose hooks stay around the graphs. Compilation is lazy: graphs are built in the warm-up.
+            routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
+            self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
+            modules = compile_model(orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial)
+            budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
+            stack.enter_context(compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
+            wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
+            # The optimizer is last: its states belong to the parameters as they are now, DTensors if the model is sharded.
+            arguments = compile_arguments(cfg.compile)
+            self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments)
+            self._at_close, self._write_logs = stack.pop_all(), write_logs
+        self._cfg, self._rt, self._layout, self._plan, self._wrapped = cfg, rt, layout, plan, wrapped
+        self._train_step = TrainStep(wrapped, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
+        size = checkpoint_bytes(orig_model, plan)
+        stages = wrapped.placement.layers if isinstance(wrapped, Pipelined) else None
+        self.setup = Setup(choice.backend, choice.reason, plan.optim.name, plan.line, size, stages)
         self.compiled = False
         "whether the step is compiled; known after the warm-up"
-        self._at_close, self._write_logs = at_close, assembled.write_logs
-        self._watch: CompileWatch | None = None
+        self.watch = CompileWatch()
+        self._at_close.callback(self.watch.close)
         self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
+        rt.at_end.callback(self.close)  # for a run that ends before its first step
 
     def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
         """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory reserved:
         every graph is built, and a run that does not fit ends here."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
-        self._watch = watch = CompileWatch()
-        self._at_close.callback(watch.close)
         started = time.perf_counter()
         # Before anything is compiled: does the forward pass compute what the plain model does?
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), fp8=cfg.train.fp8 is not None)
@@ -163,13 +133,13 @@ class Blocks:
             self.optimizer.warm_up(compiled=self.compiled)
             # From here on a compile is a recompile, and a hook that appears is late. Gradients are checked in the
             # graphs that are there.
-            watch.warm_up_done()
+            self.watch.warm_up_done()
             self._hooks = HookWatch(orig_model)
             sides = Sides(self.model, self._wrapped, list(parameters_of(self.optimizer.param_groups)), rt)
             same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         # Tell what was built and measured, and keep the compiled code.
         seconds = time.perf_counter() - started
-        print_line(self._line(watch.counts(), seconds))
+        print_line(self._line(self.watch.counts(), seconds))
         if isinstance(self._wrapped, Pipelined):
             print_line(self._stage_seconds(self._wrapped))
         if rt.device.type == "cuda":
@@ -188,8 +158,7 @@ class Blocks:
     def _stage_seconds(self, pipelined: Pipelined) -> str:
         """Time the stages of a pipeline and return lines about them for the console."""
         batch = worst_case_batch(self._rt, self.model.orig_model, self._layout, *self._layout.shapes[-1])
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices):
+        with random_state_kept():
             seconds = pipelined.seconds(batch, self.model.objective.count(batch))
         pipeline_size = self._rt.topology.stages
         return describe_seconds(pipelined.placement.layers, seconds, self._layout.accumulation, pipeline_size)
@@ -218,12 +187,6 @@ class Blocks:
         """Run the forward and backward passes of all micro-batches and one update, which clips; see
         engine.step.optimizer_step."""
         return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
-
-    @property
-    def watch(self) -> CompileWatch:
-        """Return the record of what was compiled, which exists from the warm-up on."""
-        assert self._watch is not None, "warm_up comes first"
-        return self._watch
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from sftkit.compile.contract import run_eagerly
 from sftkit.compile.records import Records
 from sftkit.data.pack import Layout
 from sftkit.engine.engine import EngineReport
@@ -13,9 +12,11 @@ from sftkit.engine.gradient_check import GradientCheck
 from sftkit.engine.gradient_samples import GradientDifference
 from sftkit.engine.roundings import MAX_LIMIT, MAX_SCALE_LIMIT, RoundingLimits
 from sftkit.engine.self_check import DocumentCheck
-from sftkit.engine.warmup import eager_loss, has_dropout, worst_case_batch
+from sftkit.engine.warmup import has_dropout, worst_case_batch
 from sftkit.errors import RecompileError
+from sftkit.models.stages import from_last
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.stagewise import stagewise
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.words import counted
@@ -130,7 +131,10 @@ def compiled_against_eager(
         return compiled_check(None, None, orig_model.dtype)
     batch = worst_case_batch(rt, orig_model, layout, *shape)
     with stagewise(orig_model):
-        return compiled_check(losses[shape], eager_loss(model, batch, eager), orig_model.dtype)
+        with torch.no_grad(), run_eagerly():
+            loss = float(from_last(orig_model, model(batch, eager).loss)) / max(model.objective.count(batch), 1)
+        reshard(orig_model)
+    return compiled_check(losses[shape], loss, orig_model.dtype)
 
 
 def compile_checks(graphs: int | None, evaluations: int, records: Records, error: BaseException | None) -> list[Check]:
@@ -184,16 +188,12 @@ def report_of(
         ("cuda_graph", list(records.late_cuda_graphs)),
         ("hook", list(records.hooks)),
     ]
-    checks = [*compile_checks(graphs, evaluations, records, error), hooks_check(records.hooks)]
-    counts = counts | {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
-    return EngineReport(counts, events, checks)
-
-
-def hooks_check(unheeded: Sequence[str]) -> Check:
-    """Return the check that the step runs the hooks that the model has; `unheeded`: what HookWatch found."""
     how = (
         "hooks of every module, at each logged line, against those when the warm-up was done, as torch guards none of them; "
         "and whether the step calls the module at all"
     )
-    name = "The step runs the hooks that the model has"
-    return Check(name, not unheeded, "; ".join(unheeded) or "all of them", "all of them", how)
+    unheeded = "; ".join(records.hooks) or "all of them"
+    hooks = Check("The step runs the hooks that the model has", not records.hooks, unheeded, "all of them", how)
+    checks = [*compile_checks(graphs, evaluations, records, error), hooks]
+    counts = counts | {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
+    return EngineReport(counts, events, checks)

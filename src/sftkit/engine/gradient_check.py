@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sftkit.compile.contract import run_eagerly
+from sftkit.compile.contract import random_state_kept, run_eagerly
 from sftkit.data.collate import Batch
 from sftkit.data.pack import Layout
 from sftkit.engine.gradient_rows import declared_rows, same_rows, short_rows, tokens_of
@@ -63,12 +63,7 @@ class GradientCheck:
 
 
 def check_gradients(
-    sides: Sides,
-    layout: Layout,
-    eager: str,
-    allowed: RoundingLimits,
-    *,
-    compiled: bool,
+    sides: Sides, layout: Layout, eager: str, allowed: RoundingLimits, *, compiled: bool
 ) -> GradientCheck:
     """Compare our gradients with the plain model's, after the warm-up; every rank calls it.
 
@@ -80,10 +75,8 @@ def check_gradients(
     """
     model, rt = sides.model, sides.rt
     orig_model, dropout = model.orig_model, has_dropout(model.orig_model)
-    dtype = orig_model.dtype
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     was_training, attention = orig_model.training, model.backend
-    with torch.random.fork_rng(devices=devices):
+    with random_state_kept():
         try:
             orig_model.train(not dropout)
             model.backend = eager
@@ -101,7 +94,7 @@ def check_gradients(
                 same = replace(same, compiled=sides.compare(*micro_batches))
             # Beyond the limits: is this model that sensitive to rounding?
             known = [d for d in (same.eager, same.compiled) if d is not None]
-            if allowed.gradients is None or dtype == torch.float32 or all(map(allowed.hold, known)):
+            if allowed.gradients is None or orig_model.dtype == torch.float32 or all(map(allowed.hold, known)):
                 return same
             return replace(same, roundings=sides.roundings(micro_batches[0]))
         finally:
@@ -189,19 +182,12 @@ class Sides:
         # Weights that are not FSDP2's are gathered, and their gradients exchanged, where the model reads them.
         gathered = topology.sharded and next(fsdp_modules(orig_model), None) is None
         exchanged = gathered or same_rows(self.rt)
-        with ExitStack() as stack:
-            stack.enter_context(stagewise(orig_model))
-            sums = {} if exchanged else stack.enter_context(self._whole_gradients())
-            for inside in (
-                run_eagerly(),
-                plain_attention(orig_model),
-                plain_backward(orig_model),
-                without_sequence_parallel(orig_model),
-            ):
-                stack.enter_context(inside)
+        whole = nullcontext(dict[str, Tensor]()) if exchanged else self._whole_gradients()
+        with stagewise(orig_model), whole as sums, run_eagerly():
             multiple = position_multiple(orig_model)
-            for plain in chain.from_iterable(plain_sums(model, batch, multiple) for batch in micro_batches):
-                (plain.loss / (targets * topology.context)).backward()
+            with plain_attention(orig_model), plain_backward(orig_model), without_sequence_parallel(orig_model):
+                for plain in chain.from_iterable(plain_sums(model, batch, multiple) for batch in micro_batches):
+                    (plain.loss / (targets * topology.context)).backward()
         if exchanged:
             found = self._taken()
             # FSDP2's blocks add up over fewer ranks: see parallel.fsdp.Meshes
@@ -210,28 +196,25 @@ class Sides:
                     found[name] /= topology.tensor
             return found
         self.model.zero_grad(set_to_none=True)
-        if topology.sharded:
-            summed = self._over_alike(torch.cat(list(sums.values()))).split([len(each) for each in sums.values()])
-            sums = dict(zip(sums, summed, strict=True))
-        self._over_ends(sums)
+        sums = self._over_ranks(sums)
         return {name: sums[name][on_this_rank(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
 
-    def _over_alike(self, values: Tensor) -> Tensor:
-        """Return the elementwise sum over the ranks that have elements of the same parameters."""
+    def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add up over the ranks that have elements of the same parameters, and then what the first and the last stage of
+        a pipeline found of a weight that both hold, as embedding and as head."""
         stages = stages_of(self.model.orig_model)
-        if stages is None:
-            return self.rt.sum(values)
-        torch.distributed.all_reduce(values, group=stages.mesh.get_group("alike"))
-        return values
-
-    def _over_ends(self, sums: dict[str, Tensor]) -> None:
-        """Add what the first and the last stage of a pipeline found of a weight that both hold, as embedding and as head."""
-        stages = stages_of(self.model.orig_model)
-        if stages is None:
-            return
-        for name, elements in self.sampled.items():
-            if len(stages.holders[elements.parameter]) > 1:
-                torch.distributed.all_reduce(sums[name], group=stages.ends)
+        if self.rt.topology.sharded:
+            values = torch.cat(list(sums.values()))
+            if stages is None:
+                values = self.rt.sum(values)
+            else:
+                torch.distributed.all_reduce(values, group=stages.mesh.get_group("alike"))
+            sums = dict(zip(sums, values.split([len(each) for each in sums.values()]), strict=True))
+        if stages is not None:
+            for name, elements in self.sampled.items():
+                if len(stages.holders[elements.parameter]) > 1:
+                    torch.distributed.all_reduce(sums[name], group=stages.ends)
+        return sums
 
     @contextmanager
     def _whole_gradients(self) -> Iterator[dict[str, Tensor]]:
@@ -249,25 +232,21 @@ class Sides:
             for name in of[parameter]:
                 sums[name] += flat[self.sampled[name].at].double()
 
-        handles, heard = [], set[str]()
-        orig_model = self.model.orig_model
-        for fsdp_module in [None, *(fsdp_modules(orig_model) if stages_of(orig_model) is None else ())]:
-            if fsdp_module is not None:
-                # After unshard() the module's parameters are the whole weights, the same objects each time, so
-                # hooks on them stay valid.
-                fsdp_module.unshard()
-            for name, p in orig_model.named_parameters():
-                if name in of and name not in heard and not isinstance(p, DTensor):
-                    handles.append(p.register_hook(partial(add, name)))
-                    heard.add(name)
-            if fsdp_module is not None:
-                fsdp_module.reshard()
-        assert heard == of.keys(), sorted(of.keys() - heard)
-        try:
+        heard, orig_model = set[str](), self.model.orig_model
+        with ExitStack() as stack:
+            for fsdp_module in [None, *(fsdp_modules(orig_model) if stages_of(orig_model) is None else ())]:
+                if fsdp_module is not None:
+                    # After unshard() the module's parameters are the whole weights, the same objects each time, so
+                    # hooks on them stay valid.
+                    fsdp_module.unshard()
+                for name, p in orig_model.named_parameters():
+                    if name in of and name not in heard and not isinstance(p, DTensor):
+                        stack.callback(p.register_hook(partial(add, name)).remove)
+                        heard.add(name)
+                if fsdp_module is not None:
+                    fsdp_module.reshard()
+            assert heard == of.keys(), sorted(of.keys() - heard)
             yield sums
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _taken(self) -> dict[str, Tensor]:
         """Return a sample of each gradient, float64 [N], and free the parameters' gradients."""

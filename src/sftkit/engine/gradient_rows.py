@@ -57,11 +57,7 @@ def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> t
 
 
 def _micro_batches(
-    orig_model: PreTrainedModel,
-    layout: Layout,
-    rt: Runtime,
-    rows: list[tuple[int, ...]],
-    shape: BatchShape,
+    orig_model: PreTrainedModel, layout: Layout, rt: Runtime, rows: list[tuple[int, ...]], shape: BatchShape
 ) -> tuple[list[Batch], list[Batch]]:
     """Build (whole micro-batches, this rank's parts of them) of random tokens, every third of them no target.
 
@@ -71,14 +67,10 @@ def _micro_batches(
     sizes = [min(size, room) for size in _SIZES]
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
     inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
-    whole, own = [], []
+    whole, own = list[Batch](), list[Batch]()
     for _ in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
         examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
         examples.is_target[2::3] = False
-        collated = (
-            collate(examples, tuple(rows), shape, shard=shard) for shard in (FULL_ROW, row_shard(rt.topology, rt.rank))
-        )
-        batch, shard = (each.to(rt.device) for each in collated)
-        whole.append(batch)
-        own.append(shard)
+        for found, shard in ((whole, FULL_ROW), (own, row_shard(rt.topology, rt.rank))):
+            found.append(collate(examples, tuple(rows), shape, shard=shard).to(rt.device))
     return whole, own

@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sftkit.compile.contract import random_state_kept
 from sftkit.config.optimizers import DEFAULT
-from sftkit.config.schema import Config, OptimConfig
+from sftkit.config.schema import Config
 from sftkit.data.collate import Batch
 from sftkit.data.loader import StepBatches
-from sftkit.data.pack import Layout
 from sftkit.engine.checks import compiled_check
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.plain import plain_sums
@@ -39,39 +39,33 @@ from sftkit.tracking.outcome import StepOutcome
 from sftkit.tracking.spikes import Spikes
 
 
-def build(cfg: Config, training: Training, rt: Runtime) -> Reference:
-    """Build the engine for a model in fp32 or fp64, whole on every rank.
-
-    Raises:
-        ConfigError: the weights are bf16 or sharded, or another optimizer than AdamW is asked for.
-    """
-    orig_model = training.orig_model
-    if orig_model.dtype not in (torch.float32, torch.float64) or rt.topology.sharded:
-        raise ConfigError(
-            "train.engine=reference computes in fp32 with a whole model on every process: set train.precision=fp32, and "
-            "start it with accelerate_configs/ddp.yaml, single_gpu.yaml or cpu.yaml"
-        )
-    if cfg.optim.name not in ("auto", DEFAULT):
-        raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {cfg.optim.name}")
-    rt.print("engine reference: each document alone, eager, torch's own loss and AdamW")
-    routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
-    model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
-    return Reference(cfg.optim, model, training.layout, rt)
-
-
 class Reference:
     """The engine without optimizations. See engine.Engine."""
 
-    def __init__(self, optim: OptimConfig, model: ModelWithLoss, layout: Layout, rt: Runtime) -> None:
-        """Make the optimizer. `model`: in fp32 or fp64, on the device."""
-        self._max_norm, self._rt = optim.max_grad_norm, rt
-        self.model, self._layout = model, layout
-        optim = replace(optim, name=DEFAULT)  # the only one that auto may choose here
-        groups = parameter_groups(model.orig_model, optim)
+    def __init__(self, cfg: Config, training: Training, rt: Runtime) -> None:
+        """Build the engine for a model in fp32 or fp64, whole on every rank.
+
+        Raises:
+            ConfigError: the weights are bf16 or sharded, or another optimizer than AdamW is asked for.
+        """
+        orig_model = training.orig_model
+        if orig_model.dtype not in (torch.float32, torch.float64) or rt.topology.sharded:
+            raise ConfigError(
+                "train.engine=reference computes in fp32 with a whole model on every process: set train.precision=fp32, and "
+                "start it with accelerate_configs/ddp.yaml, single_gpu.yaml or cpu.yaml"
+            )
+        if cfg.optim.name not in ("auto", DEFAULT):
+            raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {cfg.optim.name}")
+        rt.print("engine reference: each document alone, eager, torch's own loss and AdamW")
+        routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
+        self.model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
+        self._max_norm, self._rt, self._layout = cfg.optim.max_grad_norm, rt, training.layout
+        optim = replace(cfg.optim, name=DEFAULT)  # the only one that auto may choose here
+        groups = parameter_groups(orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
-        attention = str(model.orig_model.config._attn_implementation)  # private: the config has no public name for it
+        attention = str(orig_model.config._attn_implementation)  # private: the config has no public name for it
         # Weights and two moments.
-        size = sum(3.0 * p.numel() * p.element_size() for p in model.orig_model.parameters())
+        size = sum(3.0 * p.numel() * p.element_size() for p in orig_model.parameters())
         self.setup = Setup(attention, "documents alone", DEFAULT, "none", size)
 
     def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
@@ -79,8 +73,7 @@ class Reference:
         started, orig_model = time.perf_counter(), self.model.orig_model
         orig_model.train()
         batch = worst_case_batch(self._rt, orig_model, self._layout, *self._layout.shapes[-1])
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices):
+        with random_state_kept():
             self._forward_backward(batch, self.model.objective.count(batch))
         self.optimizer.zero_grad(set_to_none=True)
         print_line(f"{self._layout.kind} rows, taken apart; eager")
@@ -133,11 +126,8 @@ class Reference:
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Report that nothing is compiled."""
         never = Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")
-        return EngineReport(
-            dict.fromkeys(map("compile/{}".format, ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs")), 0),
-            [],
-            [never],
-        )
+        counted = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs")
+        return EngineReport({f"compile/{name}": 0 for name in counted}, [], [never])
 
     def close(self) -> None:
         """Do nothing: nothing was changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -46,10 +47,9 @@ class Replicas:
         if self._every is None or not (is_kept or step % self._every == 0):
             return
         tensors = self._shared()
-        differing = []
         names = self._rt.united(list(tensors))
-        for name, sums in zip(names, self._exchange([tensors.get(name) for name in names]), strict=True):
-            differing += [(name, ranks) for ranks in parted(sums)]
+        exchanged = zip(names, self._exchange([tensors.get(name) for name in names]), strict=True)
+        differing = [(name, ranks) for name, sums in exchanged for ranks in parted(sums)]
         if differing:
             raise self._error(step, differing, len(tensors))
 
@@ -70,14 +70,11 @@ class Replicas:
         A tensor that is None is another stage's: it counts as a shard of its own that no other rank has.
         """
         device, ranks = self._rt.device, self._rt.world_size
-        sums, first = [], []
-        for tensor in tensors:
-            sums.append(
-                torch.zeros((), dtype=torch.int64, device=device) if tensor is None else checksum(tensor).to(device)
-            )
-            first.append(-1 - self._rt.rank if tensor is None else min(holders(tensor, ranks)))
-        if not sums:
+        if not tensors:
             return []
+        nothing = torch.zeros((), dtype=torch.int64, device=device)
+        sums = [nothing if tensor is None else checksum(tensor).to(device) for tensor in tensors]
+        first = [-1 - self._rt.rank if tensor is None else min(holders(tensor, ranks)) for tensor in tensors]
         table = torch.zeros(ranks, 2, len(sums), dtype=torch.int64, device=device)
         table[self._rt.rank, 0] = torch.tensor(first, device=device)
         table[self._rt.rank, 1] = torch.stack(sums)
@@ -105,12 +102,8 @@ def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Others follow what a rank has seen: some rotary frequencies do.
     """
-    return {
-        f"{prefix}.{name}".removeprefix("."): buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set  # private: torch has no public way to ask
-    }
+    kept = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in kept}
 
 
 def holders(tensor: torch.Tensor, world_size: int) -> list[int]:
@@ -150,16 +143,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return (sums * weights(flat.device)[: len(sums)]).sum()
 
 
+@cache
 def weights(device: torch.device) -> torch.Tensor:
     """Return odd numbers, the same on every rank: int64 [CHECKSUM_COLUMNS]."""
-    if device not in _weights:
-        generator = torch.Generator().manual_seed(_SEED)
-        made = torch.randint(-(2**63), 2**63 - 1, (CHECKSUM_COLUMNS,), generator=generator, dtype=torch.int64)
-        _weights[device] = (made | 1).to(device)
-    return _weights[device]
-
-
-_weights: dict[torch.device, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(_SEED)
+    made = torch.randint(-(2**63), 2**63 - 1, (CHECKSUM_COLUMNS,), generator=generator, dtype=torch.int64)
+    return (made | 1).to(device)
 
 
 def parted(sums: list[tuple[int, int]]) -> list[list[list[int]]]:

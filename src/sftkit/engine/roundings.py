@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from sftkit.engine.gradient_samples import GradientDifference
 from sftkit.engine.self_check import REFUSED_FROM
@@ -108,6 +107,5 @@ def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if next(module.children(), None) is None:
-                handle: RemovableHandle = module.register_forward_hook(move)
-                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(move).remove)
         yield

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
 from sftkit.data.pack import BatchShape
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.stages import from_last
-from sftkit.models.structure import logit_softcap, output_projection, vocab_size
+from sftkit.models.structure import inference, logit_softcap, output_projection, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention import mixes_tokens, short_windows
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -66,17 +65,13 @@ def check_documents(
     mixer = mixes_tokens(orig_model)
     if mixer:
         raise ConfigError(f"{name} is not supported: {mixer} carries tokens from one document of a row to the next")
-    was_training = orig_model.training
-    orig_model.eval()
     try:
-        with torch.no_grad(), run_eagerly(), short_windows(orig_model), without_sequence_parallel(orig_model):
+        with inference(orig_model), short_windows(orig_model), without_sequence_parallel(orig_model):
             found = _compare(model, "reference" if backend == "sdpa" else backend, device, max_length)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ConfigError(f"{name} is not supported: {' '.join(str(error).split())[:300]}") from error
-    finally:
-        orig_model.train(was_training)
     if not found.logits_difference < REFUSED_FROM:
         raise ConfigError(
             f"{name} is not supported: the logits of its own forward pass and sftkit's differ by "

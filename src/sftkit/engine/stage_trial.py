@@ -8,7 +8,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from sftkit.compile.contract import compile_model
+from sftkit.compile.contract import compile_model, random_state_kept
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import Config
 from sftkit.config.topology import balanced
@@ -64,8 +64,7 @@ def _seconds(cfg: Config, training: Training, backend: str, rt: Runtime) -> list
     config.num_hidden_layers = len(ONE_EACH)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1] * len(ONE_EACH)  # all are alike (parallel.balance)
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices), compiler_switches(cfg.compile, activation_budget(cfg), graphs=2):
+    with random_state_kept(), compiler_switches(cfg.compile, activation_budget(cfg), graphs=2):
         # Private, but it makes the very class of the model: the public from_config exists for auto classes only.
         with torch.device(rt.device):
             small = type(orig_model)._from_config(config, dtype=orig_model.dtype)

@@ -154,13 +154,12 @@ def optimizer_step(
     model, optimizer, rt = train_step.model, train_step.optimizer, train_step.rt
     parameters = list(parameters_of(optimizer.param_groups))
     totals = Totals.zeros(train_step.objective.measured, rt.device)
-    micro_batches = MicroBatches(step_batches.micro_batches, step_batches.divisor)
-    losses = gradients(model, parameters, micro_batches, totals, rt)
+    batches, divisor = step_batches.micro_batches, step_batches.divisor
+    losses = gradients(model, parameters, MicroBatches(batches, divisor), totals, rt)
     copies = model.copies() if isinstance(model, Pipelined) else None
     # Norm and flags of all ranks stay on the device: a coefficient of nan makes the update change nothing.
     squared = squared_norm(parameters, rt.world_size, copies)
-    sums = RankSums(squared, totals, step_batches.divisor)
-    grad_norm, flags = exchange(sums, rt, stop=stop, spikes=spikes)
+    grad_norm, flags = exchange(RankSums(squared, totals, divisor), rt, stop=stop, spikes=spikes)
     optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, train_step.max_grad_norm))
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(totals, grad_norm, flags, losses)

@@ -8,18 +8,15 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import Batch, warm_up_batch
 from sftkit.data.pack import Layout
 from sftkit.data.shard import row_shard
 from sftkit.engine.step import forward_backward
 from sftkit.models.kinds import kind_of
-from sftkit.models.stages import from_last
 from sftkit.models.structure import encoder, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.attention_choice import DROPOUTS
-from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.wrap import gradient_sync
 from sftkit.runtime.start import Runtime
@@ -32,14 +29,6 @@ def has_dropout(orig_model: PreTrainedModel) -> bool:
     return layers or any(getattr(config, name, 0.0) for config in parts for name in DROPOUTS)
 
 
-def eager_loss(model: ModelWithLoss, batch: Batch, backend: str) -> float:
-    """Return the objective per target of this rank's part of a batch, computed without the compiler."""
-    with torch.no_grad(), run_eagerly():
-        loss = float(from_last(model.orig_model, model(batch, backend).loss)) / max(model.objective.count(batch), 1)
-    reshard(model.orig_model)
-    return loss
-
-
 def worst_case_batch(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int, row_length: int) -> Batch:
     """Build this rank's part of the heaviest batch of a shape, [rows, row_length], on the device."""
     shape, shard = layout.batch_shape(rows, row_length), row_shard(rt.topology, rt.rank)
@@ -48,11 +37,7 @@ def worst_case_batch(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, r
 
 
 def shape_runner(
-    rt: Runtime,
-    wrapped: torch.nn.Module,
-    model: ModelWithLoss,
-    layout: Layout,
-    losses: dict[tuple[int, int], float],
+    rt: Runtime, wrapped: torch.nn.Module, model: ModelWithLoss, layout: Layout, losses: dict[tuple[int, int], float]
 ) -> Callable[[int, int], None]:
     """Return a function that runs the heaviest batch of a shape, forward and backward.
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from sftkit.compile.contract import run_eagerly
 from sftkit.data.collate import collate
 from sftkit.data.epoch import plan_epoch
 from sftkit.data.pack import Layout, validation_layout
 from sftkit.data.shard import row_shard
 from sftkit.data.types import Examples
+from sftkit.models.structure import inference
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import eager_backend
 from sftkit.runtime.start import Runtime
@@ -46,17 +46,12 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
     in_a_row = 1 if rt.topology.stages == 1 else IN_A_ROW * rt.topology.stages
     # MPS has no float64
     nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
-    was_training = model.orig_model.training
-    model.orig_model.eval()
-    try:
-        with torch.no_grad(), run_eagerly():
-            for number, batch in enumerate(plan_epoch(examples.lengths, layout, seed=None, epoch=0)):
-                if number % in_a_row == 0:
-                    rt.check_stop()
-                for rows in batch.micro_batches(layout, rt.data_rank):
-                    shape, shard = layout.batch_shape(len(rows), batch.row_length), row_shard(rt.topology, rt.rank)
-                    collated = collate(examples, rows, shape, pad_id, shard)
-                    nll += model(collated.to(rt.device), backend).measured[model.objective.monitored]
-    finally:
-        model.orig_model.train(was_training)
+    with inference(model.orig_model):
+        for number, batch in enumerate(plan_epoch(examples.lengths, layout, seed=None, epoch=0)):
+            if number % in_a_row == 0:
+                rt.check_stop()
+            for rows in batch.micro_batches(layout, rt.data_rank):
+                shape, shard = layout.batch_shape(len(rows), batch.row_length), row_shard(rt.topology, rt.rank)
+                collated = collate(examples, rows, shape, pad_id, shard)
+                nll += model(collated.to(rt.device), backend).measured[model.objective.monitored]
     return float(rt.sum(nll)), int(examples.num_targets.sum()), int(examples.num_bytes.sum())

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from sftkit.compile.contract import run_eagerly
+from sftkit.models.structure import inference
 from sftkit.ops.attention import mixes_tokens, plain_attention
 from sftkit.ops.attention_choice import head_sizes
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -147,10 +147,5 @@ def empty_pass(orig_model: PreTrainedModel) -> None:
 def plain_forward(orig_model: PreTrainedModel) -> Iterator[None]:
     """Let the model compute as transformers does inside the block: eagerly, with masks and caches,
     no dropout, no gradients."""
-    was_training = orig_model.training
-    orig_model.eval()
-    try:
-        with torch.no_grad(), run_eagerly(), plain_attention(orig_model), without_sequence_parallel(orig_model):
-            yield
-    finally:
-        orig_model.train(was_training)
+    with inference(orig_model), plain_attention(orig_model), without_sequence_parallel(orig_model):
+        yield

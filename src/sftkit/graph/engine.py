@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sftkit.compile.contract import step_contract
+from sftkit.compile.contract import random_state_kept, step_contract
 from sftkit.compile.hooks import HookWatch
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
@@ -31,8 +31,8 @@ from sftkit.graph.captured import CapturedModel
 from sftkit.graph.distribute import check_device, check_possible, distribute_for_graph
 from sftkit.graph.graphs import Counts
 from sftkit.graph.passes.apply import dump
-from sftkit.memory.explain import oom_advice
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
+from sftkit.memory.remedies import oom_advice
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import Execution, choose_backend, eager_backend
@@ -165,8 +165,7 @@ class GraphEngine:
         rt, model, layout = self._rt, self.model, self._layout
         run_shape = shape_runner(rt, self.captured, model, layout, losses)
         times = 2 if "cuda_graphs" in self._cfg.graph.passes else 1  # the second time is recorded
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices):
+        with random_state_kept():
             for rows, row_length in layout.shapes if self.compiled else layout.shapes[-1:]:
                 for _ in range(times):
                     run_shape(rows, row_length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,19 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Fields of configs with the number of routed experts of a block."
 TOKEN_ROWS = "sftkit_token_rows"
 "Attribute of a model whose vocabulary is padded: rows that are no padding."
+
+
+@contextmanager
+def inference(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Run the model within the context as plain Python in evaluation mode, without gradients: any shape, no compile,
+    and compiled code stays valid."""
+    was_training = orig_model.training
+    orig_model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        orig_model.train(was_training)
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:

@@ -24,6 +24,7 @@ from sftkit.errors import ConfigError
 from sftkit.models import auto_classes
 from sftkit.models.encoder_decoder import EncoderDecoder, require_inputs, special_ids
 from sftkit.models.kind import Continuation, ids_of
+from sftkit.models.structure import inference
 from sftkit.ops.attention import plain_attention
 from sftkit.runtime.hub import hub_answers
 
@@ -117,14 +118,9 @@ class VisionToText(EncoderDecoder):
         """Return the positions of a picture: its patches, and what the encoder puts before them."""
         pixels = pixels_of(orig_model.config)
         empty = torch.zeros(1, *pixels[:3], dtype=orig_model.dtype, device=orig_model.device)
-        was_training = orig_model.training
-        orig_model.eval()
-        try:
-            # One picture is no shape of the run: compiled code would recompile for it.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), plain_attention(orig_model):
-                return int(orig_model.get_encoder()(pixel_values=empty).last_hidden_state.shape[1])
-        finally:
-            orig_model.train(was_training)
+        # One picture is no shape of the run: compiled code would recompile for it.
+        with inference(orig_model), plain_attention(orig_model):
+            return int(orig_model.get_encoder()(pixel_values=empty).last_hidden_state.shape[1])
 
     def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, None]:
         """Return all positions of the encoder in the decoder's size, [I, S, H]; none is padding."""

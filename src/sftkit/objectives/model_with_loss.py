@@ -35,8 +35,7 @@ class ModelWithLoss(torch.nn.Module):
         use_document_attention(orig_model)
         self.orig_model = orig_model
         self.routing, self.backend, self.kind = routing, backend, kind_of(orig_model.config)
-        has_loss = routing is not None and routing.has_loss
-        self.objective = Balanced(objective, routing.weight) if routing is not None and has_loss else objective
+        self.objective = Balanced(objective, routing.weight) if routing is not None and routing.has_loss else objective
         self.context_group: str | None = None
         "name of the group of ranks that hold chunks of the same rows; set where the model is sharded"
 
@@ -68,13 +67,10 @@ class ModelWithLoss(torch.nn.Module):
             nothing = chosen.new_zeros((), dtype=torch.promote_types(chosen.dtype, torch.float32))
             return Sums(nothing, dict.fromkeys(self.objective.measured, nothing))
         projection = self.kind.head(self.orig_model)._replace(tokens=vocab_size(self.orig_model))
-        return self._balanced(self.objective.sums(chosen, batch, projection), batch)
-
-    def _balanced(self, sums: Sums, batch: Batch) -> Sums:
-        """Return the sums with the auxiliary loss of what the routers have chosen in the
-        last pass; in training only."""
+        sums = self.objective.sums(chosen, batch, projection)
         if self.routing is None:
             return sums
+        # The auxiliary loss of what the routers have chosen in the last pass; in training only.
         aux_loss = self.routing.loss_of(batch, self.context_group) if self.orig_model.training else None
         return self.objective.added(sums, aux_loss) if isinstance(self.objective, Balanced) else sums
 

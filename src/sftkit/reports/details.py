@@ -188,7 +188,11 @@ def compiler(report: Report) -> Html:
     ]
     if not (counts or phases or shapes):
         return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
-    late = [event for event in report["events"] if event.get("kind") in ("recompile", "fallback", "graph_break", "cuda_graph")]
+    late = [
+        event
+        for event in report["events"]
+        if event.get("kind") in ("recompile", "fallback", "graph_break", "cuda_graph")
+    ]
     reasons = [(el("h3", "Why"), [el("pre", value_text(event.get("text"))) for event in late[:20]])] if late else None
     tables = el(
         "div",

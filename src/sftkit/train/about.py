@@ -18,14 +18,10 @@ from sftkit.train.parts import Run
 
 def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
     """Return the recipe by its sections, with `resolved` and `environment` beside them."""
-    environment = read_object(run.dir / ENVIRONMENT) if run.rt.is_main else {}
-    return {**asdict(run.cfg), "resolved": resolved(run, orig_model, batches, setup), "environment": environment}
-
-
-def resolved(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
-    """Return what was chosen or counted before the first step."""
     rt, layout, parameters = run.rt, batches.layout, count_parameters(orig_model)
-    return {
+    environment = read_object(run.dir / ENVIRONMENT) if rt.is_main else {}
+    # What was chosen or counted before the first step.
+    resolved = {
         "stage": run.stage,
         "model_type": orig_model.config.model_type,
         "parameters": parameters.total,
@@ -48,3 +44,4 @@ def resolved(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Set
         "documents": len(batches.examples),
         "tokens": int(batches.examples.lengths.sum()),
     }
+    return {**asdict(run.cfg), "resolved": resolved, "environment": environment}

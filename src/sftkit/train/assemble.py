@@ -28,8 +28,9 @@ from sftkit.data.pack import DocumentLengths, make_layout
 from sftkit.data.prompts import check_prompted_targets
 from sftkit.data.shard import RankRows, row_shard
 from sftkit.data.types import Tokenized
-from sftkit.engine import blocks, reference
+from sftkit.engine.blocks import Blocks
 from sftkit.engine.engine import Engine, Training
+from sftkit.engine.reference import Reference
 from sftkit.errors import ConfigError
 from sftkit.evals.samples import sample_rows
 from sftkit.evals.suite import Suite
@@ -110,9 +111,8 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     longest = positions(orig_model)
     max_length, resolved = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     rt.print(resolved)
-    for line in (describe_added_tokens(orig_model, tokenizer), padding.describe_padding(orig_model)):
-        if line:
-            rt.print(line)
+    for line in filter(None, (describe_added_tokens(orig_model, tokenizer), padding.describe_padding(orig_model))):
+        rt.print(line)
     return Start(orig_model, tokenizer, max_length)
 
 
@@ -209,7 +209,7 @@ def make_engine(
     """
     if cfg.train.engine == "reference":
         planned(None)
-        return reference.build(cfg, training, rt)
+        return Reference(cfg, training, rt)
     if cfg.train.engine == "graph":
         if coefficient(training.orig_model.config, cfg.loss.router_aux_loss_coef):
             raise ConfigError(
@@ -219,7 +219,7 @@ def make_engine(
         from sftkit.graph import engine as graph  # experimental: nothing else of the core knows it
 
         return graph.build(cfg, training, rt, run_dir, planned)
-    return blocks.build(cfg, training, rt, run_dir, planned)
+    return Blocks(cfg, training, rt, run_dir, planned)
 
 
 def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:

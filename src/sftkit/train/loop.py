@@ -19,11 +19,10 @@ from sftkit.train import proof
 from sftkit.train.begin import begin_writing, open_status, start_summary, warm_up_engine
 from sftkit.train.due import due_after
 from sftkit.train.evaluation import evaluate_at, first_evaluation, record_evaluation
-from sftkit.train.monitor import log_window, start_monitor
+from sftkit.train.monitor import Monitor, log_window
 from sftkit.train.parts import TrainServices
 from sftkit.train.prefetch import on_device
-from sftkit.train.saves import finish_checkpoint_on_error, report_saves
-from sftkit.train.state import LoopPosition, checkpoint_state
+from sftkit.train.saves import LoopPosition, checkpoint_state, finish_checkpoint_on_error, report_saves
 from sftkit.train.summary import Trained, write_end
 
 
@@ -57,7 +56,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
 
         # What is measured, watched and written; the run directory is claimed when the first step is done.
         orig_model.train()
-        monitor, stopped = start_monitor(cfg, rt, engine, batches, services), False
+        monitor, stopped = Monitor(cfg, rt, engine, batches, services), False
         begin = partial(begin_writing, rt, services, step, evaluation, monitor.meter.axes())
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         report_ended_saves = partial(report_saves, checkpoints, tracker, status, rt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from sftkit.config.schema import Config
 from sftkit.data.loader import Batches, StepBatches
@@ -18,13 +17,17 @@ from sftkit.tracking.window import Window, resume_window
 from sftkit.train.parts import TrainServices
 
 
-@dataclass(frozen=True)
 class Monitor:
     """Meter, health and load of experts, which are given the same steps. Every rank has one and calls it alike."""
 
-    meter: Meter
-    health: Health
-    expert_load: ExpertLoad
+    def __init__(self, cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> None:
+        """Begin to measure; a resumed run takes over counts and the window of steps not yet logged."""
+        model = engine.model
+        self.meter = Meter(model.orig_model, model.objective, batches, rt)
+        self.health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
+        self.expert_load = ExpertLoad(model.routing, rt)
+        if line := resume_window(services.resumed, self.meter, self.health, rt, cfg.log.every):
+            rt.print(line)
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
         """Take a step that has been launched."""
@@ -47,16 +50,6 @@ class Monitor:
     def open_window(self) -> Window:
         """Return what a checkpoint keeps of the steps that no line has reported yet. Waits for the device."""
         return {"meter": self.meter.window(), "health": self.health.window()}
-
-
-def start_monitor(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> Monitor:
-    """Return the monitor of this start; a resumed run takes over counts and the window of steps not yet logged."""
-    model = engine.model
-    meter = Meter(model.orig_model, model.objective, batches, rt)
-    health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
-    if line := resume_window(services.resumed, meter, health, rt, cfg.log.every):
-        rt.print(line)
-    return Monitor(meter, health, ExpertLoad(model.routing, rt))
 
 
 def log_window(

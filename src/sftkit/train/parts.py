@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
+from sftkit.checkpoint.writer import SaveEnd
 from sftkit.config.schema import Config
 from sftkit.data.loader import Batches
 from sftkit.data.prompts import PromptedTargets
@@ -17,7 +18,6 @@ from sftkit.data.types import Examples, Row
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.checks import Check
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.saves import Saves
 
 Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
 "step -> (metrics, sample answers)"
@@ -68,6 +68,41 @@ class EncodedDocuments:
     max_length: int
     "maximum row positions of a document"
     pad_id: int = 0
+
+
+class Saves(Protocol):
+    """What the loop calls: checkpoint.checkpoint.Checkpoints, or in benchmarks and tests one that keeps nothing."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Return the directory that the step directories are in."""
+
+    @property
+    def resumed_from(self) -> Path | None:
+        """Return the step directory that this start goes on from; None: it starts anew."""
+
+    @property
+    def skipped_checkpoints(self) -> Sequence[str]:
+        """Return why newer checkpoints were not resumed."""
+
+    @property
+    def last_save(self) -> Mapping[str, float]:
+        """Return seconds and bytes of the newest save, by their metric names without ckpt/."""
+
+    def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
+        """Save a checkpoint in the background, and return its step directory; `wait`: return when it is published."""
+
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        """Take the metrics of an evaluation, by which the best checkpoint is chosen."""
+
+    def archive_later_steps(self, step: int) -> None:
+        """Archive checkpoints after this step: their steps are trained again."""
+
+    def finish(self) -> None:
+        """Wait for the save that is being written, if any."""
+
+    def ended_saves(self) -> Sequence[SaveEnd]:
+        """Return the results of the saves that ended since the last call."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from sftkit.compile.contract import run_eagerly
 from sftkit.data.loader import Batches
 from sftkit.data.pack import Layout
 from sftkit.data.prompts import PromptedTargets
@@ -25,7 +24,7 @@ from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine
 from sftkit.models import auto_classes
 from sftkit.models.kinds import kind_of
-from sftkit.models.structure import positions, vocab_size
+from sftkit.models.structure import inference, positions, vocab_size
 from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.tensor import without_sequence_parallel
@@ -69,13 +68,10 @@ def mask_check(examples: Examples, eos_token_ids: Sequence[int]) -> Check:
         eos_token_ids: tokens that end a turn.
     """
     name, how = "Answers end with a learned end of turn", "the mask of the tokenized training data"
-    # int64 [tokens + 1]: running count of targets
-    sums = np.concatenate([[0], np.cumsum(examples.is_target, dtype=np.int64)])
     last = examples.offsets[1:] - 1  # whatever follows the last target was cut off
     masked = examples.num_targets < examples.lengths
-    tokens, targets = int(examples.lengths.sum()), int(sums[-1])
-    target_pct = 100.0 * targets / max(tokens, 1)
-    share = f"{target_pct:.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
+    tokens, targets = int(examples.lengths.sum()), int(np.count_nonzero(examples.is_target))
+    share = f"{100 * targets / max(tokens, 1):.1f} % of {tokens:,} positions in {len(examples):,} documents are targets"
     if not masked.any():
         return Check(name, None, share, "-", how)
     ended = examples.is_target[last] & np.isin(examples.ids[last], list(eos_token_ids))
@@ -123,25 +119,15 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     """
     length = min(PROBE_LENGTH, positions(orig_model) or PROBE_LENGTH)
     ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(length)]
-    was_training = orig_model.training
-    orig_model.eval()
+    kind, kernel = kind_of(orig_model.config), sdpa_kernel(SDPBackend.MATH)
     try:
         # All that could change a bit is fixed: whole weights, no compiled code, one attention kernel.
-        with (
-            stagewise(orig_model),
-            torch.no_grad(),
-            run_eagerly(),
-            sdpa_kernel(SDPBackend.MATH),
-            without_sequence_parallel(orig_model),
-        ):
-            batch = torch.tensor([ids], device=orig_model.device)
-            kind = kind_of(orig_model.config)
+        with stagewise(orig_model), inference(orig_model), kernel, without_sequence_parallel(orig_model):
             made_up = kind.made_up_inputs(orig_model, 1, length)
-            arrays = {} if made_up is None else made_up.arrays
-            given = {name: torch.from_numpy(array).to(batch.device) for name, array in arrays.items()}
-            logits = kind.plain_logits(orig_model, {"input_ids": batch, **given})[0].float().cpu()
+            arrays = {"input_ids": np.array([ids]), **({} if made_up is None else made_up.arrays)}
+            given = {name: torch.from_numpy(array).to(orig_model.device) for name, array in arrays.items()}
+            logits = kind.plain_logits(orig_model, given)[0].float().cpu()
     finally:
-        orig_model.train(was_training)
         # a forward pass without a backward pass leaves gathered weights behind
         reshard(orig_model)
     return {

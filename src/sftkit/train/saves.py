@@ -1,52 +1,56 @@
-"""What the loop asks of checkpoints, and what it reports about saves."""
+"""What the loop saves: what a checkpoint carries of it, which is all that a resume needs besides weights, optimizer and
+random states, and what it reports about saves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from sftkit.checkpoint.writer import SaveEnd
+from sftkit.config.schema import DataConfig
+from sftkit.data.loader import Batches
 from sftkit.errors import NumericsError
 from sftkit.rundir.status import RunStatus
+from sftkit.runtime.signals import save_seconds
 from sftkit.runtime.start import Runtime
+from sftkit.tracking.progress import PROGRESS, Progress
 from sftkit.tracking.tracker import Tracker
+from sftkit.tracking.window import WINDOW, Window
+from sftkit.train.parts import Saves, TrainServices
+
+DATA_KEYS = ("thinking", "split_turns", "targets", "too_long")
+"Keys of the recipe's data section that say what is learned of a document."
 
 
-class Saves(Protocol):
-    """What the loop calls: checkpoint.checkpoint.Checkpoints, or in benchmarks and tests one that keeps nothing."""
+@dataclass(frozen=True)
+class LoopPosition:
+    """Where the loop is when a step is saved."""
 
-    @property
-    def run_dir(self) -> Path:
-        """Return the directory that the step directories are in."""
+    epoch: int
+    total_steps: int
+    progress: Progress
+    window: Window
+    "the steps that no line has reported yet"
 
-    @property
-    def resumed_from(self) -> Path | None:
-        """Return the step directory that this start goes on from; None: it starts anew."""
 
-    @property
-    def skipped_checkpoints(self) -> Sequence[str]:
-        """Return why newer checkpoints were not resumed."""
-
-    @property
-    def last_save(self) -> Mapping[str, float]:
-        """Return seconds and bytes of the newest save, by their metric names without ckpt/."""
-
-    def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
-        """Save a checkpoint in the background, and return its step directory; `wait`: return when it is published."""
-
-    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
-        """Take the metrics of an evaluation, by which the best checkpoint is chosen."""
-
-    def archive_later_steps(self, step: int) -> None:
-        """Archive checkpoints after this step: their steps are trained again."""
-
-    def finish(self) -> None:
-        """Wait for the save that is being written, if any."""
-
-    def ended_saves(self) -> Sequence[SaveEnd]:
-        """Return the results of the saves that ended since the last call."""
+def checkpoint_state(
+    position: LoopPosition, data: DataConfig, batches: Batches, services: TrainServices
+) -> dict[str, Any]:
+    """Return the state as JSON values, by the names under which Checkpoints.resume returns them."""
+    return {
+        "tokens": position.progress.tokens,
+        "max_length": batches.layout.max_length,
+        PROGRESS: asdict(position.progress),
+        "epoch": position.epoch,
+        "total_steps": position.total_steps,
+        "tracker": services.tracker.run_id,
+        # Plan segments, under the name that they have had in all checkpoints.
+        "stretches": [segment._asdict() for segment in batches.segments],
+        **{name: getattr(data, name) for name in DATA_KEYS},
+        "save_seconds": save_seconds(services.checkpoints.last_save),
+        WINDOW: position.window,
+    }
 
 
 @contextmanager
