@@ -64,7 +64,7 @@ TESTED = {
     ("ops/linear_cross_entropy.py", "_scaled"): 1,
     ("ops/linear_cross_entropy.py", "_sums_and_gradients"): 1,
     ("parallel/stages.py", "_placed"): 2,
-    ("parallel/stagewise.py", "_Links.receive"): 1,
+    ("parallel/stagewise.py", "_Links.moved"): 1,
     ("parallel/stagewise.py", "_Logits.forward"): 1,
     ("parallel/stagewise.py", "_passed_by"): 1,
     ("tracking/health.py", "DelayedFlags.__init__"): 1,

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import Config
 from sftkit.data.pack import Layout
 from sftkit.models.padding import padding_rows
-from sftkit.models.structure import class_name
+from sftkit.models.structure import plain_class
 from sftkit.ops.flash import fa4_folder
 from sftkit.rundir.files import replace_shared
 from sftkit.runtime.hardware import installed_version
@@ -63,7 +63,7 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
     config = {k: v for k, v in orig_model.config.to_dict().items() if k not in VOLATILE}
     cuda = rt.device.type == "cuda"
     parts = {
-        "model": [class_name(orig_model), config],
+        "model": [plain_class(orig_model).__name__, config],
         "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
         "settings": [compile, asdict(cfg.attention), asdict(cfg.loss), cfg.train.fp8, cfg.train.memory],
         "weights": sorted({str(p.dtype) for p in orig_model.parameters()}),

@@ -91,7 +91,7 @@ PASSES = {
         Pass(
             name="full_inductor",
             stage="codegen",
-            fn="sftkit.graph.passes.codegen:full_inductor",
+            fn="sftkit.graph.passes.regions:full_inductor",
             summary="both halves are compiled by Inductor, split so that it recomputes what it fuses, as train.memory says",
             conflicts=("prefetching", "regional_inductor"),
         ),

@@ -32,20 +32,17 @@ def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
     inputs = [(compat.parameter_of(node), node) for node in graph.graph.find_nodes(op="placeholder")]
     if buckets.keys().isdisjoint(name for name, _ in inputs):
         raise compat.missing('ParamAOTInput in node.meta["desc"]')
-    for name, node in inputs:
+    collectives = [(name, _gathers(node)) for name, node in inputs]
+    collectives += [(name, _reductions(node)) for name, node in compat.gradients_of(graph).items()]
+    for name, found in collectives:
         if name in buckets:
-            for found in _gathers(node):
-                compat.annotate(found, _MARK, buckets[name])
-    for name, node in compat.gradients_of(graph).items():
-        if name in buckets:
-            for found in _reductions(node):
-                compat.annotate(found, _MARK, buckets[name])
+            for node in found:
+                compat.annotate(node, _MARK, buckets[name])
 
 
 def bucket_of(node: Node) -> str | None:
     """Return the bucket that a collective belongs to; None of any other node."""
-    bucket: str | None = compat.annotation(node, _MARK)
-    return bucket
+    return compat.annotation(node, _MARK)
 
 
 def _gathers(weight: Node) -> list[Node]:

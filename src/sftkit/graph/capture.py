@@ -7,14 +7,14 @@ computes is in the graph. Weights, the tensors of a batch, and the weight of the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from sftkit.data.collate import Batch
 from sftkit.graph import compat
@@ -99,22 +99,10 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
         mark_buckets(joint.graph_module, buckets_of(model.orig_model, "model.orig_model."))
         passes.on_joint(joint.graph_module)
         num_sums = 1 + len(traced.measured)
-        halves = _half("forward", passes, num_sums), _half("backward", passes, num_sums)
-        run = compat.compile_joint(
-            joint, compat.partition(for_inductor=passes.for_inductor, saves_memory=passes.saves_memory), *halves
-        )
+        split = compat.partition(for_inductor=passes.for_inductor, saves_memory=passes.saves_memory)
+        halves = [partial(passes.compile_half, name, num_sums) for name in ("forward", "backward")]
+        run = compat.compile_joint(joint, split, *halves)
     # By name, in the captured order: parameters() leaves out the second name of a tied weight.
-    named = {
-        **dict(traced.named_parameters(remove_duplicate=False)),
-        **dict(traced.named_buffers(remove_duplicate=False)),
-    }
+    named = dict(traced.named_parameters(remove_duplicate=False)) | dict(traced.named_buffers(remove_duplicate=False))
     state = [named[name] for name in (*joint.params_spec, *joint.buffers_spec)]
     return Graph(run, state, traced.measured, time.perf_counter() - started)
-
-
-def _half(name: str, passes: Passes, num_sums: int) -> compat.Compiler:
-    def compile_half(graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
-        passes.on_half(name, graph)
-        return passes.compile_half(name, graph, examples, num_sums)
-
-    return compile_half

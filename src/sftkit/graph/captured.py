@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from sftkit.graph.passes.replay import Recorder
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Sums
 from sftkit.ops.attention_choice import eager_backend
+from sftkit.runtime.replaced import replaced
 
 log = logging.getLogger(__name__)
 
@@ -71,19 +72,14 @@ class CapturedModel(torch.nn.Module):
         """Return what all captures took."""
         return sum(graph.seconds for graph in self._graphs.values())
 
-    @contextmanager
-    def contract(self, on_recompile: OnRecompile) -> Iterator[None]:
+    def contract(self, on_recompile: OnRecompile) -> AbstractContextManager[None]:
         """Hold calls to the captured shapes within the context: another one is an error, or captured now
         (warn), or run eagerly, and told.
 
         Raises:
             RecompileError: the shape, and those that there are.
         """
-        before, self._on_other = self._on_other, on_recompile
-        try:
-            yield
-        finally:
-            self._on_other = before
+        return replaced(self, "_on_other", on_recompile)
 
     def forward(self, batch: Batch) -> Sums:
         """Return the sums of a batch."""

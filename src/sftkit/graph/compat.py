@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from sftkit.errors import ConfigError
 from sftkit.ops import flex
+from sftkit.runtime.replaced import replaced
 
 TESTED = ("2.11", "2.13")
 "Versions of torch that the engine was run on."
@@ -266,14 +267,11 @@ def _quiet() -> Iterator[None]:
     names = ("torch._inductor.fx_passes", "torch._inductor.fx_passes.fsdp", "torch._inductor.utils")
     for name in names:
         importlib.import_module(name)  # which would set its level
-    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    try:
-        for logger in loggers:
+    with ExitStack() as stack:
+        for logger in map(logging.getLogger, names):
+            stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
         yield
-    finally:
-        for logger, level in loggers.items():
-            logger.setLevel(level)
 
 
 @contextmanager
@@ -289,8 +287,7 @@ def _without_gpu() -> Iterator[None]:
         for (module, name), value in stand_ins.items() if not torch.cuda.is_available() else ():
             where = sys.modules.get(module)
             if where is not None and hasattr(where, name):
-                stack.callback(setattr, where, name, getattr(where, name))
-                setattr(where, name, value)
+                stack.enter_context(replaced(where, name, value))
         yield
 
 
@@ -312,9 +309,8 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
         if for_inductor:
             simplify(graph)
         # torch 2.13 has the mesh of a DTensor among the inputs, and would have to know its size.
-        known = {"unsafe_treat_script_objects_as_zero_size": True}
-        config = torch._functorch.config
-        with config.patch({name: value for name, value in known.items() if hasattr(config, name)}):
+        name, config = "unsafe_treat_script_objects_as_zero_size", torch._functorch.config
+        with config.patch({name: True} if hasattr(config, name) else {}):
             return least(graph, inputs, **options, compiler="inductor")
 
     return split

@@ -8,11 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
-from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 from sftkit.graph.parallel.experts import is_experts, use_grouped_products
 from sftkit.graph.parallel.sharding import shard_for_graph
-from sftkit.graph.parallel.tensor import WeightPlacement, check_tensor_plan, exchange_activations, make_graph_meshes
+from sftkit.graph.parallel.tensor import check_tensor_plan, exchange_activations, make_graph_meshes, weight_placement
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.runtime.start import Runtime
@@ -46,11 +45,8 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
         )
     if topology.tensor > 1:
         check_tensor_plan(orig_model, topology.tensor)
-    if dispatcher == "alltoall":
-        _check_shares_experts(orig_model, topology)
-
-
-def _check_shares_experts(orig_model: PreTrainedModel, topology: Topology) -> None:
+    if dispatcher != "alltoall":
+        return
     if not any(is_experts(module) for module in orig_model.modules()):
         raise ConfigError(
             f"graph.token_dispatcher=alltoall sends tokens to experts, and {orig_model.config.model_type} has none here: leave "
@@ -100,11 +96,10 @@ def distribute_for_graph(
         model.to(rt.device)
         return
     meshes = make_graph_meshes(rt.topology, rt.device.type)
-    layout = WeightPlacement(model.orig_model, meshes)
-    group = meshes.tensor_parallel.get_group("tensor") if meshes.tensor_parallel is not None else None
-    use_grouped_products(model.orig_model, group, dispatcher)
-    if meshes.tensor_parallel is not None:
-        exchange_activations(model.orig_model, meshes.tensor_parallel)
-    shard_for_graph(model, layout, rt.precision)
+    mesh = meshes.tensor_parallel
+    use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"), dispatcher)
+    if mesh is not None:
+        exchange_activations(model.orig_model, mesh)
+    shard_for_graph(model, weight_placement(model.orig_model, meshes), rt.precision)
     materialize_weights(model.orig_model, source, rt.device)
     rt.print(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ from sftkit.compile.watch import CompileWatch
 from sftkit.config.graph_passes import CHECKPOINTING
 from sftkit.config.schema import Config
 from sftkit.data.loader import StepBatches
-from sftkit.data.pack import Layout
 from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.gradient_check import Sides, check_gradients
@@ -36,7 +35,7 @@ from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_b
 from sftkit.memory.remedies import oom_advice
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.ops.attention_choice import AttentionChoice, Execution, choose_backend, eager_backend
+from sftkit.ops.attention_choice import Execution, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.fsdp import Sharding
@@ -49,39 +48,6 @@ from sftkit.tracking.spikes import Spikes
 log = logging.getLogger(__name__)
 
 
-def build(
-    cfg: Config, training: Training, rt: Runtime, run_dir: Path, on_plan: Callable[[MemoryPlan], None] = lambda _: None
-) -> GraphEngine:
-    """Turn a model into an engine; every rank calls it. Where there are several processes its weights are sharded.
-
-    Args:
-        on_plan: called with the memory plan, before weights are read, moved or sharded.
-
-    Raises:
-        ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
-    """
-    orig_model, layout = training.orig_model, training.layout
-    check_device(cfg.graph.passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
-    check_possible(rt, orig_model, cfg.graph.token_dispatcher)
-    with ExitStack() as stack:  # what fails on the way puts back what was set
-        execution = Execution(cfg.compile.enabled, captured=True)
-        choice = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt)
-        keeps = "reshard_after_forward" not in cfg.graph.passes
-        sharding = Sharding(keep_weights=keeps, keep_gradients=False) if rt.topology.sharded else None
-        plan = make_plan(
-            _config_for_plan(cfg), orig_model, layout, rt, Fixed(backend=choice.backend, sharding=sharding)
-        )
-        on_plan(plan)
-        model = ModelWithLoss(orig_model, choice.backend, training.objective)
-        stack.enter_context(compiler_switches(cfg.compile, plan.activation_memory_budget))  # the optimizer may compile
-        distribute_for_graph(model, training.source, rt, cfg.graph.token_dispatcher)
-        optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
-        assembled = AssembledGraph(choice, plan, model, optimizer, run_dir)
-        engine = GraphEngine(cfg, rt, layout, assembled, stack.pop_all())
-    rt.at_end.callback(engine.close)  # for a run that ends before its first step
-    return engine
-
-
 def _config_for_plan(cfg: Config) -> Config:
     """Return the recipe as the memory plan should read it: with train.memory=speed only Inductor computes anything again, as what it
     fuses costs no time. Of passes that checkpoint activations the plan knows nothing: it asks for more than is needed."""
@@ -91,40 +57,53 @@ def _config_for_plan(cfg: Config) -> Config:
     return replace(cfg, compile=replace(cfg.compile, activation_memory_budget=kept, backend="inductor"))
 
 
-@dataclass(frozen=True)
-class AssembledGraph:
-    """What `build` has made, in its order."""
-
-    attention: AttentionChoice
-    "the backend that the model has, and why"
-    plan: MemoryPlan
-    model: ModelWithLoss
-    "placed: on the device, its weights sharded where there are several processes"
-    optimizer: Optimizer
-    run_dir: Path
-    "where graph.dump writes"
-
-
 class GraphEngine:
     """See engine.Engine."""
 
     def __init__(
-        self, cfg: Config, rt: Runtime, layout: Layout, assembled: AssembledGraph, at_close: ExitStack
+        self,
+        cfg: Config,
+        training: Training,
+        rt: Runtime,
+        run_dir: Path,
+        on_plan: Callable[[MemoryPlan], None] = lambda _: None,
     ) -> None:
-        """Keep what `build` has made. `at_close`: puts back what was set in the process for it."""
-        attention, plan, model = assembled.attention, assembled.plan, assembled.model
-        self._cfg, self._rt, self._layout, self._plan, self._run_dir = cfg, rt, layout, plan, assembled.run_dir
-        self.model, self.optimizer = model, assembled.optimizer
-        size = checkpoint_bytes(model.orig_model, plan)
-        self.setup = Setup(attention.backend, attention.reason, plan.optim.name, plan.line, size)
-        self.captured = CapturedModel(model, cfg.graph.passes, saves_memory=plan.activation_memory_budget < 1.0)
+        """Turn a model into an engine; every rank calls it. Where there are several processes its weights are sharded.
+
+        Args:
+            run_dir: where graph.dump writes.
+            on_plan: called with the memory plan, before weights are read, moved or sharded.
+
+        Raises:
+            ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
+        """
+        orig_model, layout, passes = training.orig_model, training.layout, cfg.graph.passes
+        self._cfg, self._rt, self._layout, self._run_dir = cfg, rt, layout, run_dir
+        check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
+        check_possible(rt, orig_model, cfg.graph.token_dispatcher)
+        with ExitStack() as stack:  # what fails on the way puts back what was set
+            execution = Execution(cfg.compile.enabled, captured=True)
+            choice = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt)
+            sharding = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=False)
+            fixed = Fixed(backend=choice.backend, sharding=sharding if rt.topology.sharded else None)
+            self._plan = plan = make_plan(_config_for_plan(cfg), orig_model, layout, rt, fixed)
+            on_plan(plan)
+            self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective)
+            budget = plan.activation_memory_budget
+            stack.enter_context(compiler_switches(cfg.compile, budget))  # the optimizer may compile
+            distribute_for_graph(model, training.source, rt, cfg.graph.token_dispatcher)
+            self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
+            self._at_close = stack.pop_all()
+        size = checkpoint_bytes(orig_model, plan)
+        self.setup = Setup(choice.backend, choice.reason, plan.optim.name, plan.line, size)
+        self.captured = CapturedModel(model, passes, saves_memory=budget < 1.0)
         self._train_step = TrainStep(self.captured, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
         self.compiled = False
         "after the warm-up: whether steps run captured graphs"
-        self._at_close = at_close
         self._watch: CompileWatch | None = None
         self._hooks: HookWatch | None = None
         self._records = RecordsOfRanks(rt)
+        rt.at_end.callback(self.close)  # for a run that ends before its first step
 
     def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
         """Capture every declared shape, and run its heaviest batch forward and backward with the optimizer's memory taken."""
@@ -140,9 +119,8 @@ class GraphEngine:
             self.compiled = cfg.compile.enabled and self._capture()
         if cfg.graph.dump and rt.is_main:
             dump(self.captured.stages, rt.output_dir(self._run_dir))
-        losses: dict[tuple[int, int], float] = {}
         with oom_advice(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
-            self._run_shapes(losses)
+            losses = self._run_shapes()
         self.optimizer.warm_up(compiled=self.compiled)
         watch.warm_up_done()
         self._hooks = HookWatch(orig_model, captured=self.compiled)
@@ -180,12 +158,10 @@ class GraphEngine:
         self.captured.forget()
         return False
 
-    def _run_shapes(self, losses: dict[tuple[int, int], float]) -> None:
-        """Run forward and backward of each declared shape; random state and gradients are as before.
-
-        Args:
-            losses: filled with the objective per target of each shape.
-        """
+    def _run_shapes(self) -> dict[tuple[int, int], float]:
+        """Run forward and backward of each declared shape and return the objective per target of each; random state and gradients are as
+        before."""
+        losses: dict[tuple[int, int], float] = {}
         rt, model, layout = self._rt, self.model, self._layout
         run_shape = shape_runner(rt, self.captured, model, layout, losses)
         times = 2 if "cuda_graphs" in self._cfg.graph.passes else 1  # the second time is recorded
@@ -194,6 +170,7 @@ class GraphEngine:
                 for _ in range(times):
                     run_shape(rows, row_length)
                 model.zero_grad(set_to_none=True)
+        return losses
 
     def _print_setup(self, print_line: Callable[[str], None], seconds: float) -> None:
         """Say what was captured and what each pass made of it, for the console."""
@@ -260,3 +237,7 @@ class GraphEngine:
         """Put the compiler's settings back, and drop the graphs: CUDA graphs must go before the communicators in them."""
         self.captured.forget()
         self._at_close.close()
+
+
+build = GraphEngine
+"What other engines have a function for."

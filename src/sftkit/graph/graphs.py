@@ -52,10 +52,14 @@ def waits_for(node: Node) -> list[Node]:
     return [wait for user in users for wait in (waits_for(user) if user.target is operator.getitem else [user])]
 
 
+def source_of(node: Node) -> Node:
+    """Return the node that gives several values of which a node takes one; any other node itself."""
+    return source_of(node.args[0]) if node.target is operator.getitem else node  # type: ignore[arg-type]
+
+
 def is_costly(node: Node) -> bool:
     """Return whether a node is a matrix product, attention, or an operator from outside of torch's core, such as a collective."""
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], Node) and is_costly(node.args[0])
+    node = source_of(node)
     known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry
     target = compat.operator_of(node)
     return known or (target is not None and target.namespace not in ("aten", "prims"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -12,31 +12,21 @@ from transformers import PreTrainedModel
 
 from sftkit.graph import compat
 from sftkit.models.structure import decoder_blocks
+from sftkit.runtime.replaced import replaced_in_each
 
 _MARK = "sftkit_block"
 "Annotation of a node, which those of its gradient get, too."
 
 
-@contextmanager
-def blocks_tagged(orig_model: PreTrainedModel) -> Iterator[None]:
+def blocks_tagged(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
     """Tag what a decoder block computes with the number of the block, for whoever traces within the context."""
-    before = [(block, "forward" in block.__dict__, block.forward) for block in decoder_blocks(orig_model)]
-    try:
-        for number, (block, _, forward) in enumerate(before):
-            block.forward = _tagged(forward, number)
-        yield
-    finally:
-        for block, own, forward in before:
-            if own:
-                block.forward = forward
-            else:
-                del block.forward
+    blocks = enumerate(decoder_blocks(orig_model))
+    return replaced_in_each("forward", {block: _tagged(block.forward, number) for number, block in blocks})
 
 
 def block_of(node: Node) -> int | None:
     """Return the number of the block that a node belongs to, of the backward pass, too; None: to none, or it sums gradients."""
-    block: int | None = compat.annotation(node, _MARK)
-    return block
+    return compat.annotation(node, _MARK)
 
 
 def _tagged(forward: Callable[..., Any], number: int) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.collate import Batch
-from sftkit.data.types import EncoderInputs, Examples
+from sftkit.data.types import Examples
 from sftkit.errors import DataError
 from sftkit.models import auto_classes
 from sftkit.models.kind import Continuation, ModelKind, ids_of
@@ -43,18 +43,13 @@ def decoded(
     """
     with kernel_order(backend):
         outputs = module(**_model_inputs(inputs, batch, backend, context_group), **without_router_logits(module))
-    hidden = outputs.last_hidden_state
-    assert isinstance(hidden, torch.Tensor)
-    return hidden
+    return outputs.last_hidden_state
 
 
 class CausalLM(ModelKind):
     """A model that `get_decoder` and `get_output_embeddings` of transformers take apart. See models.kind.ModelKind."""
 
-    @property
-    def auto_class(self) -> Any:
-        """Return the class that auto_classes.CAUSAL names."""
-        return getattr(transformers, auto_classes.CAUSAL)
+    auto_class = getattr(transformers, auto_classes.CAUSAL)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fill in the vocabulary size and the special ids."""
@@ -86,18 +81,6 @@ class CausalLM(ModelKind):
             )
         return examples
 
-    def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
-        """Return None: there is no encoder."""
-        return None
-
-    def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return no inputs: there is no encoder."""
-        return {}
-
-    def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
-        """Return 0: there is no encoder."""
-        return 0
-
     def decoder_inputs(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
     ) -> dict[str, Any]:
@@ -117,6 +100,4 @@ class CausalLM(ModelKind):
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits of the whole model, [1, L, V]; it applies its soft cap itself."""
         with plain_attention(orig_model):
-            logits = orig_model(**inputs, use_cache=False, **without_router_logits(orig_model)).logits
-        assert isinstance(logits, torch.Tensor)
-        return logits
+            return orig_model(**inputs, use_cache=False, **without_router_logits(orig_model)).logits

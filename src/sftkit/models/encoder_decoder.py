@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -108,13 +107,9 @@ class EncoderDecoder(ModelKind):
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits of the whole model, [1, L, V]."""
-        given = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
+        given = self.plain_inputs(orig_model, {name: value for name, value in inputs.items() if name not in OF_TOKENS})
         with plain_attention(orig_model):
-            logits = orig_model(
-                **self.plain_inputs(orig_model, given), decoder_input_ids=inputs["input_ids"], use_cache=False
-            ).logits
-        assert isinstance(logits, torch.Tensor)
-        return logits
+            return orig_model(**given, decoder_input_ids=inputs["input_ids"], use_cache=False).logits
 
 
 def _nothing(hidden: Tensor) -> None:

@@ -29,9 +29,8 @@ class Continuation(NamedTuple):
 class ModelKind(Protocol):
     """A family of architectures that are trained alike."""
 
-    @property
-    def auto_class(self) -> Any:
-        """Return the class of transformers that loads such a model from a folder, a hub id or a config."""
+    auto_class: Any
+    "class of transformers that loads such a model from a folder, a hub id or a config"
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fill in those fields of a new model's config that follow from the tokenizer."""
@@ -70,10 +69,12 @@ class ModelKind(Protocol):
         Args:
             length: data.max_length, to which texts for an encoder are padded.
         """
+        return None
 
     def plain_inputs(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return an encoder's inputs, given as batches have them, as transformers' own forward pass
-        and generation take them."""
+        and generation take them; none without an encoder."""
+        return {}
 
     def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
         """Return the files, by name, that a checkpoint of such a model has beside config, weights and tokenizer: none here."""
@@ -81,6 +82,7 @@ class ModelKind(Protocol):
 
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
         """Return S, the positions of an encoded input; 0 without an encoder. `length`: data.max_length."""
+        return 0
 
     def decoder_inputs(
         self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None

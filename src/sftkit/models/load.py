@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Set
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -91,12 +91,9 @@ def load_model(
         path = resolve(model.path or "")
         check_loadable(path)
         try:
-            options = load_options(path, model)
-            if empty:
-                orig_model = empty_model(path, precision, options)
-            else:
-                with working(f"loading {path}"):
-                    orig_model = full_model(path, precision, options)
+            load = empty_model if empty else full_model
+            with nullcontext() if empty else working(f"loading {path}"):
+                orig_model = load(path, precision, load_options(path, model))
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
     # The vocabulary: a row for each token first, then padding behind them.
@@ -182,17 +179,19 @@ def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTra
     config = trained_config(AutoConfig.from_pretrained(path, **options))
     # Not under torch.device("meta"): buffers such as rotary frequencies are in no file, so they are computed here.
     with no_init_weights(), init_empty_weights(include_buffers=False):
-        orig_model = kind_of(config).auto_class.from_config(
-            config,
-            dtype=DTYPES[precision],
-            attn_implementation=plain_implementation(config),
-            trust_remote_code=options["trust_remote_code"],
-        )
+        orig_model = from_config(config, DTYPES[precision], trust_remote_code=bool(options["trust_remote_code"]))
     orig_model.tie_weights()
     orig_model.name_or_path = path
     with suppress(OSError):  # a model without the file: what its config says stays
         orig_model.generation_config = GenerationConfig.from_pretrained(path, **options)  # type: ignore[arg-type]
     return orig_model
+
+
+def from_config(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return the model of a config, its weights at random."""
+    return kind_of(config).auto_class.from_config(
+        config, dtype=dtype, attn_implementation=plain_implementation(config), trust_remote_code=trust_remote_code
+    )
 
 
 def scratch_config(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -235,8 +234,7 @@ def from_scratch(
     torch.manual_seed(seed)
     config = scratch_config(fields, tokenizer)
     try:
-        attention = plain_implementation(config)
-        orig_model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        orig_model = from_config(config, torch.float32)
     except _REFUSALS as error:
         raise ConfigError(f"model.scratch: transformers refuses this config: {' '.join(str(error).split())}") from error
     for parameter in orig_model.parameters():  # not buffers: rotary frequencies stay fp32
@@ -264,9 +262,8 @@ def resolve_max_length(
             f"data.max_length: {length} is more than the model's {positions} positions: set {positions} or less"
         )
     start = f"from {resolve(model.path)}" if model.path else "new model"
-    template = (
-        hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:8] if tokenizer.chat_template else "none"
-    )
+    source = tokenizer.chat_template
+    template = hashlib.sha256(str(source).encode()).hexdigest()[:8] if source else "none"
     if added := added_tokens(tokenizer):
         template += f", {' and '.join(added.tokens)} added"
     how = "set in the recipe" if max_length else "inherited"

@@ -104,10 +104,8 @@ def fields_of(model: ModelConfig) -> Mapping[str, Any] | None:
 
 def _scratch_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of a new model, with the vocabulary size of a tokenizer that is still to be trained."""
-    fields = dict(model.scratch or {})
-    if model.train_tokenizer is not None:
-        fields.setdefault("vocab_size", model.train_tokenizer.vocab_size)
-    return fields
+    learned = {} if model.train_tokenizer is None else {"vocab_size": model.train_tokenizer.vocab_size}
+    return learned | (model.scratch or {})
 
 
 def _read(model: ModelConfig, read: Callable[[Path], T]) -> T | None:

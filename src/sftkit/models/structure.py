@@ -47,9 +47,7 @@ def positions(orig_model: PreTrainedModel) -> int | None:
 
 def embedding_module(orig_model: PreTrainedModel) -> torch.nn.Module:
     """Return the module of the input embedding."""
-    found = orig_model.get_input_embeddings()
-    assert isinstance(found, torch.nn.Module)
-    return found
+    return orig_model.get_input_embeddings()
 
 
 def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:
@@ -64,15 +62,12 @@ def decoder(orig_model: PreTrainedModel) -> torch.nn.Module:
     found = orig_model.get_decoder()
     while isinstance(found, PreTrainedModel) and (inner := found.get_decoder()) is not found:
         found = inner  # of a decoder that has a head of its own
-    assert isinstance(found, torch.nn.Module)
     return found
 
 
 def encoder(orig_model: PreTrainedModel) -> torch.nn.Module | None:
     """Return the encoder that the decoder looks at; None: the model has none."""
-    found = orig_model.get_encoder() if orig_model.config.is_encoder_decoder else None
-    assert found is None or isinstance(found, torch.nn.Module)
-    return found
+    return orig_model.get_encoder() if orig_model.config.is_encoder_decoder else None
 
 
 def called(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -99,16 +94,16 @@ def logit_softcap(orig_model: PreTrainedModel) -> float | None:
     return getattr(orig_model.config.get_text_config(), "final_logit_softcapping", None)
 
 
-def class_name(module: torch.nn.Module) -> str:
-    """Return the name of a module's class; for a sharded module without FSDP's own class in front."""
-    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+def plain_class(module: torch.nn.Module) -> type:
+    """Return a module's class; for a sharded module the one behind FSDP's own, which is in front."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the repeated blocks of the model, also of its encoder, as transformers names them for device placement."""
     # Private, but the one name that all of transformers' architectures give their blocks; accelerate reads it as well.
     names = set(getattr(orig_model, "_no_split_modules", None) or ())
-    return [module for module in orig_model.modules() if class_name(module) in names]
+    return [module for module in orig_model.modules() if plain_class(module).__name__ in names]
 
 
 @dataclass(frozen=True)
@@ -139,16 +134,13 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     total = sum(numel.values())
     in_head = sum(numel[id(p)] for p in projection)
     # Tables that are looked up, not multiplied.
-    tables: dict[int, torch.Tensor] = {
-        id(p): p for m in orig_model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()
-    }
-    tables |= {id(p): p for p in orig_model.parameters() if is_table(p)}
-    tables[id(embedding_of(orig_model))] = embedding_of(orig_model)
-    for p in projection:
-        tables.pop(id(p), None)  # tied embedding: as the head it is multiplied
-    body = total - in_head - sum(numel[id(p)] for p in tables.values())
-    elsewhere = {*tables, *map(id, projection)}  # an embedding that both sides share is the head's
-    encoding = {id(p): p for p in _encoding(orig_model) if id(p) not in elsewhere}
+    embeddings = [m for m in orig_model.modules() if isinstance(m, torch.nn.Embedding)]
+    tables = {id(embedding_of(orig_model)), *(id(p) for m in embeddings for p in m.parameters())}
+    tables |= {id(p) for p in orig_model.parameters() if is_table(p)}
+    head = set(map(id, projection))
+    body = total - in_head - sum(numel[p] for p in tables - head)  # tied embedding: as the head it is multiplied
+    # An embedding that both sides share is the head's.
+    encoding = {id(p): p for p in _encoding(orig_model) if id(p) not in tables | head}
     body -= sum(numel[id(p)] for p in encoding.values())
     in_encoder = sum(p.numel() for p in encoding.values() if p.requires_grad)
     # Of the routed experts a token visits only a few.

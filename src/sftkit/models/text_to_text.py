@@ -23,10 +23,7 @@ IDS, MASK = "encoder_input_ids", "encoder_attention_mask"
 class TextToText(EncoderDecoder):
     """Read a text, write another; texts for the encoder are padded to data.max_length. See models.kind.ModelKind."""
 
-    @property
-    def auto_class(self) -> Any:
-        """Return the class that auto_classes.TEXT_TO_TEXT names."""
-        return getattr(transformers, auto_classes.TEXT_TO_TEXT)
+    auto_class = getattr(transformers, auto_classes.TEXT_TO_TEXT)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fill in the vocabulary size and the special ids."""

@@ -51,10 +51,7 @@ class Pixels(NamedTuple):
 class VisionToText(EncoderDecoder):
     """transformers' VisionEncoderDecoderModel. See models.kind.ModelKind."""
 
-    @property
-    def auto_class(self) -> Any:
-        """Return the class that auto_classes.CAPTIONS names."""
-        return getattr(transformers, auto_classes.CAPTIONS)
+    auto_class = getattr(transformers, auto_classes.CAPTIONS)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fill in the decoder's vocabulary size and special ids, and that it attends to an encoder.
@@ -62,9 +59,8 @@ class VisionToText(EncoderDecoder):
         Raises:
             ConfigError: encoder or decoder is missing.
         """
-        if not all(
-            isinstance(fields.get(part), dict) and "model_type" in fields[part] for part in ("encoder", "decoder")
-        ):
+        parts = [fields.get(name) for name in ("encoder", "decoder")]
+        if not all(isinstance(part, dict) and "model_type" in part for part in parts):
             raise ConfigError(
                 f"model.scratch: {fields['model_type']} needs encoder and decoder, each with model_type and its own fields"
             )
@@ -93,9 +89,8 @@ class VisionToText(EncoderDecoder):
         """Read the pictures: uint8 [I, channels, height, width], resized to what the encoder takes."""
         require_inputs(examples, "picture")
         size = pixels_of(orig_model.config)[:3]
-        return replace(
-            examples, encoder_inputs=images.load_images(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
-        )
+        pictures = images.load_images(examples.encoder_sources, PIXELS, size, Path(data.cache_dir))
+        return replace(examples, encoder_inputs=pictures)
 
     def made_up_inputs(self, orig_model: PreTrainedModel, documents: int, length: int) -> EncoderInputs | None:
         """Return noise: uint8 [documents, channels, height, width]."""
@@ -162,11 +157,10 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
         log.warning("%s: no %s there, so pixels are normalised with mean and std %g", path, PROCESSOR, _MIDDLE)
         return
     scale = 255 * (said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0)
-    names = ("image_mean", "image_std")
     if not said.get("do_normalize", True):
         channels = pixels_of(orig_model.config).channels
-        said |= dict(zip(names, ([0.0] * channels, [1.0] * channels), strict=True))
-    for name in names:
+        said |= {"image_mean": [0.0] * channels, "image_std": [1.0] * channels}
+    for name in ("image_mean", "image_std"):
         if said.get(name) is not None:
             setattr(config, name, [value / scale for value in said[name]])
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
@@ -20,6 +19,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.load import TEXT_NAMES, check_complete, load_options
 from sftkit.models.padding import rows_of_files
 from sftkit.models.size import INDEX_FILE, SINGLE_FILE
+from sftkit.models.structure import plain_class
 from sftkit.models.vocabulary import NewRows, fill, new_rows, vocabulary_of
 from sftkit.ops.dtensor import local, local_part
 from sftkit.rundir.manifest import check_loadable
@@ -57,17 +57,17 @@ def materialize_weights(orig_model: PreTrainedModel, source: ModelConfig | None,
     empty = any(p.is_meta for p in orig_model.parameters())
     make_room(orig_model, device)
     if empty:
-        assert source is not None
         load_model_weights(orig_model, source)
 
 
-def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig) -> None:
+def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -> None:
     """Load the weights of the recipe's model.path into the live model; rows of tokens that were added are the mean."""
+    assert model is not None, "an empty model has a source"
     with working(f"reading the weights of {model.path}"):
         path = resolve(model.path or "")
         check_loadable(path)
         options = load_options(path, model)
-        if not options["local_files_only"] or not Path(path).is_dir():
+        if not Path(path).is_dir():
             path = snapshot_download(
                 path,
                 revision=str(options["revision"]),
@@ -174,7 +174,7 @@ def _load_full(
         grown: id of a tensor with rows that the files do not have -> which.
     """
     # The class before FSDP put its own in front, which cannot load.
-    plain: Any = next(cls for cls in type(orig_model).__mro__ if not issubclass(cls, FSDPModule))
+    plain: Any = plain_class(orig_model)
     with _named_errors(folder / "config.json"):
         found_type = json.loads((folder / "config.json").read_text()).get("model_type")
     try:

@@ -36,9 +36,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
         return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
     if sum(configured) != num_layers or len(configured) != stages or len(configured) % pipeline_size:
         several = (
-            f"{2 * pipeline_size} (or another multiple of {pipeline_size})"
-            if stages_per_rank > 1
-            else f"{pipeline_size}"
+            f"{2 * pipeline_size} (or another multiple of {pipeline_size})" if stages_per_rank > 1 else pipeline_size
         )
         raise ConfigError(
             f"train.pipeline_layers={list(configured)}: must be {several} numbers that add up to the {num_layers} layers of the model, or "

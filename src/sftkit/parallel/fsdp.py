@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,19 +37,14 @@ class Meshes:
 
 def make_meshes(topology: Topology, device_type: str) -> Meshes:
     """Make the process groups of a topology; every rank calls it."""
-    t = topology
-
-    def mesh(*sizes_and_names: tuple[int, str]) -> DeviceMesh:
-        sizes, names = zip(*sizes_and_names, strict=True)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=names)
-
+    t, mesh, names = topology, partial(init_device_mesh, device_type), ("replicas", "shards")
     if t.tensor > 1:
-        whole = mesh((t.replicas, "replicas"), (t.shards, "shards"), (t.tensor, "tensor"))
-        rest = mesh((t.replicas, "replicas"), (t.shards * t.tensor, "shards"))
+        whole = mesh((t.replicas, t.shards, t.tensor), mesh_dim_names=(*names, "tensor"))
+        rest = mesh((t.replicas, t.shards * t.tensor), mesh_dim_names=names)
         return Meshes(without_one_replica(whole, t), without_one_replica(rest, t), whole["tensor"], None)
-    whole = mesh((t.replicas, "replicas"), (t.shards * t.context, "shards"))
-    blocks = without_one_replica(whole, t)
-    context = mesh((t.replicas * t.shards, "rows"), (t.context, "context"))["context"] if t.context > 1 else None
+    blocks = without_one_replica(mesh((t.replicas, t.shards * t.context), mesh_dim_names=names), t)
+    rows = (t.replicas * t.shards, t.context)
+    context = mesh(rows, mesh_dim_names=("rows", "context"))["context"] if t.context > 1 else None
     return Meshes(blocks, blocks, None, context)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.data.collate import Batch
@@ -182,7 +181,6 @@ def into_stages(
         layers: of each stage (balance.layers_of_stages).
     """
     orig_model = model.orig_model
-    assert isinstance(orig_model, PreTrainedModel)
     empty = any(p.is_meta for p in orig_model.parameters())
     placement = split_layers(orig_model, layers, rt.topology, rt.device)
     stages = [StageModule(model, layers, number) for number in placement.own]
@@ -196,7 +194,6 @@ def into_stages(
                 fill_with_memory(stage, rt.device)
         orig_model.tie_weights()
     if empty:
-        assert source is not None
         load_model_weights(orig_model, source)
     rt.print(f"{rt.topology.describe()}: schedule {schedule}, layers {' + '.join(map(str, layers))}")
     return Pipelined(model, placement, stages, schedule)

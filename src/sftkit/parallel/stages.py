@@ -35,9 +35,7 @@ def split_layers(
 
     Weights on the meta device get memory, except those that will be sharded; weights of other stages lose theirs.
     """
-    sizes = (topology.stages, topology.stage_ranks)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("stages", "alike"))
-    later = topology.sharded  # what has no memory gets it shard by shard
+    mesh = init_device_mesh(device.type, (topology.stages, topology.stage_ranks), mesh_dim_names=("stages", "alike"))
     stages = Stages(layers, mesh, _holders(orig_model, layers, topology.stages), _ends_group(mesh))
     orig_model._stages = stages  # type: ignore[assignment]
     names = {id(p): name for name, p in orig_model.named_parameters()}
@@ -49,8 +47,8 @@ def split_layers(
             module._buffers[name] = None if buffer is None else buffer.to(device)
         for name, p in module._parameters.items():
             if p is not None:
-                if id(p) not in made:
-                    made[id(p)] = _placed(p, device, held=stages.holds(names[id(p)]), later=later)
+                if id(p) not in made:  # sharded: what has no memory gets it shard by shard
+                    made[id(p)] = _placed(p, device, held=stages.holds(names[id(p)]), later=topology.sharded)
                 module._parameters[name] = made[id(p)]
     return stages
 

@@ -8,7 +8,7 @@ gradients back the same way. Between passes nothing waits: the first stage is at
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from sftkit.models.stages import Stages, stages_of
 from sftkit.models.structure import decoder, decoder_blocks, embedding_module, output_projection
+from sftkit.runtime.replaced import replaced_in_each
 
 IN_FLIGHT = 2
 "Maximum number of hidden states that were sent and not received yet: how far a stage may run ahead."
@@ -46,8 +47,8 @@ def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
     try:
         with (
             _own_weights(orig_model),
-            _replaced("gradient_checkpointing", _not_repeated(orig_model, stages)),
-            _replaced("forward", dict(_forwards(orig_model, links))),
+            replaced_in_each("gradient_checkpointing", _not_repeated(orig_model, stages)),
+            replaced_in_each("forward", dict(_forwards(orig_model, links))),
         ):
             yield
         links.finish()  # not after an error, which another rank may not have
@@ -64,19 +65,18 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
     # FSDPModule has no public way to call a module without the hooks that gather its weights; the handles of these hooks are FSDP's
     # own, so their tables are taken away and put back (torch 2.13).
     full = {id(p): _full_parameter(p, device) for p in orig_model.parameters()}
-    parameters = [
-        (module, name, p) for module in orig_model.modules() for name, p in module._parameters.items() if p is not None
-    ]
-    sharded: list[torch.nn.Module] = [module for module in orig_model.modules() if isinstance(module, FSDPModule)]
+    parameters = {
+        module: {name: p if p is None else full[id(p)] for name, p in module._parameters.items()}
+        for module in orig_model.modules()
+    }
+    sharded = [module for module in parameters if isinstance(module, FSDPModule)]
     pre_hooks, hooks = ({module: OrderedDict[int, Any]() for module in sharded} for _ in range(2))
-    try:
-        for module, name, p in parameters:
-            module._parameters[name] = full[id(p)]
-        with _replaced("_forward_pre_hooks", pre_hooks), _replaced("_forward_hooks", hooks):
-            yield
-    finally:
-        for module, name, p in parameters:
-            module._parameters[name] = p
+    with (
+        replaced_in_each("_parameters", parameters),
+        replaced_in_each("_forward_pre_hooks", pre_hooks),
+        replaced_in_each("_forward_hooks", hooks),
+    ):
+        yield
 
 
 def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
@@ -86,22 +86,6 @@ def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Par
     if isinstance(p, DTensor):
         return torch.nn.Parameter(p.full_tensor().detach(), requires_grad=p.requires_grad)
     return p
-
-
-@contextmanager
-def _replaced(name: str, values: Mapping[torch.nn.Module, Any]) -> Iterator[None]:
-    """Let modules have other values of an attribute within the context."""
-    before = {module: vars(module)[name] for module in values if name in vars(module)}
-    try:
-        for module, value in values.items():
-            setattr(module, name, value)
-        yield
-    finally:
-        for module in values:
-            if module in before:
-                setattr(module, name, before[module])
-            else:
-                delattr(module, name)
 
 
 def _not_repeated(orig_model: PreTrainedModel, stages: Stages) -> dict[torch.nn.Module, bool]:
@@ -126,7 +110,7 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
             number, block = next(blocks)
             own = block.forward if stage in stages.own else partial(_passed_by, number)
             if first and stage > 0:
-                yield block, partial(_received, partial(_Passed.apply, links, stage), own)
+                yield block, partial(_received, links, stage, own)
             elif stage not in stages.own:
                 yield block, own
     if not stages.last:
@@ -157,11 +141,9 @@ def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor
     return hidden
 
 
-def _received(
-    passed: Callable[[Tensor], Tensor], forward: Forward, hidden: Tensor, *more: Any, **arguments: Any
-) -> Tensor:
+def _received(links: _Links, stage: int, forward: Forward, hidden: Tensor, *more: Any, **arguments: Any) -> Tensor:
     """Call the first layer of a stage with the hidden states that come from the stage before."""
-    return forward(passed(hidden), *more, **arguments)
+    return forward(_Passed.apply(links, stage, hidden), *more, **arguments)
 
 
 class _Links:
@@ -176,21 +158,22 @@ class _Links:
         pipeline_size = self.stages.mesh.size(0)
         return (stage - 1) % pipeline_size, stage % pipeline_size
 
-    def send(self, value: Tensor, peer: int) -> None:
-        """Send a tensor without waiting, unless IN_FLIGHT earlier ones are still on their way."""
-        self.finish(IN_FLIGHT - 1)
-        value = value.contiguous()
-        self._in_flight.append((self._work(dist.isend, value, peer), value))
+    def moved(self, value: Tensor, sender: int, receiver: int) -> Tensor:
+        """Return the sender's tensor on the receiver, on other ranks the given one, of its shape and dtype. Nothing is waited for
+        where it is sent, unless IN_FLIGHT earlier ones are still on their way."""
+        if self.stages.pipeline_rank == sender:
+            self.finish(IN_FLIGHT - 1)
+            sent = value.contiguous()
+            self._in_flight.append((self._work(dist.isend, sent, receiver), sent))
+        if self.stages.pipeline_rank == receiver:
+            value = torch.empty_like(value, memory_format=torch.contiguous_format)
+            self._work(dist.irecv, value, sender).wait()
+        return value
 
     def finish(self, but: int = 0) -> None:
         """Wait for all tensors on their way but the newest `but`."""
         while len(self._in_flight) > but:
             self._in_flight.popleft()[0].wait()
-
-    def receive(self, like: Tensor, peer: int) -> Tensor:
-        value = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self._work(dist.irecv, value, peer).wait()
-        return value
 
     def _work(self, way: Callable[..., Any], value: Tensor, peer: int) -> dist.Work:
         """Send or receive as torch's schedules do: NCCL then takes the group's communicator, and makes none for the pair."""
@@ -205,19 +188,13 @@ class _Passed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, links: _Links, stage: int, hidden: Tensor) -> Tensor:
         ctx.links, ctx.stage = links, stage
-        sender, receiver = links.ends(stage)
-        if links.stages.pipeline_rank == sender:
-            links.send(hidden, receiver)
-        return links.receive(hidden, sender) if links.stages.pipeline_rank == receiver else hidden
+        return links.moved(hidden, *links.ends(stage))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        (gradient,), links = gradients, ctx.links
-        sender, receiver = links.ends(ctx.stage)
-        if links.stages.pipeline_rank == receiver:
-            links.send(gradient, sender)
-            return None, None, torch.zeros_like(gradient)
-        return None, None, links.receive(gradient, receiver) if links.stages.pipeline_rank == sender else gradient
+        sender, receiver = ctx.links.ends(ctx.stage)
+        moved = ctx.links.moved(gradients[0], receiver, sender)
+        return None, None, torch.zeros_like(moved) if ctx.links.stages.pipeline_rank == receiver else moved
 
 
 class _Logits(torch.autograd.Function):

@@ -27,6 +27,8 @@ COLUMNWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.g
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"Numbers of a model's config that the ranks must divide."
 
 
 class Activations:
@@ -63,23 +65,17 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
     orig_model._activations = activations  # type: ignore[assignment]
     channels, heads = _as_dtensor(mesh, lambda: Shard(-1)), _as_dtensor(mesh, lambda: Shard(2))
     between, add_up = _as_dtensor(mesh, lambda: activations.placement), _add_up(activations)
-    for block in blocks:
-        for name, module in list(block.named_modules()):
-            if name in COLUMNWISE:
-                _distribute(module, mesh, Shard(0))
-                module.register_forward_hook(_to_local)
-            elif name in ROWS:
-                _distribute(module, mesh, Shard(1))
-                module.register_forward_pre_hook(channels)
-                module.register_forward_hook(add_up)
-            elif name in NORMS:
-                _distribute(module, mesh, Replicate())
-                module.register_forward_pre_hook(between)
-                module.register_forward_hook(_gather)
-            elif name in HEAD_NORMS:
-                _distribute(module, mesh, Replicate())
-                module.register_forward_pre_hook(heads)
-                module.register_forward_hook(_to_local)
+    for names, placement, pre_hook, hook in (
+        (COLUMNWISE, Shard(0), None, _to_local),
+        (ROWS, Shard(1), channels, add_up),
+        (NORMS, Replicate(), between, _gather),
+        (HEAD_NORMS, Replicate(), heads, _to_local),
+    ):
+        for module in (m for block in blocks for name, m in list(block.named_modules()) if name in names):
+            _distribute(module, mesh, placement)
+            if pre_hook is not None:
+                module.register_forward_pre_hook(pre_hook)
+            module.register_forward_hook(hook)
 
 
 def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
@@ -90,36 +86,31 @@ def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
             f"parallelism_config_tp_size={size}: {config.model_type} has no tensor-parallel plan here, "
             f"{', '.join(TENSOR_MODEL_TYPES)} have: set it to 1 and use accelerate_configs/fsdp2.yaml"
         )
-    check_divides(orig_model, size, "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    check_known(decoder_blocks(orig_model)[0], size, {*COLUMNWISE, *ROWS, *NORMS, *HEAD_NORMS})
+    check_split(orig_model, size, DIVIDED, {*COLUMNWISE, *ROWS, *NORMS, *HEAD_NORMS})
 
 
-def check_divides(orig_model: PreTrainedModel, size: int, *names: str) -> None:
-    """Refuse numbers of the model's config that so many ranks do not divide.
+def check_split(orig_model: PreTrainedModel, size: int, divided: Collection[str], known: Collection[str]) -> None:
+    """Refuse a model that so many ranks cannot split.
+
+    Args:
+        divided: numbers of its config that they must divide. known: names of the modules of a block.
 
     Raises:
-        ConfigError: the number.
+        ConfigError: a number that they do not divide, or a block with weights in other modules than these.
     """
     config = orig_model.config.get_text_config()
-    for name in names:
+    for name in divided:
         if (number := getattr(config, name)) % size:
             raise ConfigError(
                 f"parallelism_config_tp_size={size} does not divide the model's {name}, {number}: take a size that does"
             )
-
-
-def check_known(block: torch.nn.Module, size: int, known: Collection[str]) -> None:
-    """Refuse a block with weights in other modules than these.
-
-    Raises:
-        ConfigError: the modules.
-    """
-    odd = [name for name, m in block.named_modules() if name not in known and list(m.parameters(recurse=False))]
-    if odd:
-        raise ConfigError(
-            f"parallelism_config_tp_size={size}: a block has {', '.join(odd)}, which the tensor-parallel plan does not "
-            "know: set it to 1 and use accelerate_configs/fsdp2.yaml"
-        )
+    for block in decoder_blocks(orig_model):
+        odd = [name for name, m in block.named_modules() if name not in known and list(m.parameters(recurse=False))]
+        if odd:
+            raise ConfigError(
+                f"parallelism_config_tp_size={size}: a block has {', '.join(odd)}, which the tensor-parallel plan does "
+                "not know: set it to 1 and use accelerate_configs/fsdp2.yaml"
+            )
 
 
 def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> None:

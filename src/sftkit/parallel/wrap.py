@@ -48,9 +48,7 @@ def replicate(model: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
     """Return the model on the device, wrapped by DDP where there are several processes; it keeps its identity inside."""
     with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; 2.11 and Accelerate know only this name
         warnings.filterwarnings("ignore", message=".*broadcast_buffers")
-        prepared = rt.accelerator.prepare(model)
-    assert isinstance(prepared, torch.nn.Module)
-    return prepared
+        return rt.accelerator.prepare(model)
 
 
 def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> AbstractContextManager[object]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -15,3 +16,23 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def replaced_in_each(name: str, values: Mapping[Any, object]) -> Iterator[None]:
+    """Give an attribute of each object another value within the context; afterwards one that its class had alone is its class's again.
+
+    Args:
+        values: object -> value.
+    """
+    before = {owner: vars(owner)[name] for owner in values if name in vars(owner)}
+    try:
+        for owner, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner in values:
+            if owner in before:
+                setattr(owner, name, before[owner])
+            else:
+                delattr(owner, name)

@@ -20,7 +20,7 @@ from sftkit.data.pack import DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.kinds import kind_of
-from sftkit.models.load import DTYPES, load_options, offline_help, scratch_config, trained_config
+from sftkit.models.load import DTYPES, from_config, load_options, offline_help, scratch_config, trained_config
 from sftkit.models.structure import decoder, encoder, vocab_size
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.caption import Caption
@@ -176,15 +176,10 @@ def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
 def _new_model(config: PretrainedConfig, cfg: Config, rt: Runtime) -> PreTrainedModel:
     """Return the model of a config with random weights in the run's precision, on the device, in training."""
     torch.manual_seed(cfg.run.seed)
-    orig_model = kind_of(config).auto_class.from_config(
-        config,
-        trust_remote_code=cfg.model.trust_remote_code,
-        dtype=DTYPES[rt.precision],
-        attn_implementation=plain_implementation(config),
-    )
+    orig_model = from_config(config, DTYPES[rt.precision], trust_remote_code=cfg.model.trust_remote_code)
     if cfg.model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
-    return orig_model.to(rt.device).train()
+    return orig_model.to(rt.device).train()  # type: ignore[arg-type]
 
 
 def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length: int, seed: int | None) -> Batch:

@@ -6,6 +6,7 @@ ranks have in common.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from sftkit.parallel.tensor import Activations
 
 def gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the shards of all ranks of a group, joined along a dimension."""
-    return _Gather.apply(shard, dim, group)
+    return _Exchanged.apply(shard, compat.all_gather, compat.reduce_scatter, dim, group)
 
 
 def add_and_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's shard, along a dimension, of the sum over the ranks of a group."""
-    return _Scatter.apply(tensor, dim, group)
+    return _Exchanged.apply(tensor, compat.reduce_scatter, compat.all_gather, dim, group)
 
 
 def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -63,40 +64,24 @@ class Exchange(Activations):
 
     def add_up(self, partial: Tensor) -> Tensor:
         """Return the sum of the ranks' parts of whole rows, [B, T, H]: this rank's columns of it, [B, C, H]."""
-        return add_and_scatter(partial, 1, self.group) if self.sequence_parallel else _Sum.apply(partial, self.group)
+        if self.sequence_parallel:
+            return add_and_scatter(partial, 1, self.group)
+        return _Exchanged.apply(partial, compat.all_reduce, compat.all_reduce, self.group)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return compat.all_gather(shard, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return compat.reduce_scatter(gradient, ctx.dim, ctx.group), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return compat.reduce_scatter(tensor, dim, group)
+class _Exchanged(torch.autograd.Function):
+    """What a linear exchange gives; its gradient is exchanged by the transpose. `where`: further arguments of both."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return compat.all_gather(gradient, ctx.dim, ctx.group), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return compat.all_reduce(tensor, group)
+    def forward(
+        ctx: Any, tensor: Tensor, exchange: Callable[..., Tensor], transpose: Callable[..., Tensor], *where: Any
+    ) -> Tensor:
+        ctx.transpose, ctx.where = transpose, where
+        return exchange(tensor, *where)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return compat.all_reduce(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.transpose(gradient, *ctx.where), None, None, *(None for _ in ctx.where)
 
 
 class _Send(torch.autograd.Function):

@@ -13,7 +13,7 @@ Letters: N tokens of a rank, R ranks, K experts that each token visits, E expert
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,10 +25,8 @@ from sftkit.graph import compat
 from sftkit.graph.parallel.exchange import add_and_scatter, exchange_counts, gather, send
 from sftkit.graph.parallel.grouped import computed, rows_in_order
 
-_GROUP = "_sftkit_experts_of"
-"Attribute of experts: the group that they are shared out over; None: every rank has all."
-_DISPATCHER = "_sftkit_dispatcher"
-"Attribute of experts that are shared out: a name in DISPATCHERS."
+_COMPUTE = "_sftkit_compute"
+"Attribute of experts: the function that computes them, of DISPATCHERS where they are shared out over a group."
 
 
 def use_grouped_products(
@@ -40,10 +38,11 @@ def use_grouped_products(
         group: each of its ranks has an equal share of every block's experts, in order.
         dispatcher: graph.token_dispatcher.
     """
+    compute = partial(added, first_expert=0) if group is None else partial(DISPATCHERS[dispatcher], group=group)
     for module in orig_model.modules():
         if is_experts(module):
             module.__class__ = _grouped(type(module))  # type: ignore[arg-type]  # torch hashes modules
-            module.__dict__[_GROUP], module.__dict__[_DISPATCHER] = group, dispatcher
+            module.__dict__[_COMPUTE] = compute
 
 
 def is_experts(module: torch.nn.Module) -> bool:
@@ -57,10 +56,7 @@ def _grouped(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return a class of the same name whose experts are computed here."""
 
     def forward(self: torch.nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        group = self.__dict__[_GROUP]
-        if group is None:
-            return added(self, hidden, top_k_index, top_k_weights, 0)
-        return DISPATCHERS[self.__dict__[_DISPATCHER]](self, hidden, top_k_index, top_k_weights, group)
+        return self.__dict__[_COMPUTE](self, hidden, top_k_index, top_k_weights)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 

@@ -6,10 +6,9 @@ graph. Run without one, the model computes the same. It keeps its classes' names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, wraps
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,10 @@ from transformers import PreTrainedModel
 
 from sftkit.models.structure import output_projection
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.runtime.replaced import replaced_in_each
 
-_GATHER = "_sftkit_gather"
-"Attribute of a module that is sharded: its Gather."
+_REDUCE_DTYPE = "_sftkit_reduce_dtype"
+"Attribute of a module that is sharded: the dtype of the sum of gradients over the ranks; None: their own."
 _READS = "_sftkit_reads"
 "Attribute of a module while its own parameters are read: then they come gathered."
 
@@ -35,20 +35,11 @@ class ShardingSpec(NamedTuple):
     "the last, a shard, is gathered where the weight is read; of the others replicas are copies, and shards stay sharded"
 
 
-@dataclass(frozen=True)
-class Gather:
-    """How a weight is gathered and its gradient summed."""
-
-    reduce_dtype: torch.dtype | None
-    "of the sum of gradients over the ranks; None: their own"
-
-    def __call__(self, param: DTensor) -> Tensor:
-        """Return the weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks that read it."""
-        return _Gathered.apply(param, self.reduce_dtype)
-
-
 class _Gathered(torch.autograd.Function):
-    """Gradients are scattered first, only shards summed over copies; `redistribute` alone sums whole ones over them."""
+    """A weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks that read it.
+
+    Gradients are scattered first, only shards summed over copies; `redistribute` alone sums whole ones over them.
+    """
 
     @staticmethod
     def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None) -> Tensor:
@@ -75,19 +66,17 @@ def shard_for_graph(
         spec_of: of a module and the name of one of its own parameters how that lies over the ranks.
         precision: of the weights; bf16 gradients are summed over the ranks in fp32.
     """
-    gather = Gather(torch.float32 if precision == "bf16" else None)
     sharded: dict[int, torch.nn.Parameter] = {}  # tied weights stay one
     for module in model.orig_model.modules():
-        names = []
-        for name, param in list(module.named_parameters(recurse=False)):
+        own = dict(module.named_parameters(recurse=False))
+        for name, param in own.items():
             if id(param) not in sharded:
                 distributed = distribute_tensor(param.data, *spec_of(module, name), src_data_rank=None)
                 sharded[id(param)] = torch.nn.Parameter(distributed, requires_grad=param.requires_grad)
             module.register_parameter(name, sharded[id(param)])
-            names.append(name)
-        if names:
-            module.__class__ = _gathering(type(module), tuple(names))  # type: ignore[arg-type]  # torch hashes modules
-            module.__dict__[_GATHER] = gather
+        if own:
+            module.__class__ = _gathering(type(module), tuple(own))  # type: ignore[arg-type]  # torch hashes modules
+            module.__dict__[_REDUCE_DTYPE] = torch.float32 if precision == "bf16" else None
     _gather_head(model)
 
 
@@ -104,18 +93,12 @@ def _gather_head(model: ModelWithLoss) -> None:
 
 def is_sharded(orig_model: PreTrainedModel) -> bool:
     """Return whether its weights are gathered like this."""
-    return any(_GATHER in module.__dict__ for module in orig_model.modules())
+    return any(_REDUCE_DTYPE in module.__dict__ for module in orig_model.modules())
 
 
-@contextmanager
-def reading(module: torch.nn.Module) -> Iterator[None]:
+def reading(module: torch.nn.Module) -> AbstractContextManager[None]:
     """Give out the module's own parameters gathered, within the context; outside they are this rank's DTensors."""
-    before = module.__dict__.get(_READS, False)
-    module.__dict__[_READS] = True
-    try:
-        yield
-    finally:
-        module.__dict__[_READS] = before
+    return replaced_in_each(_READS, {module: True})
 
 
 @cache
@@ -127,15 +110,12 @@ def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch
         with reading(self):
             return cls.forward(self, *args, **kwargs)
 
-    members = {name: property(_reader(name)) for name in names}
+    members = {name: property(partial(_read, name)) for name in names}
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
 
 
-def _reader(name: str) -> Callable[[torch.nn.Module], Tensor | None]:
-    def read(self: torch.nn.Module) -> Tensor | None:
-        param = self._parameters[name]
-        if self.__dict__.get(_READS) and isinstance(param, DTensor):
-            return self.__dict__[_GATHER](param)
-        return param
-
-    return read
+def _read(name: str, module: torch.nn.Module) -> Tensor | None:
+    param = module._parameters[name]
+    if module.__dict__.get(_READS) and isinstance(param, DTensor):
+        return _Gathered.apply(param, module.__dict__[_REDUCE_DTYPE])
+    return param

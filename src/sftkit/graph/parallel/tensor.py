@@ -6,7 +6,7 @@ tensor, an all-gather stands behind a norm and a reduce-scatter behind the matri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,12 +25,12 @@ from sftkit.graph.parallel.sharding import ShardingSpec
 from sftkit.models.structure import decoder_blocks
 from sftkit.parallel.tensor import (
     COLUMNWISE,
+    DIVIDED,
     HEAD_NORMS,
     NORMS,
     ROWS,
     TENSOR_MODEL_TYPES,
-    check_divides,
-    check_known,
+    check_split,
 )
 
 
@@ -46,15 +46,10 @@ class TensorPlan:
     "norms behind which whole rows are needed"
     replicated: tuple[str, ...]
     "what every rank computes with whole weights, of its own positions or heads"
-    divided: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    divided: tuple[str, ...] = DIVIDED
     "numbers of the model's config that the ranks must divide"
     experts: tuple[str, ...] = ()
     "routed experts, of which each rank has a share; nothing beside them is sharded, and every rank computes its own positions"
-
-    @property
-    def known(self) -> set[str]:
-        """Return the modules of a block that the plan knows."""
-        return {*self.columns, *self.rows, *self.gathered, *self.replicated, *self.experts}
 
 
 _DEEPSEEK_V3 = TensorPlan(
@@ -68,7 +63,7 @@ _DEEPSEEK_V3 = TensorPlan(
         *("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm"),
         *("mlp.gate", *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))),
     ),
-    divided=("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_routed_experts"),
+    divided=(*DIVIDED, "n_routed_experts"),
     experts=("mlp.experts",),
 )
 PLANS = {
@@ -100,15 +95,9 @@ def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
             f"parallelism_config_tp_size={size}: {model_type} has no tensor-parallel plan with train.engine=graph, "
             f"{', '.join(PLANS)} have: set it to 1"
         )
-    plan = tensor_plan(orig_model)
-    check_divides(orig_model, size, *plan.divided)
-    for block in decoder_blocks(orig_model):
-        check_known(block, size, plan.known)
-
-
-def tensor_plan(orig_model: PreTrainedModel) -> TensorPlan:
-    """Return the plan of a model that `check_tensor_plan` does not refuse."""
-    return PLANS[orig_model.config.model_type]
+    plan = PLANS[model_type]
+    known = {*plan.columns, *plan.rows, *plan.gathered, *plan.replicated, *plan.experts}
+    check_split(orig_model, size, plan.divided, known)
 
 
 def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
@@ -124,25 +113,18 @@ def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
     return GraphMeshes(every, tensor_parallel["tensor", "shards"] if t.replicas == 1 else tensor_parallel)
 
 
-class WeightPlacement:
-    """How every weight of a model lies over the ranks."""
-
-    def __init__(self, orig_model: PreTrainedModel, meshes: GraphMeshes) -> None:
-        self._every, self._tensor_parallel = meshes.every, meshes.tensor_parallel
-        self._placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
-        "parameters that are sharded by tensor parallelism, and then by shards"
-        if meshes.tensor_parallel is not None:
-            plan, shards = tensor_plan(orig_model), meshes.tensor_parallel.size(-1)
-            for block in decoder_blocks(orig_model):
-                self._placements |= _block_placements(plan, block, meshes.tensor_parallel["tensor"].size(), shards)
-
-    def __call__(self, module: torch.nn.Module, name: str) -> ShardingSpec:
-        """Return where a module's own parameter lies."""
-        placements = self._placements.get((module, name))
-        if placements is None:
-            return _spec(self._every, Shard(0))
-        assert self._tensor_parallel is not None
-        return _spec(self._tensor_parallel, *placements)
+def weight_placement(
+    orig_model: PreTrainedModel, meshes: GraphMeshes
+) -> Callable[[torch.nn.Module, str], ShardingSpec]:
+    """Return how every weight of a model lies over the ranks: a function of a module and the name of one of its own parameters."""
+    sharded: dict[tuple[torch.nn.Module, str], ShardingSpec] = {}
+    if (mesh := meshes.tensor_parallel) is not None:
+        plan, sizes = PLANS[orig_model.config.model_type], (mesh["tensor"].size(), mesh.size(-1))
+        for block in decoder_blocks(orig_model):
+            placements = _block_placements(plan, block, *sizes)
+            sharded |= {weight: _spec(mesh, *places) for weight, places in placements.items()}
+    others = _spec(meshes.every, Shard(0))
+    return lambda module, name: sharded.get((module, name), others)
 
 
 def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -151,7 +133,7 @@ def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Args:
         mesh: that has a dimension "tensor".
     """
-    plan, exchange = tensor_plan(orig_model), Exchange(mesh.get_group("tensor"))
+    plan, exchange = PLANS[orig_model.config.model_type], Exchange(mesh.get_group("tensor"))
     orig_model._activations = exchange  # type: ignore[assignment]
     for block in decoder_blocks(orig_model):
         for name, module in _of_plan(block, plan.gathered).items():

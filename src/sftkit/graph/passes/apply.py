@@ -54,7 +54,7 @@ class Passes:
             graph.recompile()
             self._record("joint", spec.name, graph)
 
-    def on_half(self, half: str, graph: GraphModule) -> None:
+    def _on_half(self, half: str, graph: GraphModule) -> None:
         """Change the forward or the backward half, in place."""
         kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
@@ -70,12 +70,13 @@ class Passes:
         """Return whether the graphs are Inductor's as a whole: captured in its operators, and split for it."""
         return "full_inductor" in self.names
 
-    def compile_half(self, half: str, graph: GraphModule, examples: Sequence[Any], num_sums: int) -> compat.Boxed:
-        """Return what runs the forward or the backward half.
+    def compile_half(self, half: str, num_sums: int, graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
+        """Change the forward or the backward half, in place, and return what runs it.
 
         Args:
             num_sums: how many outputs a captured graph has before its gradients.
         """
+        self._on_half(half, graph)
         in_place = compat.in_place(graph, half)  # before Inductor owns the graph
         codegen = self._at("codegen")
         run = _function(codegen[0])(graph, examples, half) if codegen else compat.boxed(graph)

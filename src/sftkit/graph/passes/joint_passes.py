@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
 import torch
 from torch.fx import GraphModule, Node
 
 from sftkit.graph import compat
-from sftkit.graph.graphs import gathered_from, is_costly
+from sftkit.graph.graphs import gathered_from, is_costly, source_of
 from sftkit.graph.tags import block_of
 
 
@@ -46,7 +45,5 @@ def _keeps(node: Node) -> bool:
 
 
 def _random(node: Node) -> bool:
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], Node) and _random(node.args[0])
-    target = compat.operator_of(node)
+    target = compat.operator_of(source_of(node))
     return target is not None and torch.Tag.nondeterministic_seeded in target.tags

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import operator
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -11,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sftkit.graph.buckets import bucket_of
-from sftkit.graph.graphs import collective, is_costly, waits_for
+from sftkit.graph.graphs import collective, is_costly, source_of, waits_for
 
 Positions = dict[Node, float]
 "Wanted places of nodes among the numbers of all nodes in their order."
@@ -47,9 +46,8 @@ def order_of_waits(graph: GraphModule) -> dict[Node, list[Node]]:
 
 def _computes(node: Node) -> bool:
     """Return whether a node is a tensor that a matrix product or attention gives."""
-    if "c10d_functional" in str(node.args[0].target if node.target is operator.getitem else node.target):  # type: ignore[union-attr]
-        return False
-    return is_costly(node) and isinstance(node.meta.get("val"), torch.Tensor)
+    exchanges = "c10d_functional" in str(source_of(node).target)
+    return not exchanges and is_costly(node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _numbered(graph: GraphModule) -> dict[Node, int]:

@@ -8,32 +8,28 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
+from sftkit.graph.graphs import source_of
 from sftkit.graph.tags import block_of
 
 NodeRun = list[Node]
-
-
-class Region(NamedTuple):
-    """A run of nodes that compiled code takes the place of."""
-
-    run: NodeRun
-    left: set[Node]
-    "its views that stay in the graph"
-    inputs: NodeRun
-    outputs: NodeRun
 
 
 def regional_inductor(graph: GraphModule, *, for_inductor: bool) -> None:
     """Compile what Inductor can fuse, block by block, in place; FlexAttention, too, but on a CPU, which has no kernel of its
     backward pass."""
     _compile(graph, [run for run in _runs(graph, _fusible) if _worth(run)])
+
+
+def full_inductor(graph: GraphModule, examples: Sequence[Any], half: str) -> compat.Boxed:
+    """Compile a whole half by Inductor."""
+    return compat.by_inductor(graph, examples, is_backward=half == "backward")
 
 
 def flex_attention(graph: GraphModule) -> bool:
@@ -50,8 +46,7 @@ def flex_attention(graph: GraphModule) -> bool:
 
 def _fusible(node: Node) -> bool:
     """Return whether a node may be part of a region."""
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], Node) and _fusible(node.args[0])
+    node = source_of(node)
     if compat.is_flex(node):
         return _flex_on_gpu(node)
     target = compat.operator_of(node)
@@ -62,8 +57,7 @@ def _fusible(node: Node) -> bool:
 
 
 def _flex_on_gpu(node: Node) -> bool:
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], Node) and _flex_on_gpu(node.args[0])
+    node = source_of(node)
     return compat.is_flex(node) and node.args[0].meta["val"].device.type == "cuda"  # type: ignore[union-attr]
 
 
@@ -104,20 +98,20 @@ def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
     """Put a call of compiled code in the place of each run."""
     known: dict[Any, Callable[..., Any]] = {}
     for run in runs:
-        left, outputs = _left(run)
+        outputs = _outputs(run)
         code, inputs = _extract(graph, run, outputs)
         examples = [node.meta["val"] for node in inputs]
         key = (_text(code), tuple((v.shape, v.stride(), v.dtype, v.device) for v in examples))
         if key not in known:
             known[key] = compat.compiled_region(code, examples)
-        _replace(graph.graph, Region(run, left, inputs, outputs), known[key])
+        _replace(graph.graph, run, inputs, outputs, known[key])
     graph.graph.lint()
     graph.recompile()
 
 
-def _left(run: NodeRun) -> tuple[set[Node], NodeRun]:
-    """Return the views of a run that others read, which stay in the graph, as calling them is cheaper than handing them out; and what the
-    region has to hand out."""
+def _outputs(run: NodeRun) -> NodeRun:
+    """Return what a region has to hand out. Views of a run that others read stay in the graph, as calling them is cheaper than handing
+    them out."""
     inside, left = set(run), set[Node]()
 
     def read_outside(node: Node) -> bool:
@@ -126,7 +120,7 @@ def _left(run: NodeRun) -> tuple[set[Node], NodeRun]:
     for node in reversed(run):
         if _is_view(node) and read_outside(node):
             left.add(node)
-    return left, [node for node in run if node not in left and read_outside(node)]
+    return [node for node in run if node not in left and read_outside(node)]
 
 
 def _extract(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphModule, NodeRun]:
@@ -158,9 +152,8 @@ def _text(region: GraphModule) -> str:
     return "\n".join(module.code for module in region.modules() if isinstance(module, GraphModule))
 
 
-def _replace(graph: Graph, region: Region, call: Callable[..., Any]) -> None:
-    """Call the compiled code where a run is; views that stay come behind it."""
-    run, left, inputs, outputs = region
+def _replace(graph: Graph, run: NodeRun, inputs: NodeRun, outputs: NodeRun, call: Callable[..., Any]) -> None:
+    """Call the compiled code where a run is; views that stay, as others read them, come behind it."""
     with graph.inserting_after(run[-1]):
         last = called = graph.call_function(call, tuple(inputs))
     for number, node in enumerate(outputs):
@@ -168,12 +161,10 @@ def _replace(graph: Graph, region: Region, call: Callable[..., Any]) -> None:
             last = graph.call_function(operator.getitem, (called, number))
         last.meta.update(node.meta)
         node.replace_all_uses_with(last)
-    for node in run:
-        if node in left:
-            last.append(node)
-            last = node
     for node in reversed(run):
-        if not node.users and (node not in left):
+        if node.users:
+            last.append(node)
+        else:
             graph.erase_node(node)
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:
