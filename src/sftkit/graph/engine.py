@@ -238,6 +238,3 @@ class GraphEngine:
         self.captured.forget()
         self._at_close.close()
 
-
-build = GraphEngine
-"What other engines have a function for."

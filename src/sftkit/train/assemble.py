@@ -216,9 +216,9 @@ def make_engine(
                 "train.engine=graph does not add the auxiliary loss of routers: set loss.router_aux_loss_coef=0, or take "
                 "train.engine=blocks"
             )
-        from sftkit.graph import engine as graph  # experimental: nothing else of the core knows it
+        from sftkit.graph.engine import GraphEngine  # experimental: nothing else of the core knows it
 
-        return graph.build(cfg, training, rt, run_dir, planned)
+        return GraphEngine(cfg, training, rt, run_dir, planned)
     return Blocks(cfg, training, rt, run_dir, planned)
 
 
