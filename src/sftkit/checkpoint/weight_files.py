@@ -51,7 +51,9 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not is_sharded or stored_in_another_form(orig_model):
         return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
-    sizes = {name: t.shape[1:].numel() * saved_rows.get(id(t), len(t)) for name, t in tensors.items()}
+    sizes = {
+        name: t[0].numel() * saved_rows[id(t)] if id(t) in saved_rows else t.numel() for name, t in tensors.items()
+    }
     num_bytes = {name: numel * tensors[name].element_size() for name, numel in sizes.items()}
     writers = {name: stages.writer(name) for name in tensors} if stages else {}
     plan = plan_files(num_bytes, MAX_FILE_BYTES, writers)

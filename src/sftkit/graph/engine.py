@@ -237,4 +237,3 @@ class GraphEngine:
         """Put the compiler's settings back, and drop the graphs: CUDA graphs must go before the communicators in them."""
         self.captured.forget()
         self._at_close.close()
-
