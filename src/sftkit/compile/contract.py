@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+# Both private: torch.compiler has no name for a callback before a compile; its reset calls torch._dynamo.reset.
 import torch._dynamo
 from torch._dynamo import callback as dynamo_callback
 from transformers import PreTrainedModel
@@ -182,6 +183,8 @@ def undo_compile(model: torch.nn.Module) -> None:
     """Return a model to eager for good."""
     for module in model.modules():
         module._compiled_call_impl = None  # private: what Module.compile sets, which has no inverse
+    # Dynamo keeps graphs by code object, not by module: without a reset other models of this class would still find
+    # them. torch.compiler.reset is the public name of the same.
     torch._dynamo.reset()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+# Private: only the records of each compile say which graphs there are; torch has no public ones.
 from torch._dynamo import utils as dynamo_utils
 from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
 
@@ -81,6 +82,8 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
         counters that are filled at the end with what CompileWatch.counts says
     """
     counts: dict[str, float] = {}
+    # What this process compiled before must not be found again: the seconds are those of a first compile. The public
+    # name is torch.compiler.reset.
     torch._dynamo.reset()
     # Private: what was captured before would be in the summary, which lists all that Dynamo knows.
     dynamo_utils.clear_compilation_metrics()
