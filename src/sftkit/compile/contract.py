@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-# Both private: torch.compiler has no name for a callback before a compile; its reset calls torch._dynamo.reset.
-import torch._dynamo
-from torch._dynamo import callback as dynamo_callback
+import torch._dynamo  # private; its reset is what torch.compiler.reset calls
+from torch._dynamo import callback as dynamo_callback  # private: torch.compiler has no callback before a compile
 from transformers import PreTrainedModel
 
 from sftkit.compile.fallbacks import RECOMPILE_REFUSED, eager_on_recompile

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-# Private: only the records of each compile say which graphs there are; torch has no public ones.
-from torch._dynamo import utils as dynamo_utils
+from torch._dynamo import utils as dynamo_utils  # private: torch has no public records of compiles
 from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
 
 from sftkit.compile.contract import compile_model, run_eagerly, undo_compile
