@@ -169,7 +169,6 @@ def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Lay
         lines.append(f"{tried[1]} more did not fit")
     if plan.estimate is not None:
         lines.append(f"this run was estimated at {gib(plan.estimate.total)}")
-    # Three are read; a longer list would have to be understood first.
     best = remedies(plan, cfg, layout)[:3]
     if best:
         advice = "What saves most here (estimated):" + "".join(f"\n  {remedy.text}" for remedy in best)

@@ -131,7 +131,7 @@ def _lengths(lengths: dict[str, Any]) -> Html | None:
     known = {"mean": lengths.get("mean"), **marks, "longest": lengths.get("max")}
     found = {name: value for name, value in known.items() if drawable_number(value) is not None}
     words = ", ".join(f"{name} {format_value(value)}" for name, value in found.items())
-    # Counts alone cannot be drawn, but mean and percentiles still say something.
+    # Without bins nothing can be drawn, but mean and percentiles still say something.
     if drawing is None:
         return el("p", f"Lengths: {words}") if words else None
     caption = el("figcaption", "Document lengths", el("span", words, class_="soft"))

@@ -111,7 +111,7 @@ def _series(report: Report, names: dict[str, str], scale: float = 1.0) -> list[S
     found = []
     for run in (report, report["against"]) if report["against"] else (report,):
         of_run = f", {run['run']['name']}" if report["against"] else ""
-        # Style by metric: a metric has the same colour in both runs, dashed in the other one.
+        # A style for each metric, the same number in both runs: line_class then draws the other run's dashed.
         for style, (name, label) in enumerate(names.items()):
             curve = run["curves"].get(name, [])
             points = [(step, value * scale if value is not None else None) for step, value in curve]
