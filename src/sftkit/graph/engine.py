@@ -119,7 +119,8 @@ class GraphEngine:
             self.compiled = cfg.compile.enabled and self._capture()
         if cfg.graph.dump and rt.is_main:
             dump(self.captured.stages, rt.output_dir(self._run_dir))
-        with oom_advice(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
+        oom = oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
+        with oom, reserve_optimizer_state(self.optimizer, self._plan, rt.device):
             losses = self._run_shapes()
         self.optimizer.warm_up(compiled=self.compiled)
         watch.warm_up_done()
@@ -194,9 +195,11 @@ class GraphEngine:
     def guarded(self) -> Iterator[None]:
         """Forbid capture and compilation within the context, as compile.on_recompile says, and explain running out of
         memory."""
-        on_recompile, watch = self._cfg.compile.on_recompile, self.watch
+        cfg, watch = self._cfg, self.watch
+        on_recompile = cfg.compile.on_recompile
         contract = step_contract(on_recompile, watch.graph_break_reasons(), watch.fell_back)
-        with self.captured.contract(on_recompile), contract, oom_advice(self._plan, self._cfg, self._layout):
+        oom = oom_advice(self._plan, self._layout, cfg.data, cfg.compile, cfg.optim)
+        with self.captured.contract(on_recompile), contract, oom:
             yield
 
     def step(
