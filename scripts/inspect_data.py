@@ -31,10 +31,10 @@ def main() -> None:
     console = inspection.preflight_console()
 
     # What a run would start from: its tokenizer, and the sizes of its model without the weights.
-    tokenizer = prepare.tokenizer_of(cfg)
+    tokenizer = prepare.tokenizer_of(cfg.model, cfg.data)
     precision = prepare.gpu_precision(cfg.train)
     orig_model = prepare.meta_model(cfg.model, tokenizer, precision)
-    max_length, start = prepare.max_length_of(cfg, tokenizer, orig_model, precision)
+    max_length, start = prepare.max_length_of(cfg.model, cfg.data.max_length, tokenizer, orig_model, precision)
     console.print(start, markup=False, soft_wrap=True)
 
     # What it would learn from, and in which steps.

@@ -42,10 +42,11 @@ def main() -> int:
             return code
     print_text("\n=== evaluate")
     code = 0
-    if is_evaluated(recipes["sft"]):
+    sft = recipes["sft"]
+    if is_evaluated(sft.run, sft.eval):
         print_text(f"evaluated before: {runs['sft']}")
     else:
-        code = launch.call(evaluate_command(recipes["sft"]))
+        code = launch.call(evaluate_command(sft.run, sft.eval))
     if code == 0:
         print_text(summary(runs, time.perf_counter() - started))
     return code

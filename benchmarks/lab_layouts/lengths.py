@@ -23,7 +23,7 @@ from sftkit.preflight.prepare import tokenizer_of
 def main(recipe: Path, out: Path, count: int = 8000) -> None:
     """Write the lengths of `count` documents of a recipe, drawn at random."""
     cfg = read_config(recipe, [], world_size=1)
-    tokenizer = tokenizer_of(cfg)
+    tokenizer = tokenizer_of(cfg.model, cfg.data)
     assert cfg.data.max_length is not None
     tokenize = stages.sft(cfg.data, tokenizer, cfg.data.max_length)
     examples, _ = load_examples(cfg.data, tokenize, nullcontext())

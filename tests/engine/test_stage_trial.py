@@ -33,7 +33,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel | None = No
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     layout = make_layout_of("packed", make_examples([30, 4, 25]).lengths)
     return stage_trial.measured_layers(
-        CONFIG, Training(model or tiny_llama(layers=12), NextToken(LossConfig()), layout), "reference", rt
+        CONFIG.compile,
+        CONFIG.train,
+        Training(model or tiny_llama(layers=12), NextToken(LossConfig()), layout),
+        "reference",
+        rt,
     )
 
 

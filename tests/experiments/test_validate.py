@@ -16,13 +16,18 @@ from made_validation import GOOD_PROOF, PLAN, RECIPE, result_of, run, trio
 
 from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
-from sftkit.experiments.validate.cases import cases, check_plan
+from sftkit.experiments.validate.cases import ValidationPlan, cases, check_plan
 from sftkit.experiments.validate.judge import Trio, judge, scaling
 from sftkit.experiments.validate.measure import Measured, measure
 from sftkit.experiments.validate.page import html, markdown_page
 from sftkit.experiments.validate.run import judged
 from sftkit.launch.hardware import Hardware
 from sftkit.models.size import Replica
+
+
+def check(plan: ValidationPlan, hardware: Hardware, *words: str) -> None:
+    cfg = read_config(RECIPE, words, world_size=1)
+    check_plan(plan, hardware, cfg.train, cfg.data, cfg.eval)
 
 
 def compiled(**changes: Any) -> dict[str, Any]:
@@ -270,19 +275,17 @@ def test_the_reference_of_a_pipeline_has_no_stages() -> None:
 )
 def test_a_plan_that_cannot_be_judged_is_refused_before_anything_runs(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_plan(replace(PLAN, **change), read_config(RECIPE, [], world_size=1), Hardware(0, 2))
+        check(replace(PLAN, **change), Hardware(0, 2))
 
 
 def test_float8_which_needs_compiling_is_refused() -> None:
     with pytest.raises(ConfigError, match="the eager baseline cannot train in float8"):
-        check_plan(
-            PLAN, read_config(RECIPE, ["train.fp8=rowwise", "train.precision=bf16"], world_size=1), Hardware(0, 2)
-        )
+        check(PLAN, Hardware(0, 2), "train.fp8=rowwise", "train.precision=bf16")
 
 
 def test_more_gpus_than_there_are_are_refused() -> None:
     with pytest.raises(ConfigError, match="4, but 2 GPUs are visible"):
-        check_plan(replace(PLAN, processes=(4,)), read_config(RECIPE, [], world_size=1), Hardware(2, 2))
+        check(replace(PLAN, processes=(4,)), Hardware(2, 2))
 
 
 def test_a_run_folder_that_was_cut_short_is_measured_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,17 +129,17 @@ def test_weights_that_have_changed_since_are_told_by_every_start_until_they_are_
 
 def test_an_evaluation_of_the_newest_checkpoint_is_not_repeated(recipe: Path) -> None:
     cfg, folder = resumed(recipe), recipe.parent / "run" / "evals" / "final"
-    assert not is_evaluated(cfg)
+    assert not is_evaluated(cfg.run, cfg.eval)
     folder.mkdir(parents=True)
     newest = recipe.parent / "run" / "step-000003"
     settings = {"model": str(newest), "manifest": digest(newest), "max_examples": None}
     (folder / "results.json").write_text(json.dumps([{"settings": settings}]))
-    assert is_evaluated(cfg)
-    assert not is_evaluated(resumed(recipe, "eval.max_examples=2"))
+    assert is_evaluated(cfg.run, cfg.eval)
+    assert not is_evaluated(cfg.run, replace(cfg.eval, max_examples=2))
     (newest / "model.safetensors").write_bytes(b"trained again")
     (newest / "manifest.json").unlink()
-    assert not is_evaluated(cfg)
+    assert not is_evaluated(cfg.run, cfg.eval)
     write_manifest(newest, 3, entries(newest, [path for path in newest.rglob("*") if path.is_file()]))
-    assert not is_evaluated(cfg), "other bytes of the same name"
+    assert not is_evaluated(cfg.run, cfg.eval), "other bytes of the same name"
     (recipe.parent / "run" / "LATEST").write_text("step-000004\n")
-    assert not is_evaluated(cfg)
+    assert not is_evaluated(cfg.run, cfg.eval)

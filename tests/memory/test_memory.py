@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
 from sftkit.memory import remedies
 from sftkit.memory.estimate import GIB, EstimateInputs, estimate, held_bytes, kept_elements
-from sftkit.memory.plan import Fixed, against_measured, make_plan
+from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, make_plan
 from sftkit.memory.remedies import oom_advice
 from sftkit.memory.shapes import shape_of
 from sftkit.optim.build import build_optimizer
@@ -339,9 +340,13 @@ def oom(
     return torch.OutOfMemoryError(message)
 
 
+def advice(plan: MemoryPlan, cfg: Config, layout: Layout) -> AbstractContextManager[None]:
+    return oom_advice(plan, layout, cfg.data, cfg.compile, cfg.optim)
+
+
 def explanation(cfg: Config, model: PreTrainedModel, layout: Layout, precision: str = "bf16") -> list[str]:
     plan = make_plan(cfg, model, layout, runtime(precision), Fixed(H200))
-    with pytest.raises(ConfigError) as raised, oom_advice(plan, cfg, layout):
+    with pytest.raises(ConfigError) as raised, advice(plan, cfg, layout):
         raise oom()
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
     return str(raised.value).splitlines()
@@ -445,7 +450,7 @@ def test_an_unknown_model_is_told_the_settings_without_numbers() -> None:
 
 def test_other_errors_pass_through() -> None:
     plan = make_plan(recipe(), qwen3("0.6B"), packed(), runtime())
-    with pytest.raises(ValueError, match="mine"), oom_advice(plan, recipe(), packed()):
+    with pytest.raises(ValueError, match="mine"), advice(plan, recipe(), packed()):
         raise ValueError("mine")
 
 
@@ -509,5 +514,5 @@ def test_the_reserve_is_held_during_the_warm_up_and_free_after_it() -> None:
 def test_a_real_lack_of_memory_is_explained() -> None:
     model = small_model(device="cuda")
     plan = make_plan(recipe(), model, packed(128), runtime())
-    with pytest.raises(ConfigError, match="more did not fit"), oom_advice(plan, recipe(), packed(128)):
+    with pytest.raises(ConfigError, match="more did not fit"), advice(plan, recipe(), packed(128)):
         torch.empty(1 << 45, dtype=torch.uint8, device="cuda")

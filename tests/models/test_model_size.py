@@ -28,7 +28,7 @@ from sftkit.config.schema import (
 from sftkit.launch.launch import USABLE
 from sftkit.memory import plan as memory
 from sftkit.models import size as model_size
-from sftkit.models.size import ModelSize, replica_of, size_of, training_bytes
+from sftkit.models.size import ModelSize, Replica, replica_of, size_of, training_bytes
 from sftkit.optim.build import build_optimizer
 
 SIZES: dict[str, Any] = {
@@ -59,6 +59,10 @@ def recipe(name: str = "auto", precision: str = "auto", **model: Any) -> Config:
     data = DataConfig(train=(SourceConfig(path="x"),))
     optim, train = OptimConfig(name=name), TrainConfig(precision=precision)  # type: ignore[arg-type]
     return Config(run=RunConfig(dir="x"), model=ModelConfig(**model), data=data, optim=optim, train=train)
+
+
+def replica_by(cfg: Config) -> Replica | None:
+    return replica_of(cfg.model, cfg.optim, cfg.train)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -152,7 +156,7 @@ def test_what_cannot_be_read_is_unknown_and_no_error(tmp_path: Path, content: st
     (tmp_path / "config.json").write_text(content)
     assert parameters_of(ModelConfig(path=str(tmp_path))) is None
     assert parameters_of(ModelConfig(path=str(tmp_path / "lost"))) is None
-    assert replica_of(recipe(path=str(tmp_path))) is None
+    assert replica_by(recipe(path=str(tmp_path))) is None
 
 
 def test_bytes_per_parameter_are_those_of_the_optimizers() -> None:
@@ -189,7 +193,7 @@ def test_a_replica_needs_its_states_and_a_quarter_more() -> None:
     count = parameters_of(ModelConfig(scratch=scratch))
     assert count is not None
     for name, precision, width in [("auto", "auto", 8), ("adamw", "bf16", 16), ("auto", "fp32", 16)]:
-        found = replica_of(recipe(name, precision, scratch=scratch))
+        found = replica_by(recipe(name, precision, scratch=scratch))
         assert found is not None
         assert (found.parameters, found.num_bytes) == (count, int(1.25 * width * count))
         assert found.held_bytes == (6 if (name, precision) == ("auto", "auto") else width) * count

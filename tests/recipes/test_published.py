@@ -224,7 +224,7 @@ def test_make_starts_a_recipe_as_its_header_says(recipe: Path) -> None:
     cfg = read(recipe, f"model.path={PUBLISHED / published(read(recipe))}")
     for size, (number, _, _) in estimates(recipe).items():
         hardware = Hardware(number, 16, None, int(GPU_GIB[size] * GIB))
-        launch = choose(hardware, cfg.train.global_batch_size, {}, replica_of(cfg))
+        launch = choose(hardware, cfg.train.global_batch_size, {}, replica_of(cfg.model, cfg.optim, cfg.train))
         assert launch.num_processes == number
         assert launch.config_file.name == ("fsdp2.yaml" if number > 1 else "single_gpu.yaml")
 
@@ -297,11 +297,11 @@ def test_a_row_longer_than_the_models_positions_is_refused(recipe: Path, stand_i
     assert max_positions is not None
     longer = [f"data.max_length={max_positions + 1}", f"data.row_length={2 * max_positions}"]
     longer = read_config(recipe, with_stand_in(recipe, tokenizer, *longer), world_size=1)
-    words = prepare.tokenizer_of(longer)
+    words = prepare.tokenizer_of(longer.model, longer.data)
     with pytest.raises(
         ConfigError, match=f"data.max_length: {max_positions + 1} is more than the model's {max_positions} positions"
     ):
-        prepare.max_length_of(longer, words, shell(published(cfg)), "bf16")
+        prepare.max_length_of(longer.model, longer.data.max_length, words, shell(published(cfg)), "bf16")
 
 
 @pytest.mark.parametrize("recipe", SFT, ids=name_of)
@@ -317,7 +317,7 @@ def test_a_template_that_is_missing_or_leaves_answers_out_is_refused(recipe: Pat
     ):
         words = with_stand_in(recipe, tokenizer, args, f"model.chat_template={template}")
         cfg = read_config(recipe, words, world_size=1)
-        learn = stages.sft(cfg.data, prepare.tokenizer_of(cfg), 2048)
+        learn = stages.sft(cfg.data, prepare.tokenizer_of(cfg.model, cfg.data), 2048)
         with pytest.raises(ConfigError, match=problem):
             learn(Row("rows.jsonl:1", messages=CHATS[0]["messages"]))
 

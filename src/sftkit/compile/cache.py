@@ -19,7 +19,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import Config
+from sftkit.config.schema import CompileConfig, Config
 from sftkit.data.pack import Layout
 from sftkit.models.padding import padding_rows
 from sftkit.models.structure import plain_class
@@ -38,22 +38,28 @@ VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 "Fields of a config that say where a model comes from and change no graph."
 
 
-def restore(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
-    """Load what compile.cache holds for this run, if it is set; before attention is chosen, which uses kernels."""
-    if cfg.compile.enabled and cfg.compile.cache:
-        said = load_compiled(cfg.compile.cache, code_key(cfg, orig_model, layout, rt), rt.device.index or 0)
-        rt.print(said)
+def restore(compile: CompileConfig, key: str, rt: Runtime) -> None:
+    """Load what compile.cache holds for this run, if it is set; before attention is chosen, which uses kernels.
+
+    Args:
+        key: see code_key.
+    """
+    if compile.enabled and compile.cache:
+        rt.print(load_compiled(compile.cache, key, rt.device.index or 0))
 
 
-def keep(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> None:
+def keep(compile: CompileConfig, key: str, rt: Runtime) -> None:
     """Save what the warm-up compiled to compile.cache, if it is set.
 
     torch's code is tied to the number of the GPU in its machine, so each rank of the first machine writes a file, in a
     folder; a single file holds the main rank's.
+
+    Args:
+        key: see code_key.
     """
-    if cfg.compile.cache:
-        key, index = code_key(cfg, orig_model, layout, rt), rt.device.index or 0
-        rt.print(save_compiled(cfg.compile.cache, key, index, writes=rt.rank == index))
+    if compile.cache:
+        index = rt.device.index or 0
+        rt.print(save_compiled(compile.cache, key, index, writes=rt.rank == index))
 
 
 def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> str:

@@ -73,14 +73,14 @@ class Blocks:
             # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention is
             # chosen, which may run kernels.
             apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
-            compile_cache.restore(cfg, orig_model, layout, rt)
+            compile_cache.restore(cfg.compile, compile_cache.code_key(cfg, orig_model, layout, rt), rt)
             choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
             check_marked(cfg.compile, choice.backend)
             # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
                 rt.print("one process: the pipeline has one stage, so a step is that of train.engine=blocks")
             if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
-                layers = measured_layers(cfg, training, choice.backend, rt)
+                layers = measured_layers(cfg.compile, cfg.train, training, choice.backend, rt)
                 cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
             plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
             on_plan(plan)
@@ -124,7 +124,8 @@ class Blocks:
         losses: dict[tuple[int, int], float] = {}
         run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
         key = compile_cache.code_key(cfg, orig_model, layout, rt)
-        with working(under_way(cfg.compile, key)), oom_advice(self._plan, cfg, layout):
+        oom = oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
+        with working(under_way(cfg.compile, key)), oom:
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 ranks = Ranks(rt.any_rank, sharded=rt.topology.partial)
                 self.compiled = warm_up(self._wrapped, run_shape, layout.shapes, cfg.compile, ranks)
@@ -145,7 +146,7 @@ class Blocks:
         if rt.device.type == "cuda":
             print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
         if self.compiled:
-            compile_cache.keep(cfg, orig_model, layout, rt)
+            compile_cache.keep(cfg.compile, key, rt)
             if rt.is_main:
                 note(key, seconds)
         self._write_logs()
@@ -176,9 +177,10 @@ class Blocks:
     def guarded(self) -> Iterator[None]:
         """Forbid compilation within the context, as compile.on_recompile says, and turn an out-of-memory error into
         advice."""
-        on_recompile = self._cfg.compile.on_recompile if self.compiled else "warn"
+        cfg = self._cfg
+        on_recompile = cfg.compile.on_recompile if self.compiled else "warn"
         contract = step_contract(on_recompile, self.watch.graph_break_reasons(), self.watch.fell_back)
-        with contract, oom_advice(self._plan, self._cfg, self._layout):
+        with contract, oom_advice(self._plan, self._layout, cfg.data, cfg.compile, cfg.optim):
             yield
 
     def step(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sftkit.compile.contract import random_state_kept
 from sftkit.config.optimizers import DEFAULT
-from sftkit.config.schema import Config
+from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.data.collate import Batch
 from sftkit.data.loader import StepBatches
 from sftkit.engine.checks import compiled_check
@@ -42,7 +42,7 @@ from sftkit.tracking.spikes import Spikes
 class Reference:
     """The engine without optimizations. See engine.Engine."""
 
-    def __init__(self, cfg: Config, training: Training, rt: Runtime) -> None:
+    def __init__(self, optim: OptimConfig, loss: LossConfig, training: Training, rt: Runtime) -> None:
         """Build the engine for a model in fp32 or fp64, whole on every rank.
 
         Raises:
@@ -54,13 +54,13 @@ class Reference:
                 "train.engine=reference computes in fp32 with a whole model on every process: set train.precision=fp32, and "
                 "start it with accelerate_configs/ddp.yaml, single_gpu.yaml or cpu.yaml"
             )
-        if cfg.optim.name not in ("auto", DEFAULT):
-            raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {cfg.optim.name}")
+        if optim.name not in ("auto", DEFAULT):
+            raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {optim.name}")
         rt.print("engine reference: each document alone, eager, torch's own loss and AdamW")
-        routing = routing_of(orig_model, cfg.loss.router_aux_loss_coef)
+        routing = routing_of(orig_model, loss.router_aux_loss_coef)
         self.model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
-        self._max_norm, self._rt, self._layout = cfg.optim.max_grad_norm, rt, training.layout
-        optim = replace(cfg.optim, name=DEFAULT)  # the only one that auto may choose here
+        self._max_norm, self._rt, self._layout = optim.max_grad_norm, rt, training.layout
+        optim = replace(optim, name=DEFAULT)  # the only one that auto may choose here
         groups = parameter_groups(orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
         attention = str(orig_model.config._attn_implementation)  # private: the config has no public name for it

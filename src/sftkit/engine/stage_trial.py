@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sftkit.compile.contract import compile_model, random_state_kept
 from sftkit.compile.switches import compiler_switches
-from sftkit.config.schema import Config
+from sftkit.config.schema import CompileConfig, TrainConfig
 from sftkit.config.topology import balanced
 from sftkit.engine.engine import Training
 from sftkit.engine.warmup import worst_case_batch
@@ -27,7 +27,9 @@ ONE_EACH = (1, 1, 1)
 "Layers of each stage of the model that is timed: the first has the embedding, the last the head and the loss."
 
 
-def measured_layers(cfg: Config, training: Training, backend: str, rt: Runtime) -> tuple[int, ...]:
+def measured_layers(
+    compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime
+) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage takes least, by measured times of the model's parts.
 
     The parts are compiled as in a step and run the largest batch; the slowest rank's times count, so that all
@@ -37,12 +39,12 @@ def measured_layers(cfg: Config, training: Training, backend: str, rt: Runtime) 
     Raises:
         ConfigError: a model that has no stages.
     """
-    by_parameters = layers_of_stages(training.orig_model, cfg.train, rt.topology.stages)
+    by_parameters = layers_of_stages(training.orig_model, train, rt.topology.stages)
     error: Exception | None = None
     seconds = torch.zeros(3, dtype=torch.float64, device=rt.device)
     try:
         with working("timing a layer, the embedding and the head"):
-            seconds += torch.tensor(_seconds(cfg, training, backend, rt)).to(seconds)
+            seconds += torch.tensor(_seconds(compile, train, training, backend, rt)).to(seconds)
     except torch.OutOfMemoryError:
         raise
     except Exception as caught:  # the warm-up will report a compiler that does not work
@@ -57,19 +59,19 @@ def measured_layers(cfg: Config, training: Training, backend: str, rt: Runtime) 
     return balanced(sum(by_parameters), layer, head, len(by_parameters), embedding)
 
 
-def _seconds(cfg: Config, training: Training, backend: str, rt: Runtime) -> list[float]:
+def _seconds(compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime) -> list[float]:
     """Return the seconds of three stages of one layer each: with the embedding, alone, and with norm, head and loss."""
     orig_model, objective, layout = training.orig_model, training.objective, training.layout
     config = copy.deepcopy(orig_model.config)
     config.num_hidden_layers = len(ONE_EACH)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1] * len(ONE_EACH)  # all are alike (parallel.balance)
-    with random_state_kept(), compiler_switches(cfg.compile, activation_budget(cfg), graphs=2):
+    with random_state_kept(), compiler_switches(compile, activation_budget(compile, train), graphs=2):
         # Private, but it makes the very class of the model: the public from_config exists for auto classes only.
         with torch.device(rt.device):
             small = type(orig_model)._from_config(config, dtype=orig_model.dtype)
         model = ModelWithLoss(small.train(), backend, objective)
-        compile_model(small, cfg.compile, sharded=True)
+        compile_model(small, compile, sharded=True)
         batch = worst_case_batch(rt, orig_model, layout, *layout.shapes[-1])
         stages = [StageModule(model, ONE_EACH, number) for number in range(len(ONE_EACH))]
         try:

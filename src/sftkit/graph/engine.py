@@ -133,9 +133,10 @@ class GraphEngine:
         # Dumped before the graphs run, so that those of a run that fails in its first pass can be read.
         if cfg.graph.dump and rt.is_main:
             dump(self.captured.stages, rt.output_dir(self._run_dir))
+        oom = oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
         # The peak of a step, with room held for optimizer states that do not exist yet. The optimizer's own warm-up may
         # make them, so it comes after that room is given back.
-        with oom_advice(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
+        with oom, reserve_optimizer_state(self.optimizer, self._plan, rt.device):
             losses = self._run_shapes()
         self.optimizer.warm_up(compiled=self.compiled)
         # From here on a capture or compile is late, and so is a hook: graphs do not contain it. Gradients are compared
@@ -222,9 +223,11 @@ class GraphEngine:
     def guarded(self) -> Iterator[None]:
         """Forbid capture and compilation within the context, as compile.on_recompile says, and explain running out of
         memory."""
-        on_recompile, watch = self._cfg.compile.on_recompile, self.watch
+        cfg, watch = self._cfg, self.watch
+        on_recompile = cfg.compile.on_recompile
         contract = step_contract(on_recompile, watch.graph_break_reasons(), watch.fell_back)
-        with self.captured.contract(on_recompile), contract, oom_advice(self._plan, self._cfg, self._layout):
+        oom = oom_advice(self._plan, self._layout, cfg.data, cfg.compile, cfg.optim)
+        with self.captured.contract(on_recompile), contract, oom:
             yield
 
     def step(

@@ -11,7 +11,7 @@ from typing import Any
 from sftkit.config.commands import invocation, shipped, shipped_recipes
 from sftkit.config.load import read_config
 from sftkit.config.rules import run_dir_can_be_made
-from sftkit.config.schema import Config
+from sftkit.config.schema import Config, EvalConfig, RunConfig
 from sftkit.config.stages import CHAIN, STAGE_SCRIPTS
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class_in
@@ -65,21 +65,21 @@ def was_stopped(run_dir: Path, since: float, code: int) -> bool:
     return code > 128 or (status.get("status") in ("stopped", "preempted") and status["time"] >= since)
 
 
-def evaluate_command(sft: Config) -> list[str]:
+def evaluate_command(run: RunConfig, eval: EvalConfig) -> list[str]:
     """Return the command that scores the exported checkpoint of the last stage, on as many held-out instances as its
     own evaluations."""
-    limit = ["--max-examples", str(sft.eval.max_examples)] if sft.eval.max_examples else []
-    out = str(Path(sft.run.dir) / FINAL)
-    return [sys.executable, shipped("scripts/evaluate.py"), sft.run.dir, "families", "--out", out, *limit]
+    limit = ["--max-examples", str(eval.max_examples)] if eval.max_examples else []
+    out = str(Path(run.dir) / FINAL)
+    return [sys.executable, shipped("scripts/evaluate.py"), run.dir, "families", "--out", out, *limit]
 
 
-def is_evaluated(sft: Config) -> bool:
+def is_evaluated(run: RunConfig, eval: EvalConfig) -> bool:
     """Return whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
-    run_dir = Path(sft.run.dir)
+    run_dir = Path(run.dir)
     try:
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
         manifest = digest(newest) if (newest := latest_checkpoint(run_dir)) is not None else None
-        same_limit = settings["max_examples"] == sft.eval.max_examples
+        same_limit = settings["max_examples"] == eval.max_examples
         return manifest is not None and settings["manifest"] == manifest and same_limit
     except (OSError, ValueError, LookupError, TypeError):
         return False

@@ -36,7 +36,7 @@ def finished(cfg: Config) -> str | None:
             return None
         if _recipe(to_yaml(cfg)) != _recipe((newest / RECIPE).read_text()):
             return None
-        began, now = read_provenance(run_dir), current_provenance(cfg)
+        began, now = read_provenance(run_dir), current_provenance(cfg.model, cfg.data)
         if began is None or began.inputs != now.inputs or verify(newest) is not None:
             return None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):

@@ -217,7 +217,8 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         return 0
     # What the machine has decides the Accelerate config and the number of processes.
     hardware = find_hardware()
-    launch = choose(hardware, cfg.train.global_batch_size, os.environ, replica_of(cfg), num_stages(cfg.train))
+    replica = replica_of(cfg.model, cfg.optim, cfg.train)
+    launch = choose(hardware, cfg.train.global_batch_size, os.environ, replica, num_stages(cfg.train))
     if not launch.config_file.is_file():
         raise ConfigError(
             f"{launch.config_file}: no such file. `sftkit init` copies the whole folder that it belongs to"

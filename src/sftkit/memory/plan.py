@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
-from sftkit.config.schema import CompileConfig, Config, OptimConfig
+from sftkit.config.schema import CompileConfig, Config, ModelConfig, OptimConfig, TrainConfig
 from sftkit.config.topology import Sharding
 from sftkit.data.pack import Layout
 from sftkit.errors import ConfigError
@@ -94,7 +94,7 @@ def make_plan(
     total_bytes, sharding = fixed.total_bytes, fixed.sharding
     if total_bytes is None and rt.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
-    checkpointing = _checkpoints(cfg, orig_model)
+    checkpointing = _checkpoints(cfg.model, cfg.compile, cfg.train, orig_model)
     setup = _inputs(cfg, orig_model, layout, rt, checkpointing=checkpointing)
     name = DEFAULT if cfg.optim.name == "auto" else cfg.optim.name
     if setup is not None:
@@ -116,7 +116,7 @@ def make_plan(
     parameters = 0 if rt.topology.partial else sum(p.numel() for p in orig_model.parameters())
     # Shards and stages count 0: their warm-up makes such gradients itself.
     earlier = parameters * earlier_gradient_width(layout, rt.precision)
-    budget = _budget(cfg)
+    budget = _budget(cfg.compile, cfg.train)
     kept = f"{budget:g} of the activations kept" if budget < 1.0 else "activations kept"
     how = "gradient checkpointing" if checkpointing else kept
     line = _line(f"memory: {cfg.train.memory}, optimizer {name}, {how}", found, total_bytes)
@@ -134,22 +134,23 @@ def make_plan(
     if found is not None and not fits(found, total_bytes):
         # Only a warning: weights and states alone do fit (_check_room), and the rest of the estimate may be off by some
         # percent.
-        advice = "; ".join(r.text for r in remedies(plan, cfg, layout)[:3]) or "a smaller model or a larger GPU"
+        best = remedies(plan, layout, cfg.data, cfg.compile, cfg.optim)[:3]
+        advice = "; ".join(r.text for r in best) or "a smaller model or a larger GPU"
         warning = "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s"
         log.warning(warning, gib(found.total), gib(total_bytes or 0), advice)
     return plan
 
 
-def _checkpoints(cfg: Config, orig_model: PreTrainedModel) -> bool:
+def _checkpoints(model: ModelConfig, compile: CompileConfig, train: TrainConfig, orig_model: PreTrainedModel) -> bool:
     """Return whether transformers' gradient checkpointing is on; it is switched on where memory is to be saved and no
     partitioner of compiled graphs recomputes."""
-    if cfg.model.gradient_checkpointing:
+    if model.gradient_checkpointing:
         return True
-    if _recomputes(cfg.compile) or cfg.train.memory == "speed":
+    if _recomputes(compile) or train.memory == "speed":
         return False
     if not orig_model.supports_gradient_checkpointing:
         raise ConfigError(
-            f"train.memory={cfg.train.memory}: without compilation it takes gradient checkpointing, which "
+            f"train.memory={train.memory}: without compilation it takes gradient checkpointing, which "
             f"{type(orig_model).__name__} does not have; set compile.enabled=true or train.memory=speed"
         )
     # torch advises against the reentrant kind, which also wants an input with a gradient: embedded tokens of frozen
@@ -172,7 +173,7 @@ def _inputs(
         optimizer=DEFAULT if cfg.optim.name == "auto" else cfg.optim.name,
         precision=rt.precision,
         chunk_tokens=cfg.loss.chunk_tokens,
-        budget=_budget(cfg),
+        budget=_budget(cfg.compile, cfg.train),
         compiled=_recomputes(cfg.compile),
         checkpointing=checkpointing,
         topology=rt.topology,
@@ -185,9 +186,9 @@ def _inputs(
     return replace(setup, stage_layers=layers, schedule=cfg.train.pipeline_schedule)
 
 
-def _budget(cfg: Config) -> float:
+def _budget(compile: CompileConfig, train: TrainConfig) -> float:
     """Return the share of activations that is kept as far as the partitioner chooses; 1.0 where it does not."""
-    return activation_budget(cfg) if _recomputes(cfg.compile) else 1.0
+    return activation_budget(compile, train) if _recomputes(compile) else 1.0
 
 
 def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
@@ -221,10 +222,10 @@ def _recomputes(compile: CompileConfig) -> bool:
     return compile.enabled and compile.backend in ("inductor", "aot_eager")
 
 
-def activation_budget(cfg: Config) -> float:
+def activation_budget(compile: CompileConfig, train: TrainConfig) -> float:
     """Return the share of activations that compiled graphs keep: the recipe's, else the one of train.memory."""
-    explicit = cfg.compile.activation_memory_budget
-    return BUDGETS[cfg.train.memory] if explicit is None else explicit
+    explicit = compile.activation_memory_budget
+    return BUDGETS[train.memory] if explicit is None else explicit
 
 
 def fits(estimate: Estimate, total_bytes: int | None) -> bool:

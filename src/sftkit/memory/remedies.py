@@ -14,7 +14,7 @@ import torch
 
 from sftkit.config.commands import install
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
-from sftkit.config.schema import Config, DataConfig, OptimConfig
+from sftkit.config.schema import CompileConfig, DataConfig, OptimConfig
 from sftkit.config.topology import Topology
 from sftkit.data.pack import Layout, largest_divisor
 from sftkit.errors import ConfigError
@@ -37,7 +37,9 @@ Option = tuple[str, EstimateInputs]
 "A setting as typed, and the run with it."
 
 
-def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
+def remedies(
+    plan: MemoryPlan, layout: Layout, data: DataConfig, compile: CompileConfig, optim: OptimConfig
+) -> list[Remedy]:
     """Return the settings not yet used that would lower the estimated peak, the one that saves most first.
 
     Each remedy may name several values of a setting; the first one counts.
@@ -45,7 +47,8 @@ def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
     if plan.setup is None or plan.estimate is None:
         return []
     s, ways = replace(plan.setup, layout=layout), []
-    for options in (_smaller_batch(s, cfg.data), _recompute(s, cfg), smaller_states(s), _chunk(s), _more_shards(s)):
+    tried = (_smaller_batch(s, data), _recompute(s, compile, optim), smaller_states(s), _chunk(s), _more_shards(s))
+    for options in tried:
         saved = [(text, plan.estimate.total - estimate(after).total, after) for text, after in options]
         # What is less than the last digit that is printed, 0.1 GiB when rounded, is no advice.
         saved = [one for one in saved if one[1] >= 0.05 * GIB]
@@ -85,7 +88,7 @@ def _smaller_batch(s: EstimateInputs, data: DataConfig) -> list[Option]:
     return [(f"data.max_length={halved}{also}", replace(s, layout=shorter))]
 
 
-def _recompute(s: EstimateInputs, cfg: Config) -> list[Option]:
+def _recompute(s: EstimateInputs, compile: CompileConfig, optim: OptimConfig) -> list[Option]:
     """Return the values of train.memory below the run's, or lower budgets where the recipe names one."""
     if s.checkpointing:
         return []
@@ -93,12 +96,12 @@ def _recompute(s: EstimateInputs, cfg: Config) -> list[Option]:
     if not s.compiled:
         return [("train.memory=balanced", replace(s, checkpointing=True))]
     # A budget in the recipe stands before train.memory, which would then change nothing.
-    if cfg.compile.activation_memory_budget is not None:
+    if compile.activation_memory_budget is not None:
         lower = [b for b in BUDGETS.values() if b < s.budget]
         return [(f"compile.activation_memory_budget={b}", replace(s, budget=b)) for b in lower]
     options = {preset: replace(s, budget=budget) for preset, budget in BUDGETS.items() if budget < s.budget}
     # The preset low also changes what auto stands for: its estimate has both.
-    if cfg.optim.name == "auto" and "low" in options:
+    if optim.name == "auto" and "low" in options:
         name = automatic_optimizer("low", s.precision, too_much=False, sharded=s.topology.sharded)
         options["low"] = replace(options["low"], optimizer=name)
     return [(f"train.memory={preset}", after) for preset, after in options.items()]
@@ -157,8 +160,12 @@ def _is_installed(spec: OptimizerSpec) -> bool:
     return spec.extra is None or find_spec(spec.extra.package) is not None
 
 
-def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Layout) -> ConfigError:
-    """Return the error that says what ran out, and the three settings that save most for this run."""
+def explain_oom(error: BaseException, plan: MemoryPlan, best: Sequence[Remedy], optim: OptimConfig) -> ConfigError:
+    """Return the error that says what ran out, and what to change.
+
+    Args:
+        best: the settings that save most for this run.
+    """
     # The size is only in the text of torch's error, which has no field for it.
     tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
     device = "the GPU" if plan.total_bytes is None else f"the GPU has {gib(plan.total_bytes)}"
@@ -169,10 +176,9 @@ def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Lay
         lines.append(f"{tried[1]} more did not fit")
     if plan.estimate is not None:
         lines.append(f"this run was estimated at {gib(plan.estimate.total)}")
-    best = remedies(plan, cfg, layout)[:3]
     if best:
         advice = "What saves most here (estimated):" + "".join(f"\n  {remedy.text}" for remedy in best)
-        advice += f"\n{_on_resume(best, plan, cfg.optim)}"
+        advice += f"\n{_on_resume(best, plan, optim)}"
     elif plan.estimate is None:
         advice = (
             "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start anew with train.memory=low or "
@@ -193,9 +199,13 @@ def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, optim: OptimConfig) -> 
 
 
 @contextmanager
-def oom_advice(plan: MemoryPlan, cfg: Config, layout: Layout) -> Iterator[None]:
-    """Turn running out of GPU memory, within the context, into a ConfigError that says what to change."""
+def oom_advice(
+    plan: MemoryPlan, layout: Layout, data: DataConfig, compile: CompileConfig, optim: OptimConfig
+) -> Iterator[None]:
+    """Turn running out of GPU memory, within the context, into a ConfigError that names the three settings that save
+    most."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise explain_oom(error, plan, cfg, layout) from error
+        best = remedies(plan, layout, data, compile, optim)[:3]
+        raise explain_oom(error, plan, best, optim) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS
-from sftkit.config.schema import Config, ModelConfig
+from sftkit.config.schema import ModelConfig, OptimConfig, TrainConfig
 from sftkit.rundir.names import latest_checkpoint
 from sftkit.runtime.hub import hub_answers
 
@@ -60,17 +60,17 @@ class Replica:
         )
 
 
-def replica_of(cfg: Config) -> Replica | None:
+def replica_of(model: ModelConfig, optim: OptimConfig, train: TrainConfig) -> Replica | None:
     """Return what a replica takes in training; None where the model's size is unknown before it is loaded."""
-    size = size_of(cfg.model)
+    size = size_of(model)
     if size is None:
         return None
-    precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
-    held = training_bytes(size, cfg.optim.name, precision)
+    precision = "fp32" if train.precision == "fp32" else "bf16"
+    held = training_bytes(size, optim.name, precision)
     least = held
-    if cfg.optim.name == "auto" and precision == "bf16":  # "auto" takes the smallest states for train.memory=low
+    if optim.name == "auto" and precision == "bf16":  # "auto" takes the smallest states for train.memory=low
         least = min(training_bytes(size, spec.name, precision) for spec in OPTIMIZERS.values() if spec.saves_memory)
-    return Replica(size.parameters, cfg.optim.name, int(BESIDE * held), least)
+    return Replica(size.parameters, optim.name, int(BESIDE * held), least)
 
 
 def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:

@@ -99,7 +99,7 @@ def analyse(
         "roles": facts.roles(examples),
         **facts.duplicate_facts(examples, validation, cfg.data.train),
         "layouts": layouts,
-        "memory": costs.memory_facts(cfg, layout, model.plan),
+        "memory": costs.memory_facts(model.plan, layout, cfg.data, cfg.compile, cfg.optim),
         "disk": costs.disk_facts(Path(cfg.run.dir), cfg.checkpoint, time["steps"], model.orig_model, model.plan),
         "time": time,
     }

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
+from sftkit.config.schema import CheckpointConfig, CompileConfig, Config, DataConfig, OptimConfig, TrainConfig
 from sftkit.data.epoch import GlobalBatch, num_positions, plan_epoch
 from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
@@ -196,7 +196,9 @@ def time_facts(train: TrainConfig, steps_in_epoch: int, tokens_in_epoch: int, sp
 # ---- memory and disk -------------------------------------------------------------------------------------------------
 
 
-def memory_facts(cfg: Config, layout: Layout, plan: MemoryPlan | None) -> dict[str, Any] | None:
+def memory_facts(
+    plan: MemoryPlan | None, layout: Layout, data: DataConfig, compile: CompileConfig, optim: OptimConfig
+) -> dict[str, Any] | None:
     """Return the estimated peak of a step on one GPU in GiB, by part; None where the model's sizes are unknown."""
     if plan is None or plan.estimate is None or plan.setup is None:
         return None
@@ -209,7 +211,7 @@ def memory_facts(cfg: Config, layout: Layout, plan: MemoryPlan | None) -> dict[s
         "fits": None if plan.total_bytes is None else fits(plan.estimate, plan.total_bytes),
         "parts_gib": {name: size / GIB for name, size in asdict(plan.estimate).items()},
         "stages": _stages(plan.setup),
-        "remedies": [remedy.text for remedy in remedies(plan, cfg, layout)[:3]],
+        "remedies": [remedy.text for remedy in remedies(plan, layout, data, compile, optim)[:3]],
     }
 
 

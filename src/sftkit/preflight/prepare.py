@@ -29,14 +29,14 @@ from sftkit.runtime.start import Runtime
 log = logging.getLogger(__name__)
 
 
-def tokenizer_of(cfg: Config) -> PreTrainedTokenizerBase:
+def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer that the run would load, or train."""
-    training = cfg.model.train_tokenizer
+    training = model.train_tokenizer
     if training is None:
-        return load_tokenizer(cfg.model)
+        return load_tokenizer(model)
     # The rows of data.train are tokenized next.
     with findings.without_logging() if training.sources is None else nullcontext():
-        return new_tokenizer(cfg.model, training, cfg.data.train, cfg.data.on_bad_row)
+        return new_tokenizer(model, training, data.train, data.on_bad_row)
 
 
 def meta_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str) -> PreTrainedModel | None:
@@ -87,11 +87,15 @@ def memory_plan(
 
 
 def max_length_of(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, orig_model: PreTrainedModel | None, precision: str
+    model: ModelConfig,
+    max_length: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    orig_model: PreTrainedModel | None,
+    precision: str,
 ) -> tuple[int, str]:
     """Return data.max_length, or that of the run before, and a line about where the run would start."""
     longest = positions(orig_model) if orig_model is not None else None
-    return resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, precision, longest)
+    return resolve_max_length(model, max_length, tokenizer, precision, longest)
 
 
 def prepared_examples(

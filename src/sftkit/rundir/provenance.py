@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from sftkit.config.schema import Config, ModelConfig
+from sftkit.config.schema import Config, DataConfig, ModelConfig
 from sftkit.rundir.files import read_object, replace_text
 from sftkit.rundir.manifest import hash_of
 from sftkit.rundir.names import MADE_FROM, MANIFEST, latest_checkpoint
@@ -35,16 +35,16 @@ class Provenance(NamedTuple):
     "that it began with"
 
 
-def current_provenance(cfg: Config) -> Provenance:
+def current_provenance(model: ModelConfig, data: DataConfig) -> Provenance:
     """Return size and time, or hash, of the files that a recipe names, as they are now."""
-    training, parent = cfg.model.train_tokenizer, _folder(cfg.model.path)
-    sources = (*cfg.data.train, *cfg.data.val, *((training and training.sources) or ()))
+    training, parent = model.train_tokenizer, _folder(model.path)
+    sources = (*data.train, *data.val, *((training and training.sources) or ()))
     inputs: Stamps = {str(path): _stamp(path) for source in sources for path in _files(Path(source.path))}
-    for key, folder in (("model.path", parent), ("model.tokenizer", _folder(cfg.model.tokenizer))):
+    for key, folder in (("model.path", parent), ("model.tokenizer", _folder(model.tokenizer))):
         # Not by the folder's name: a later step of a run may say the same of the model.
         inputs |= {f"{key}: {path.name}": hash_of(path) for path in _matching(folder, _TEXTS) if path.name != MANIFEST}
-    if cfg.model.chat_template is not None and Path(cfg.model.chat_template).is_file():
-        inputs["model.chat_template"] = hash_of(Path(cfg.model.chat_template))
+    if model.chat_template is not None and Path(model.chat_template).is_file():
+        inputs["model.chat_template"] = hash_of(Path(model.chat_template))
     return Provenance(inputs, {str(path): _stamp(path) for path in _matching(parent, WEIGHTS)})
 
 
@@ -57,7 +57,7 @@ def write_provenance(folder: Path, cfg: Config, *, resumes: bool) -> str | None:
     Returns:
         a warning if those weights have changed; None: they have not.
     """
-    began = now = current_provenance(cfg)
+    began = now = current_provenance(cfg.model, cfg.data)
     if resumes and "model.path" not in cfg.train.resume_changes and (before := read_provenance(Path(cfg.run.dir))):
         began = now._replace(weights=before.weights)
     replace_text(folder / MADE_FROM, json.dumps(began._asdict(), indent=1))

@@ -209,7 +209,7 @@ def make_engine(
     """
     if cfg.train.engine == "reference":
         planned(None)
-        return Reference(cfg, training, rt)
+        return Reference(cfg.optim, cfg.loss, training, rt)
     if cfg.train.engine == "graph":
         if coefficient(training.orig_model.config, cfg.loss.router_aux_loss_coef):
             raise ConfigError(

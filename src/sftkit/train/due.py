@@ -35,15 +35,15 @@ class Due:
         return Due(window=not self.log, log=True, save=True, wait_for_save=True, evaluate=False)
 
 
-def due_after(step: int, total_steps: int, log: LogConfig, checkpoint: CheckpointConfig, evaluation: EvalConfig) -> Due:
+def due_after(step: int, total_steps: int, log: LogConfig, checkpoint: CheckpointConfig, eval: EvalConfig) -> Due:
     """Return what follows a step, as the recipe says."""
     last = step == total_steps
     logs = last or step % log.every == 0
     saves = last or bool(checkpoint.every and step % checkpoint.every == 0)
-    evaluates = evaluation_due(evaluation, step, total_steps)
+    evaluates = evaluation_due(eval, step, total_steps)
     return Due(window=(saves or evaluates) and not logs, log=logs, save=saves, wait_for_save=last, evaluate=evaluates)
 
 
-def evaluation_due(cfg: EvalConfig, step: int, total_steps: int) -> bool:
+def evaluation_due(eval: EvalConfig, step: int, total_steps: int) -> bool:
     """Return whether a step is followed by an evaluation."""
-    return step == total_steps or bool(cfg.every and step % cfg.every == 0)
+    return step == total_steps or bool(eval.every and step % eval.every == 0)

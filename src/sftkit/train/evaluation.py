@@ -53,12 +53,12 @@ def first_evaluation(
     return evaluation
 
 
-def first_evaluation_due(cfg: EvalConfig, step: int, total_steps: int, rt: Runtime, run_dir: Path) -> bool:
+def first_evaluation_due(eval: EvalConfig, step: int, total_steps: int, rt: Runtime, run_dir: Path) -> bool:
     """Return whether an evaluation comes before the first step of this start: at step 0 if eval.at_start says so; later
     if the resumed step lacks its own, because a stop cut it short or because the checkpoint is another run's."""
     if step == 0:
-        return cfg.at_start
-    if not evaluation_due(cfg, step, total_steps):
+        return eval.at_start
+    if not evaluation_due(eval, step, total_steps):
         return False
     return not (rt.resumes and rt.from_main(lambda: has_row(run_dir / EVALS, step)))
 

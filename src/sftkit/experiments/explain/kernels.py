@@ -18,7 +18,7 @@ from sftkit.compile.contract import compile_model, run_eagerly, undo_compile
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import CompileConfig, Config
+from sftkit.config.schema import CompileConfig
 from sftkit.experiments.explain.private import kernels_in_profile
 from sftkit.experiments.explain.profile import Step, alternately, dispatched, profiled
 from sftkit.experiments.explain.subject import Subject
@@ -29,11 +29,11 @@ CALLS = 5
 "Steps of either way that are timed."
 
 
-def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any]:
+def kernels_of(subject: Subject, compile: CompileConfig | None, out: Path) -> dict[str, Any]:
     """Measure a training step (forward and backward pass) in eager and compiled by Inductor, on this machine.
 
     Args:
-        cfg: the recipe, whose compile.scope, mode and dynamic are taken; None: the module is compiled whole.
+        compile: the recipe's, whose scope, mode and dynamic are taken; None: the module is compiled whole.
         out: the compiler's logs go to out/compile, see docs/compile.md.
     """
     # Eager first, while nothing is compiled: a first step warms up, then operators are counted, then it is profiled.
@@ -42,7 +42,7 @@ def kernels_of(subject: Subject, cfg: Config | None, out: Path) -> dict[str, Any
         step()
         counted, eager = dispatched(step), profiled(step, device, {})
     # Compiled the same way as a run of the recipe, with the compiler's own logs kept.
-    asked = cfg.compile if cfg else CompileConfig()
+    asked = compile or CompileConfig()
     compile = replace(asked, enabled=True, backend="inductor", debug=("graphs", "output_code", "perf_hints"))
     with working("Inductor writes kernels"), compiled(subject, compile, out) as watch:
         step()

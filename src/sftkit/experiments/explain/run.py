@@ -60,7 +60,7 @@ def run_explain(args: Namespace, cfg: Config | None) -> int:
         if args.bisect:
             result["bisect"] = _bisected(subject, cfg.compile.backend if cfg else "inductor", out)
         if args.kernels:
-            result["kernels"] = kernels_of(subject, cfg, out)
+            result["kernels"] = kernels_of(subject, cfg.compile if cfg else None, out)
     return _finish(result, out)
 
 

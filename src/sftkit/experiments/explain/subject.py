@@ -107,7 +107,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     # Model, layout, attention and loss as the run has them, but with made-up lengths of documents, from an eighth to all
     # of max_length, which decide the slots and buckets that a recipe leaves to its data.
     config = config_of(cfg.model, layers)
-    orig_model = _new_model(config, cfg, rt)
+    orig_model = _new_model(config, cfg.model, cfg.run.seed, rt)
     length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
     if length is None:
         raise ConfigError(f"data.max_length: {unresolved_reason(cfg.model.path)}")
@@ -173,11 +173,11 @@ def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
     return config
 
 
-def _new_model(config: PretrainedConfig, cfg: Config, rt: Runtime) -> PreTrainedModel:
+def _new_model(config: PretrainedConfig, model: ModelConfig, seed: int, rt: Runtime) -> PreTrainedModel:
     """Return the model of a config with random weights in the run's precision, on the device, in training."""
-    torch.manual_seed(cfg.run.seed)
-    orig_model = from_config(config, DTYPES[rt.precision], trust_remote_code=cfg.model.trust_remote_code)
-    if cfg.model.gradient_checkpointing:
+    torch.manual_seed(seed)
+    orig_model = from_config(config, DTYPES[rt.precision], trust_remote_code=model.trust_remote_code)
+    if model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     return orig_model.to(rt.device).train()  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sftkit.config.commands import typed
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
-from sftkit.config.schema import Config, OptimConfig, TrainConfig
+from sftkit.config.schema import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import own_caches
 from sftkit.launch.hardware import Hardware
@@ -80,7 +80,9 @@ class ValidationRun:
         return f"{self.layout}, {self.processes} process{'es' * (self.processes > 1)}, {self.kind}"
 
 
-def check_plan(plan: ValidationPlan, cfg: Config, hardware: Hardware) -> None:
+def check_plan(
+    plan: ValidationPlan, hardware: Hardware, train: TrainConfig, data: DataConfig, eval: EvalConfig
+) -> None:
     """Refuse a plan that cannot be judged.
 
     Raises:
@@ -94,17 +96,17 @@ def check_plan(plan: ValidationPlan, cfg: Config, hardware: Hardware) -> None:
         problems.append(f"--steps: {plan.steps} leaves fewer than three windows after {plan.warm_up} steps of warm-up")
     unknown = [layout for layout in plan.layouts if layout not in _LAYOUTS]
     problems += [f'--layouts: "{layout}" is not one of {", ".join(_LAYOUTS)}' for layout in unknown]
-    rows = cfg.train.global_batch_size
+    rows = train.global_batch_size
     for count in plan.processes:
         # Processes on a CPU may be more than its cores: they are slow then, but not wrong.
         if hardware.gpus and count > hardware.gpus:
             problems.append(f"--processes: {count}, but {hardware.gpus} GPUs are visible here")
         elif rows % max(count, 1) or count < 1:
             problems.append(f"--processes: {count} do not divide train.global_batch_size, {rows}")
-    if cfg.train.fp8:
+    if train.fp8:
         problems.append("train.fp8: the eager baseline cannot train in float8: add train.fp8=null")
     # Evaluations are compared too, so a recipe without any leaves a part of the validation empty.
-    if not cfg.data.val and not cfg.eval.tasks:
+    if not data.val and not eval.tasks:
         problems.append(f"{plan.recipe}: has nothing to evaluate: set data.val or eval.tasks")
     if not Path(plan.script).is_file():
         problems.append(f"--script: {plan.script}: no such file")

@@ -37,13 +37,13 @@ def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None
         ConfigError: what is wrong with the recipe or the plan, before anything is run.
     """
     cfg, hardware = read_config(plan.recipe, plan.overrides, world_size=1), find_hardware()
-    check_plan(plan, cfg, hardware)
+    check_plan(plan, hardware, cfg.train, cfg.data, cfg.eval)
     if ledger and ledger.records:
         check_portable(key_words(asdict(plan)))
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out: {out} is not empty: name a new folder")
     out.mkdir(parents=True, exist_ok=True)
-    every = cases(plan, cfg, hardware, replica_of(cfg), out)
+    every = cases(plan, cfg, hardware, replica_of(cfg.model, cfg.optim, cfg.train), out)
     print_text(
         f"{len(every)} runs of {plan.steps} steps; the first {plan.warm_up} are warm-up and count in no speed and no loss"
     )
