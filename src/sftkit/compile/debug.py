@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 import torch._logging
 from torch._dynamo import utils as dynamo_utils
 from torch._logging._internal import _is_torch_handler
