@@ -222,18 +222,18 @@ sys.exit(0 if got else 5)
 def test_a_script_that_is_told_to_stop_can_save_and_the_launcher_waits(tmp_path: Path, recipe: Path, how: str):
     script = tmp_path / "script.py"
     script.write_text(SAVES_ON_A_SIGNAL)
-    process = start(script, recipe, "optim.lr=1e-3")
-    assert process.stdout is not None
     stopped_by = signal.SIGINT if how == "Ctrl-C" else getattr(signal, how)
     lines = []
-    for line in process.stdout:
-        lines.append(line.rstrip())
-        if line.startswith("started"):
-            if how == "Ctrl-C":  # a terminal sends it to every process of the group
-                os.killpg(process.pid, stopped_by)
-            else:
-                process.send_signal(stopped_by)
-    assert process.wait(timeout=60) == 0
+    with start(script, recipe, "optim.lr=1e-3") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            if line.startswith("started"):
+                if how == "Ctrl-C":  # a terminal sends it to every process of the group
+                    os.killpg(process.pid, stopped_by)
+                else:
+                    process.send_signal(stopped_by)
+        assert process.wait(timeout=60) == 0
     assert lines[0].startswith("hardware: ")
     assert lines[1:] == ["started ['optim.lr=1e-3'] None True", f"saved {int(stopped_by)}"]
 

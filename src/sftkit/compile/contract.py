@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-import torch._dynamo
-from torch._dynamo import callback as dynamo_callback
+import torch._dynamo  # private; its reset is what torch.compiler.reset calls
+from torch._dynamo import callback as dynamo_callback  # private: torch.compiler has no callback before a compile
 from transformers import PreTrainedModel
 
 from sftkit.compile.fallbacks import RECOMPILE_REFUSED, eager_on_recompile
@@ -182,6 +182,8 @@ def undo_compile(model: torch.nn.Module) -> None:
     """Return a model to eager for good."""
     for module in model.modules():
         module._compiled_call_impl = None  # private: what Module.compile sets, which has no inverse
+    # Dynamo keeps graphs by code object, not by module: without a reset other models of this class would still find
+    # them. torch.compiler.reset is the public name of the same.
     torch._dynamo.reset()
 
 

@@ -183,6 +183,7 @@ def _write_summary(rank: int, files: CompilerFiles) -> None:
     files.make_folder()
     if rank != 0:
         return
+    # Private: the records of each compile, with seconds by phase; torch.compiler has no name for them.
     graphs = summarize(dynamo_utils.get_compilation_metrics(), files.generated)
     folder = files.folder().parent
     content = {"torch": torch.__version__, "logs": sorted(set(files.names.values())), "graphs": graphs}

@@ -222,6 +222,8 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(leaf, torch.Tensor):
                 for dimension in ROW_DIMENSIONS.get(leaf.ndim, ()):
                     if leaf.shape[dimension] > 1:  # torch specialises on sizes 0 and 1
+                        # Documented, but torch.compiler has no name for it. Unmarked, a row length is compiled as a
+                        # constant and again with a symbol at the second length: a recompile that the contract forbids.
                         torch._dynamo.mark_dynamic(leaf, dimension)
         return call(*args, **kwargs)
 

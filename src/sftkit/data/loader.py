@@ -231,4 +231,6 @@ def load_examples(
 def _leave_signals_to_the_main_process(_: int) -> None:
     """Ignore signals in a data worker, and give it one thread; the main process decides when to stop."""
     ignore_signals()
+    # Collating is small numpy work: more threads would only take cores from the process that launches kernels. torch's
+    # worker loop sets the same, which is not documented.
     torch.set_num_threads(1)

@@ -122,6 +122,7 @@ and the messages of each role in conversations that are learned from, see source
     @classmethod
     def of(cls, ids: np.ndarray, sizes: Sequence[int], encoder_inputs: EncoderInputs | None = None) -> Examples:
         """Make documents that take `sizes` positions each, one after the other in ids [N], every token a target."""
+        # Of n positions with targets shifted by one there are n + 1 tokens.
         offsets = np.concatenate([[0], np.cumsum(np.asarray(sizes) + 1)])
         zeros = np.zeros(len(sizes), dtype=np.int64)
         arrays = (ids.astype(np.int32), np.ones(len(ids), bool), offsets, zeros, zeros.astype(np.int16))
@@ -152,6 +153,7 @@ and the messages of each role in conversations that are learned from, see source
     @property
     def num_targets(self) -> np.ndarray:
         """Return the target tokens of each document, int64 [D]; token 0 has no context and is never one."""
+        # Sums up to each border, one pass over all tokens: there may be millions of documents.
         sums = np.concatenate([[0], np.cumsum(self.is_target, dtype=np.int64)])
         return np.diff(sums[self.offsets])
 

@@ -38,6 +38,7 @@ def document_checks(check: DocumentCheck, dtype: torch.dtype, backend: str, logi
         logits_limit: largest relative difference of the logits, from roundings.limits.
     """
     stand_in = "" if check.backend == backend else f" ({check.backend} stands in for {backend})"
+    # Judged by what the change does to its own document: where that does not move either, nothing is shown.
     isolated = check.leak <= _SAME[dtype] * check.changed and check.changed > 0
     limit = _SAME[dtype]
     off = abs(check.loss - check.plain_loss) / max(abs(check.plain_loss), 1e-9)
@@ -58,6 +59,8 @@ def document_checks(check: DocumentCheck, dtype: torch.dtype, backend: str, logi
         ),
         Check(
             "Documents in a row do not see each other",
+            # A stand-in that isolates says nothing of the run's own kernel; if it leaks, the masks are wrong for
+            # either.
             None if isolated and stand_in else isolated,
             f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}",
             "no move beyond rounding",
@@ -77,6 +80,8 @@ def gradients_check(check: GradientCheck, allowed: RoundingLimits, backend: str)
     known = {side: d for side, d in {"compiled": check.compiled, eager: check.eager}.items() if d is not None}
     not_compiled = f"compiled: not checked, {check.skip_reason}; " if check.skip_reason else ""
     found = not_compiled + "; ".join(f"{side}: {_words(d)}" for side, d in known.items())
+    # Roundings are measured only where a fixed limit was exceeded. Where they alone move gradients beyond any limit
+    # that would still find a fault, the comparison decides nothing.
     unknown = allowed.gradients is None
     if allowed.gradients is not None and (alone := check.roundings) is not None:
         allowed = allowed.widened(alone)
@@ -85,6 +90,7 @@ def gradients_check(check: GradientCheck, allowed: RoundingLimits, backend: str)
     same = all(allowed.hold(d) for d in known.values())
     return Check(
         "Same gradients as the plain model",
+        # Without a limit it was not checked. A pass needs both halves, but a difference in one is enough to fail.
         None if allowed.gradients is None or (unknown and not same) or (same and check.skip_reason) else same,
         found,
         "no limit is known of float8 products"
@@ -127,12 +133,14 @@ def compiled_against_eager(
         eager: attention backend without the compiler.
     """
     orig_model, shape = model.orig_model, layout.shapes[-1]
+    # With dropout two passes of the same batch differ.
     if not losses or has_dropout(orig_model):
         return compiled_check(None, None, orig_model.dtype)
     batch = worst_case_batch(rt, orig_model, layout, *shape)
     with stagewise(orig_model):
         with torch.no_grad(), run_eagerly():
             loss = float(from_last(orig_model, model(batch, eager).loss)) / max(model.objective.count(batch), 1)
+        # No backward pass follows that would reshard the weights that this one gathers.
         reshard(orig_model)
     return compiled_check(losses[shape], loss, orig_model.dtype)
 
@@ -150,6 +158,8 @@ def compile_checks(graphs: int | None, evaluations: int, records: Records, error
     if graphs is None:
         return [Check("The step is compiled", None, "eager", "-", how)]
     late, breaks, uncompiled = list(records.recompile_kinds), records.graph_break_reasons, records.fallbacks
+    # A refused recompile ends the run before torch records it. A graph break raises the same error, but is in the
+    # records.
     if isinstance(error, RecompileError) and not breaks:
         late = [*late, str(error).partition("\n")[0]]
     ran = counted(graphs, "graph")
@@ -195,5 +205,6 @@ def report_of(
     unheeded = "; ".join(records.hooks) or "all of them"
     hooks = Check("The step runs the hooks that the model has", not records.hooks, unheeded, "all of them", how)
     checks = [*compile_checks(graphs, evaluations, records, error), hooks]
+    # Graphs and seconds are this rank's, but what should not happen counts on every rank.
     counts = counts | {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
     return EngineReport(counts, events, checks)

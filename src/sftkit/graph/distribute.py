@@ -27,24 +27,30 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
         ConfigError: replicas of whole models, context parallelism, a model with an encoder, what tensor parallelism does
             not know or cannot divide, or an exchange of tokens where no experts are shared out.
     """
+    # What is asked of the model alone comes first: it is refused alike on one GPU and on many.
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(
             f"train.engine=graph trains decoders alone, and {orig_model.config.model_type} has an encoder: set "
             "train.engine=blocks"
         )
+    # Gradients are exchanged by the operators that gather shards; whole replicas have none of those, and the hooks by
+    # which DDP exchanges its own do not run inside a captured graph.
     topology = rt.topology
     if rt.world_size > 1 and not topology.sharded:
         raise ConfigError(
             f"train.engine=graph shards weights over its {rt.world_size} processes, and {topology.describe()} keeps them "
             "whole: start it with accelerate_configs/fsdp2.yaml or hsdp.yaml"
         )
+    # Ranks that share a row would have to exchange keys and values within attention, for which a graph has no operator.
     if topology.context > 1:
         raise ConfigError(
             f"train.engine=graph has no context parallelism yet ({topology.describe()}): set cp_size to 1, or "
             "train.engine=blocks"
         )
+    # Needs the sizes of every matrix, so it comes after what can be refused without them.
     if topology.tensor > 1:
         check_tensor_plan(orig_model, topology.tensor)
+    # From here on only the exchange of tokens between ranks that share experts out, which are the tensor-parallel ones.
     if dispatcher != "alltoall":
         return
     if not any(is_experts(module) for module in orig_model.modules()):
@@ -69,6 +75,7 @@ def check_device(passes: Sequence[str], attention: str, device: torch.device) ->
     Raises:
         ConfigError: which pass, and what to do.
     """
+    # CUDA has all passes and kernels; what follows is about the CPU, on which recipes are tried out.
     if device.type == "cuda":
         return
     if "cuda_graphs" in passes:
@@ -95,11 +102,14 @@ def distribute_for_graph(
         use_grouped_products(model.orig_model)
         model.to(rt.device)
         return
+    # Modules change their class first for the products of experts, then for activations, last for sharding: the forward
+    # pass that gathers weights must be the outermost, as it gives the others theirs.
     meshes = make_graph_meshes(rt.topology, rt.device.type)
     mesh = meshes.tensor_parallel
     use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"), dispatcher)
     if mesh is not None:
         exchange_activations(model.orig_model, mesh)
     shard_for_graph(model, weight_placement(model.orig_model, meshes), rt.precision)
+    # Weights are read when their places are known, so that each rank reads no more than its own shards.
     materialize_weights(model.orig_model, source, rt.device)
     rt.print(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")

@@ -81,21 +81,29 @@ class GraphEngine:
         """
         orig_model, layout, passes = training.orig_model, training.layout, cfg.graph.passes
         self._cfg, self._rt, self._layout, self._run_dir = cfg, rt, layout, run_dir
+        # What needs no weights comes first: a wrong recipe fails before minutes of reading them.
         check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
         check_possible(rt, orig_model, cfg.graph.token_dispatcher)
         with ExitStack() as stack:  # what fails on the way puts back what was set
+            # Attention decides what a block keeps, sharding what is gathered: the plan needs both. A caller is told of
+            # it before anything large is allocated, as the estimate is most useful where the run then ends.
             execution = Execution(cfg.compile.enabled, captured=True)
             choice = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt)
             sharding = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=False)
             fixed = Fixed(backend=choice.backend, sharding=sharding if rt.topology.sharded else None)
             self._plan = plan = make_plan(_config_for_plan(cfg), orig_model, layout, rt, fixed)
             on_plan(plan)
+            # Weights come to the device as shards. The model is wrapped before: the loss reads the head without calling
+            # it, so the wrapper has to know that this weight is a shard too.
             self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective)
             budget = plan.activation_memory_budget
             stack.enter_context(compiler_switches(cfg.compile, budget))  # the optimizer may compile
             distribute_for_graph(model, training.source, rt, cfg.graph.token_dispatcher)
+            # The optimizer is last: its states belong to the parameters as they are now, DTensors where they are
+            # sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             self._at_close = stack.pop_all()
+        # Nothing is captured yet: the warm-up does that, and begins the watches.
         size = checkpoint_bytes(orig_model, plan)
         self.setup = Setup(choice.backend, choice.reason, plan.optim.name, plan.line, size)
         self.captured = CapturedModel(model, passes, saves_memory=budget < 1.0)
@@ -111,26 +119,38 @@ class GraphEngine:
         """Capture every declared shape, and run its worst-case batch forward and backward with the optimizer's memory
         reserved."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
+        # From here on all that torch compiles is counted. The optimizer may compile even where graphs are only
+        # captured.
         self._watch = watch = CompileWatch()
         self._at_close.callback(watch.close)
         started = time.perf_counter()
+        # Before minutes of capture: does the forward pass compute what the plain model does? A model that it refuses is
+        # not captured at all.
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)))
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
         check = check_documents(self.model, eager, rt.device, layout.max_length)
+        # A graph is of the mode that it was captured in.
         orig_model.train()
         with working("capturing the graph of a step"):
             self.compiled = cfg.compile.enabled and self._capture()
+        # Dumped before the graphs run, so that those of a run that fails in its first pass can be read.
         if cfg.graph.dump and rt.is_main:
             dump(self.captured.stages, rt.output_dir(self._run_dir))
+        # The peak of a step, with room held for optimizer states that do not exist yet. The optimizer's own warm-up may
+        # make them, so it comes after that room is given back.
         with oom_advice(self._plan, cfg, layout), reserve_optimizer_state(self.optimizer, self._plan, rt.device):
             losses = self._run_shapes()
         self.optimizer.warm_up(compiled=self.compiled)
+        # From here on a capture or compile is late, and so is a hook: graphs do not contain it. Gradients are compared
+        # through the graphs that are there.
         watch.warm_up_done()
         self._hooks = HookWatch(orig_model, captured=self.compiled)
         sides = Sides(self.model, self.captured, list(parameters_of(self.optimizer.param_groups)), rt)
         same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         seconds = time.perf_counter() - started
         self._print_setup(print_line, seconds)
+        # Last, for they compare what was found above: logits and loss, gradients, and the losses of the warm-up's
+        # batches.
         checks = document_checks(check, orig_model.dtype, backend, allowed.logits)
         compared = compiled_against_eager(rt, self.model, layout, losses if self.compiled else {}, eager)
         checks += [gradients_check(same, allowed, backend), compared]
@@ -139,16 +159,22 @@ class GraphEngine:
     def _capture(self) -> bool:
         """Capture every shape; return whether every rank has all graphs. If not, none keeps any, or it is an
         error, as compile.on_failure says."""
+        # A capture runs no collective, so one rank may fail alone without leaving the others in the middle of an
+        # exchange.
         error: Exception | None = None
         try:
             for rows, row_length in self._layout.shapes:
                 self.captured.capture(worst_case_batch(self._rt, self.model.orig_model, self._layout, rows, row_length))
+        # No fault of the graph: training eagerly, which keeps more, is not what helps here.
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:
             error = caught
+        # All ranks ask, whatever became of their own capture, so that all run graphs or none does: the exchanges inside
+        # them may come in another order than eagerly.
         if not self._rt.any_rank(error is not None):
             return True
+        # A mistake in the recipe is an error even where compile.on_failure=warn: eager training would hide it.
         reason = " ".join(str(error or "it failed on another rank").split())[:300]
         if self._cfg.compile.on_failure == "error" or isinstance(error, ConfigError):
             known = isinstance(error, ConfigError)  # which says what to do
@@ -170,6 +196,7 @@ class GraphEngine:
         run_shape = shape_runner(rt, self.captured, model, layout, losses)
         times = 2 if "cuda_graphs" in self._cfg.graph.passes else 1  # the second time is recorded
         with random_state_kept():
+            # Eagerly no shape has code of its own: the last, which is the largest, is enough for the peak of memory.
             for rows, row_length in layout.shapes if self.compiled else layout.shapes[-1:]:
                 for _ in range(times):
                     run_shape(rows, row_length)
@@ -186,6 +213,7 @@ class GraphEngine:
         else:
             number = self.captured.num_graphs
             print_line(f"{kind}; captured {number} graph{'s' * (number > 1)}, in {seconds:.1f} s")
+            # A pass that changed nothing has no line.
             known: dict[str, Counts] = {}
             for stage in self.captured.stages[layout.shapes[-1]]:
                 if known.get(stage.graph) != stage.counts:
@@ -223,6 +251,7 @@ class GraphEngine:
         """Return what was captured, and what ran without a graph, on all ranks."""
         watch, captured = self.watch, self.captured
         assert self._hooks is not None, "warm_up comes first"
+        # To the records of torch.compile come our own: captured graphs are none of its.
         own = records_of(watch, self._hooks.unheeded())
         own = replace(
             own,
@@ -231,6 +260,7 @@ class GraphEngine:
             recompile_kinds=(*own.recompile_kinds, *dict.fromkeys(captured.late)),
             fallback_kinds=(*own.fallback_kinds, *dict.fromkeys(captured.fallbacks)),
         )
+        # A run that failed cannot ask other ranks, which may be gone: it tells what it last heard of them.
         records = self._records.exchanged(own) if error is None else self._records.known(own)
         counts = watch.counts()
         counts["compile/graphs"] += captured.num_graphs

@@ -116,6 +116,7 @@ def kept_elements(s: EstimateInputs) -> float:
     """
     m = s.shape
     rotary = 2 * m.head_dim
+    # The input of the block, and sines and cosines of positions: what a block starts from again cannot be recomputed.
     least = m.hidden + rotary
     everything = _all_elements(s)
     if s.checkpointing:
@@ -144,6 +145,7 @@ def estimate(s: EstimateInputs) -> Estimate:
     all parameters, and buckets for the exchange of gradients from the start; for sharded ranks see `_sharded`.
     """
     m, width = s.shape, WIDTH[s.precision]
+    # Ranks of a row divide its positions among them.
     tokens = max(rows * row_length for rows, row_length in s.layout.shapes) // s.topology.ranks_per_row
     if s.topology.stages > 1:
         return max(pipeline_estimates(s), key=lambda place: place.total)
@@ -155,6 +157,7 @@ def estimate(s: EstimateInputs) -> Estimate:
     sums = earlier if sums_in_fp32(s.layout, s.precision) else 0
     last = 0 if buckets and s.layout.accumulation == 1 else gradients  # 0: they lie in the buckets
     head = width * m.vocab * m.hidden
+    # The head's gradient is the first of a backward pass, and stays while the blocks follow.
     block = max(tokens * _block_bytes_per_token(s) + _mask_bytes(s), _encoder_block_bytes(s))
     at_start = Estimate(
         weights,

@@ -102,6 +102,8 @@ def make_plan(
         setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
     # The optimizer that auto stands for may depend on whether the default fits, and the sharding on the optimizer.
     if cfg.optim.name == "auto":
+        # Ranks ask each other, and all change the optimizer or none does: their GPUs may differ in size, but they share
+        # one checkpoint.
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
         name = automatic_optimizer(cfg.train.memory, rt.precision, too_much=too_much, sharded=rt.topology.sharded)
         if setup is not None and name != setup.optimizer:
@@ -130,6 +132,8 @@ def make_plan(
         line=line,
     )
     if found is not None and not fits(found, total_bytes):
+        # Only a warning: weights and states alone do fit (_check_room), and the rest of the estimate may be off by some
+        # percent.
         advice = "; ".join(r.text for r in remedies(plan, cfg, layout)[:3]) or "a smaller model or a larger GPU"
         warning = "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s"
         log.warning(warning, gib(found.total), gib(total_bytes or 0), advice)
@@ -148,6 +152,8 @@ def _checkpoints(cfg: Config, orig_model: PreTrainedModel) -> bool:
             f"train.memory={cfg.train.memory}: without compilation it takes gradient checkpointing, which "
             f"{type(orig_model).__name__} does not have; set compile.enabled=true or train.memory=speed"
         )
+    # torch advises against the reentrant kind, which also wants an input with a gradient: embedded tokens of frozen
+    # embeddings have none.
     orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     return True
 
@@ -191,6 +197,7 @@ def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
         return
     shards = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
     ways = [text for text, after in smaller_states(s) if held_bytes(after) <= total_bytes]
+    # What one process holds times the shards is the whole model; rounded up to whole GPUs.
     ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * shards // total_bytes)} such GPUs or more")
     raise ConfigError(
         f"weights, gradients and states of {s.optimizer} alone take {gib(held)} on each GPU, which has {gib(total_bytes)}: smaller "
@@ -202,6 +209,7 @@ def _fastest_sharding(s: EstimateInputs, total_bytes: int | None, rt: Runtime) -
     """Return the first of SHARDINGS that is estimated to fit on every rank, else the one that takes least."""
     if not s.topology.sharded:
         return s.sharding
+    # Every rank gets the same answer from any_rank, so all leave this loop at the same place.
     for sharding in SHARDINGS[:-1]:
         if not rt.any_rank(not fits(estimate(replace(s, sharding=sharding)), total_bytes)):
             return sharding
@@ -230,6 +238,7 @@ def _line(line: str, estimate: Estimate | None, total_bytes: int | None) -> str:
         return f"{line}; peak unknown: the model's config does not name its sizes"
     if total_bytes is None:
         return line
+    # 0.05 GiB is what is printed as 0.1.
     large = {name: size for name, size in asdict(estimate).items() if size >= 0.05 * GIB}
     parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in large.items())
     return f"{line}; estimated peak {gib(estimate.total)} of {gib(total_bytes)} ({parts})"
@@ -240,6 +249,7 @@ def against_measured(plan: MemoryPlan, measured_gib: float) -> str:
     holds all that a step holds."""
     if plan.estimate is None:
         return f"memory: peak {measured_gib:.1f} GiB measured in the warm-up"
+    # Without the CUDA context: the allocator, which measures, does not count it.
     estimated = plan.estimate.tensors / GIB
     off = f", {estimated / measured_gib - 1:+.0%}" if measured_gib else ""
     return f"memory: peak {measured_gib:.1f} GiB measured in the warm-up, {estimated:.1f} GiB estimated{off}"
@@ -255,6 +265,7 @@ def reserve_optimizer_state(optimizer: Optimizer, plan: MemoryPlan, device: torc
     held = None
     if device.type == "cuda":
         missing = missing_state_bytes(optimizer, plan.optim.name) + plan.earlier_gradient_bytes
+        # One block in place of many: it takes the room, and USABLE leaves some for fragmentation.
         held = torch.empty(missing, dtype=torch.uint8, device=device)
     try:
         yield
@@ -267,6 +278,7 @@ def missing_state_bytes(optimizer: Optimizer, name: str) -> int:
     missing, spec = 0.0, OPTIMIZERS[name]
     for group in optimizer.param_groups:
         for p in group["params"]:
+            # By get: torch's state is a defaultdict, and an index would make an entry for the parameter.
             if p.requires_grad and not optimizer.state.get(p):
                 width = spec.state_width(_precision_of(p), block_matrix=group.get("block_matrices", True))
                 missing += local(p).numel() * width
@@ -281,4 +293,5 @@ def _precision_of(param: torch.Tensor) -> str:
 def checkpoint_bytes(orig_model: PreTrainedModel, plan: MemoryPlan) -> float:
     """Return the bytes of one checkpoint: weights and optimizer states of all ranks."""
     spec = OPTIMIZERS[plan.optim.name]
+    # Of a DTensor numel counts the whole tensor, not this rank's shard.
     return sum(p.numel() * (p.element_size() + spec.state_width(_precision_of(p))) for p in orig_model.parameters())

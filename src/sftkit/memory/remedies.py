@@ -47,6 +47,7 @@ def remedies(plan: MemoryPlan, cfg: Config, layout: Layout) -> list[Remedy]:
     s, ways = replace(plan.setup, layout=layout), []
     for options in (_smaller_batch(s, cfg.data), _recompute(s, cfg), smaller_states(s), _chunk(s), _more_shards(s)):
         saved = [(text, plan.estimate.total - estimate(after).total, after) for text, after in options]
+        # What is less than the last digit that is printed, 0.1 GiB when rounded, is no advice.
         saved = [one for one in saved if one[1] >= 0.05 * GIB]
         if saved:
             more = "".join(f", {text} {gib(n)}" for text, n, _ in saved[1:])
@@ -68,14 +69,17 @@ def _smaller_batch(s: EstimateInputs, data: DataConfig) -> list[Option]:
     """Return half of the rows of a micro-batch; where it is one row, half of the row."""
     layout = s.layout
     share, half = layout.global_batch_size // layout.world_size, layout.micro_batch_size // 2
+    # The global batch stays as it is, so the fewer rows of a micro-batch must divide this process's share of it.
     if half:
         rows, budget_rows = largest_divisor(share, half), largest_divisor(layout.global_batch_size, half)
         smaller = replace(layout, micro_batch_size=rows, budget_rows=budget_rows)
         return [(f"train.micro_batch_size={rows}", replace(s, layout=smaller))]
     halved = layout.row_lengths[-1] // 2
     lengths = tuple(sorted({min(length, halved) for length in layout.row_lengths}))
+    # A packed row need only hold the longest document: until then no document has to be cut for it.
     if layout.kind == "packed" and halved >= layout.max_length:
         return [(f"data.row_length={halved}", replace(s, layout=replace(layout, row_lengths=lengths)))]
+    # A row length in the recipe would keep the rows as long as they are.
     also = "" if layout.kind != "packed" or data.row_length is None else f" data.row_length={halved}"
     shorter = replace(layout, row_lengths=lengths, max_length=halved, max_doc_length=min(layout.max_doc_length, halved))
     return [(f"data.max_length={halved}{also}", replace(s, layout=shorter))]
@@ -85,12 +89,15 @@ def _recompute(s: EstimateInputs, cfg: Config) -> list[Option]:
     """Return the values of train.memory below the run's, or lower budgets where the recipe names one."""
     if s.checkpointing:
         return []
+    # Eagerly there is one more step, transformers' gradient checkpointing, whatever preset asks for it.
     if not s.compiled:
         return [("train.memory=balanced", replace(s, checkpointing=True))]
+    # A budget in the recipe stands before train.memory, which would then change nothing.
     if cfg.compile.activation_memory_budget is not None:
         lower = [b for b in BUDGETS.values() if b < s.budget]
         return [(f"compile.activation_memory_budget={b}", replace(s, budget=b)) for b in lower]
     options = {preset: replace(s, budget=budget) for preset, budget in BUDGETS.items() if budget < s.budget}
+    # The preset low also changes what auto stands for: its estimate has both.
     if cfg.optim.name == "auto" and "low" in options:
         name = automatic_optimizer("low", s.precision, too_much=False, sharded=s.topology.sharded)
         options["low"] = replace(options["low"], optimizer=name)
@@ -99,6 +106,7 @@ def _recompute(s: EstimateInputs, cfg: Config) -> list[Option]:
 
 def smaller_states(s: EstimateInputs) -> list[Option]:
     """Return the optimizers for bf16 weights with smaller states; for fp32 weights bf16 ones."""
+    # The smaller optimizers are made for bf16 weights, so the weights come first.
     if s.precision != "bf16":
         return [("train.precision=bf16", replace(s, precision="bf16"))]
     width, found = OPTIMIZERS[s.optimizer].state_width(s.precision), []
@@ -111,6 +119,7 @@ def smaller_states(s: EstimateInputs) -> list[Option]:
 
 def _more_shards(s: EstimateInputs) -> list[Option]:
     """Return weights sharded over the processes there are, or over twice as many."""
+    # Replicas become shards on the GPUs there are; what is sharded already needs more of them.
     unsharded = s.topology.world_size > 1 and not s.topology.sharded
     number = s.topology.world_size * (1 if unsharded else 2)
     share, left = divmod(s.layout.global_batch_size, number)
@@ -150,6 +159,7 @@ def _is_installed(spec: OptimizerSpec) -> bool:
 
 def explain_oom(error: BaseException, plan: MemoryPlan, cfg: Config, layout: Layout) -> ConfigError:
     """Return the error that says what ran out, and the three settings that save most for this run."""
+    # The size is only in the text of torch's error, which has no field for it.
     tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
     device = "the GPU" if plan.total_bytes is None else f"the GPU has {gib(plan.total_bytes)}"
     lines = [f"out of memory: {device}"]

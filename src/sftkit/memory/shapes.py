@@ -33,10 +33,13 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig) -> Shape | Non
         return None
     head_dim = size("qk_head_dim", "head_dim", default=hidden // max(heads, 1))
     key_heads = size("num_key_value_heads", default=heads)
+    # GPT-2 calls the inner size n_inner, which is null for four times the hidden one; OPT calls it ffn_dim.
     inner = size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    # A token passes some experts only: its activations are theirs together, though all experts are in the parameters.
     if isinstance(experts := size("num_experts_per_tok"), int):
         inner = size("moe_intermediate_size", default=inner)
         inner = inner * experts if isinstance(inner, int) else None
+    # A list, one size for each layer, is no size that the estimate could use.
     if not (isinstance(head_dim, int) and isinstance(key_heads, int) and isinstance(inner, int)):
         return None
     parameters = sum(p.numel() for p in orig_model.parameters())

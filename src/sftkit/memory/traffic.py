@@ -77,12 +77,15 @@ def _hidden_bytes(s: EstimateInputs) -> float:
 def _of_tensor(s: EstimateInputs) -> list[CollectiveTraffic]:
     """Return what tensor ranks exchange: rows gathered before attention and feed-forward layer, reduced and scattered
     after them; the same backwards."""
+    # Two gathers and two scatters in the forward pass of a block, around attention and around the feed-forward layer,
+    # and as many backwards.
     size = 4 * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
     return [CollectiveTraffic(kind, "tensor", s.topology.tensor, size) for kind in ("all_gather", "reduce_scatter")]
 
 
 def _of_context(s: EstimateInputs) -> list[CollectiveTraffic]:
     """Return what context ranks exchange: keys and values of whole rows in each block, and their gradients."""
+    # Keys and values: 2. Queries stay where they are.
     size = 2 * s.shape.key / s.shape.hidden * s.shape.blocks * s.layout.accumulation * _hidden_bytes(s)
     return [CollectiveTraffic(kind, "context", s.topology.context, size) for kind in ("all_gather", "reduce_scatter")]
 
@@ -91,13 +94,16 @@ def _of_pipeline_rank(s: EstimateInputs, pipeline_rank: int) -> list[CollectiveT
     """Return what a process of a pipeline exchanges: hidden states on, gradients back, and what the copies or
     shards of its stages exchange."""
     t, pipeline_size = s.topology, s.topology.stages
+    # Each stage sends states on and gradients back, but the first has nobody before it and the last nobody after it.
     ends = (pipeline_rank == 0) + (pipeline_rank == pipeline_size - 1)
     sends = 2 * len(s.stage_layers[pipeline_rank::pipeline_size]) - ends
     traffic = [CollectiveTraffic("send", "stages", 2, sends * s.layout.accumulation * _hidden_bytes(s))]
     own = replace(s, shape=pipeline_rank_shape(s, pipeline_rank), topology=replace(t, stages=1))
     if t.sharded:
+        # A pipeline gathers weights once a step and exchanges gradients at its end, whatever the plan chose for blocks.
         own = replace(own, sharding=replace(s.sharding, keep_weights=True, keep_gradients=True))
         return traffic + [each for each in _of_weights(own) if each.ranks > 1]
+    # From three micro-batches on gradients are added up in fp32: see estimate.sums_in_fp32.
     width = REDUCED if s.layout.accumulation > 2 else WIDTH[s.precision]
     gradients = CollectiveTraffic("all_reduce", "replicas", t.replicas, width * own.shape.parameters)
     return traffic + [gradients] * (t.replicas > 1)

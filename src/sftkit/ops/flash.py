@@ -165,6 +165,8 @@ def document_attention_backward(  # noqa: PLR0913 - an operator takes tensors an
             max_seqlen_k=max_length,
         )
         return _cleared(grads, cu_seqlens, cu_seqlens_k, causal=causal)
+    # Private, as in document_attention: torch.nn.attention.varlen has a backward pass of its own, but no function for
+    # it.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grads = torch.ops.aten._flash_attention_backward(
         grad,

@@ -81,7 +81,7 @@ def _exp_avg_sq(old: torch.Tensor, grad: torch.Tensor, clip: torch.Tensor, rate2
 
 
 # foreach_map gives an operator each list of tensors as an argument of its own.
-def _weight(  # noqa: PLR0913
+def _weight(  # noqa: PLR0913 - as many as the update has operands
     old: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
@@ -198,7 +198,7 @@ class GraphAdamW(AdamW):
         return kept
 
     # The flag may come by its place: the signature is torch's.
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch gives it by its place
         """Drop the gradients, or set those to 0 whose memory is kept, for the next step to add to.
 
         A kept gradient that the next step does not add to stays 0, and its parameter decays.

@@ -30,6 +30,7 @@ LICENCE = ("license", "license_name", "license_link")
 def licence(card: Path) -> dict[str, str]:
     """Return what the header of an earlier card says of the licence; empty without one that can be read."""
     try:
+        # Of the header alone; the rest of the card may hold lines of dashes too.
         _, header, _ = card.read_text(encoding="utf-8").split("---\n", 2)
         found = mapping(yaml.safe_load(header))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -63,6 +64,7 @@ def _header(report: Report, kept: Mapping[str, Any]) -> str:
     """Return the YAML header, with the results that the hub shows."""
     from huggingface_hub import EvalResult, ModelCardData
 
+    # Only characters that a repository on the hub may have in its name.
     name = re.sub(r"[^\w.-]+", "-", report["run"]["name"])
     results = [
         EvalResult(
@@ -82,6 +84,7 @@ def _header(report: Report, kept: Mapping[str, Any]) -> str:
         base_model=report["run"]["base_model"],
         datasets=report["run"]["datasets"] or None,
         tags=["sftkit"],
+        # ModelCardData refuses results without a name, and a name without results says nothing.
         model_name=name if results else None,
         eval_results=results or None,
         **kept,
@@ -96,6 +99,7 @@ def _scores(report: Report) -> Rows:
 
 def md(value: Any) -> str:
     """Escape text of any origin for a line or a table cell of Markdown: nothing in it is markup."""
+    # HTML first, then Markdown: both are markup in a card.
     text = html.escape(" ".join(value_text(value).split()), quote=False)
     return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", text)
 
@@ -108,6 +112,7 @@ def code(value: Any) -> str:
 
 def block(text: str) -> str:
     """Return text in a fence that is longer than any in it."""
+    # A fence ends at the first one as long as itself.
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", text))])
     return f"{fence}\n{text}\n{fence}"
 
@@ -166,6 +171,7 @@ def _training(report: Report) -> str:
 
 def _data(report: Report) -> str | None:
     """Return the section on the sources; None where they are unknown."""
+    # Of what preflight has found where there is one, as it counts; else of the recipe, which names the sources.
     found = dicts(report["preflight"].get("sources"))
     if found:
         head, cells = columns(found, SOURCES)

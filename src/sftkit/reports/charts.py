@@ -95,6 +95,7 @@ def line_chart(
     values += [bound for one in shown for _, low, high in one.intervals for bound in (low, high)]
     values += [0.0] if axis.zero and not axis.log else []
     values += [level] if level is not None else []
+    # Steps begin at 0 if the first is near it, as lines then start where training did; a resumed run's do not.
     first = 0.0 if 0 < min(steps) <= max(steps) / 4 else min(steps)
     x = Axis(*_range(first, max(steps), 0.0), LEFT, width - RIGHT)
     ends = _range(min(values), max(values), 0.06, zero=axis.zero, log=axis.log)
@@ -111,6 +112,7 @@ def _range(low: float, high: float, room: float, *, zero: bool = False, log: boo
         return low / 1.08, high * 1.08
     if high == low == 0:
         return 0.0, 1.0
+    # A constant gets some room, 5 % of itself either way: an axis without length has no scale.
     if high == low:
         spread = abs(high) * 0.05
         low, high = low - spread, high + spread
@@ -150,6 +152,8 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     """Draw the line, its intervals, and points that say their value when pointed at."""
     places = " ".join("gap" if value is None else f"{x(step)},{y(value)}" for step, value in one.points)
     known = [(step, value) for step, value in one.points if value is not None]
+    # Few points are all drawn as dots. Of many only some answer the pointer, so that a page of thousands of steps stays
+    # small; the last, which is asked for most, always does.
     few = len(known) <= 24
     stride = -(-len(known) // _MAX_TITLES)
     told = known[::stride] + ([known[-1]] if (len(known) - 1) % stride else [])
@@ -159,6 +163,7 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
         title = el("title", f"{one.label}, step {format_value(step)}: {format_value(value)}")
         dots.append(el("circle", title, cx=x(step), cy=y(value), r=radius, class_=dot))
     bars = [_line(x(step), y(low), x(step), y(high), "bar") for step, low, high in one.intervals]
+    # A line needs two points: a single one between gaps is seen by its dot.
     lines = [el("polyline", points=part.strip()) for part in places.split("gap") if " " in part.strip()]
     return el("g", bars, lines, dots, class_=kind)
 
@@ -178,6 +183,7 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
     x = Axis(lowest * 1.05, 1.0, left, width - 60)
     grid = ticks(lowest, 1.0, 5) if lowest else [0.0, 0.25, 0.5, 0.75, 1.0]
 
+    # An interval or a chance level may reach beyond the axis; its line ends there.
     def clamped(value: float) -> float:
         return x(min(max(value, x.low), x.high))
 
@@ -231,6 +237,7 @@ def histogram(
     for name, value in marks.items():
         at = x(_place(value, edges))
         parts.append(el("g", el("title", f"{name}: {format_value(value)} {unit}"), _line(at, TOP, at, y(0), "mark")))
+    # Labels of edges are 7 units a letter wide; as many are left out as it takes for them not to touch.
     texts = axis_texts(list(edges))
     stride = max(1, -(-bins * (max(map(len, texts)) * 7 + 14) // int(width - LEFT - RIGHT)))
     for index in range(0, bins + 1, int(stride)):

@@ -54,12 +54,14 @@ def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     report, curves = read_run(run_dir)
     if against is not None:
         other, its_curves = read_run(against)
+        # Two runs of the same name, such as default/sft in two folders, are told apart by their paths.
         if report["run"]["name"] == other["run"]["name"]:
             report["run"]["name"], other["run"]["name"] = str(run_dir), str(against)
         kept = ("run", "headline", "curves", "last", "evaluations", "final", "config")
         report["against"] = {key: other[key] for key in kept}
         report["against"]["config_diff"] = differences(report["config"], other["config"])
         machines = machine_name(report["environment"]), machine_name(other["environment"])
+        # Curves are compared with all their steps, not with the thinned ones that the page draws.
         report["against"]["comparison"] = compare_curves(curves, its_curves, machines)
     return report
 
@@ -187,6 +189,7 @@ def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:
     """Return where the report of the run that this one started from lies, relative to this one's;
     None: there is none here."""
     path = mapping(settings.get("model")).get("path")
+    # By resolved paths on both sides, so that the link also holds where runs/ is a link to another disk.
     page = Path(path) / names.REPORT if isinstance(path, str) else None
     return os.path.relpath(page.resolve(), run_dir.resolve()) if page is not None and page.is_file() else None
 
@@ -209,6 +212,7 @@ def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, s
     windows, hits, inside = (list(known(curves, metric).values()) for metric in metrics)
     # Where no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
     spent = inside[-1] if inside else drawable_number(summary.get("warm_up_seconds"))
+    # Only Inductor makes faster code; nothing that an eager or debugging backend spends can pay.
     generated = mapping(settings.get("compile")).get("backend", "inductor") == "inductor"
     if summary.get("compiled", bool(inside)) is not True or not generated:
         return None
@@ -218,6 +222,7 @@ def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, s
 
 def _command(resume: Any) -> str | None:
     """Return the command that started the run: the one that resumes it, without its last word."""
+    # A command of another version, or typed by hand, may have quotes that do not close.
     try:
         words = shlex.split(resume) if isinstance(resume, str) else []
     except ValueError:
@@ -236,6 +241,7 @@ def curves_of(rows: Rows) -> dict[str, Curve]:
         if step is None:
             continue
         for name, value in row.items():
+            # A null is kept as a gap of the line: it stands for a value that was not finite.
             if name not in ("step", "time") and (value is None or drawable_number(value) is not None):
                 curves.setdefault(name, {})[step] = drawable_number(value)
     return {name: [[step, points[step]] for step in sorted(points)] for name, points in curves.items()}
@@ -249,6 +255,7 @@ def thin(points: Curve) -> Curve:
     kept = {0, len(points) - 1}
     for bucket in range(_BUCKETS):
         stretch = range(bucket * len(points) // _BUCKETS, (bucket + 1) * len(points) // _BUCKETS)
+        # Lowest and highest, not means: a spike of one step has to stay visible.
         values = [(value, i) for i in stretch if (value := points[i][1]) is not None]
         kept |= {min(values)[1], max(values)[1]} if values else set()
         kept |= {next(i for i in stretch if points[i][1] is None)} if len(values) < len(stretch) else set()

@@ -36,6 +36,7 @@ def compare_curves(mine: Curves, other: Curves, machines: Sequence[str | None] =
             if a or b:
                 notes.append(f"{name}: not compared, no step was {done} {'there' if a else 'here'}")
             continue
+        # The last step that both have, not the last of each: a longer run would look better for its length.
         step = max(a.keys() & b.keys(), default=None)
         if step is None:
             notes.append(f"{name}: not compared, no step was {done} by both (here {_steps(a)}; there {_steps(b)})")

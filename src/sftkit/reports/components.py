@@ -43,6 +43,7 @@ def html_table(
     def cell(index: int, value: Any) -> Html:
         if index == 0:
             return el("th", value, scope="row", class_="any")
+        # A cell of markup is a badge or code: it is read from the left, as text is.
         if index in left or isinstance(value, Html):
             return el("td", value if isinstance(value, Html) else value_text(value), class_="any")
         return el("td", value_text(value), class_="num")
@@ -60,6 +61,8 @@ def check_table(checks: Rows, titles: tuple[str, str, str] = ("Check", "Found", 
         checks: {"name", "found", "expected", "how", "ok"}, values of any kind. `how` stands below the name.
         titles: of the columns behind the badges.
     """
+    # Roles are written out, because on a narrow screen the style makes blocks of rows and cells, and browsers then no
+    # longer tell screen readers that they are a table's.
     head = [el("th", title, scope="col", role="columnheader") for title in ("", *titles)]
     body = [_check_row(check, titles) for check in checks]
     parts = el("thead", el("tr", head, role="row"), role="rowgroup"), el("tbody", body, role="rowgroup")
@@ -73,6 +76,7 @@ def _check_row(check: dict[str, Any], titles: tuple[str, str, str]) -> Html:
         "tr",
         el("td", badge(ok=passed(check)), class_="state", role="cell"),
         el("th", value_text(check.get("name")), how, scope="row", class_="name any", role="rowheader"),
+        # The style shows data-label before the cell on a narrow screen, where the head of the table is hidden.
         el("td", el("span", value_text(check.get("found"))), class_="any", data_label=titles[1], role="cell"),
         el("td", el("span", value_text(check.get("expected"))), class_="any", data_label=titles[2], role="cell"),
         role="row",
@@ -128,9 +132,11 @@ def figure(
     """
     if not (shown := [one for one in series if any(value is not None for _, value in one.points)]):
         return None
+    # An axis that begins at 0 cannot be logarithmic.
     axis = replace(axis, log=not axis.zero and is_log(shown))
     label = f"{title}{f' in {unit}' if unit else ''} over steps: " + "; ".join(map(_last, shown))
     drawing = line_chart(shown, label, axis)
+    # Drawn twice, and the style shows one: a single wide drawing would shrink its text on a narrow screen.
     if wide:
         wider = line_chart(shown, label, axis, WIDE)
         drawing = join(el("div", wider, class_="wide"), el("div", drawing, class_="narrow"))
@@ -146,6 +152,7 @@ def _last(one: Series) -> str:
 
 def _legend(series: Sequence[Series], level: float | None) -> Html | None:
     """Return what each line is; an empty legend where there is but one."""
+    # Empty, it keeps its height, so that charts side by side begin at the same one.
     if len(series) < 2 and level is None:
         return el("div", class_="legend", aria_hidden="true")
     lines = [_key(one.label, el("polyline", points="1,4 25,4"), line_class(one, series)) for one in series]
@@ -167,5 +174,6 @@ def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any
 
 def plain_numbers(values: Any) -> list[float]:
     """Return the numbers of a list, none if any item is no number."""
+    # All or nothing: numbers with gaps would no longer go with the edges or layers beside them.
     found = [drawable_number(value) for value in values] if isinstance(values, list) else []
     return [value for value in found if value is not None] if None not in found else []

@@ -87,6 +87,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Any]:
         "messages": ", ".join(roles) or None,
         "duplicate documents": _percent(preflight.get("duplicate_pct")),
     }
+    # Files of older versions, and of runs that ended early, lack keys: what is not there is left out, never an error.
     overlap = mapping(preflight.get("validation_in_train"))
     masks |= {f"{name}: validation rows in training": count for name, count in overlap.items()}
     validation = dicts(preflight.get("validation"))
@@ -113,6 +114,7 @@ def _percent(value: Any) -> str | None:
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield values of nested mappings with the words on the way to them; unknown values are left out."""
     for key, item in mapping(value).items():
+        # Keys may end in units, which are words of a label: peak_gib becomes "peak GiB".
         words = f"{name} {key}".strip().replace("_", " ").split()
         label = " ".join(_UNITS.get(word, word) for word in words)
         if isinstance(item, dict):
@@ -129,6 +131,7 @@ def _lengths(lengths: dict[str, Any]) -> Html | None:
     known = {"mean": lengths.get("mean"), **marks, "longest": lengths.get("max")}
     found = {name: value for name, value in known.items() if drawable_number(value) is not None}
     words = ", ".join(f"{name} {format_value(value)}" for name, value in found.items())
+    # Without bins nothing can be drawn, but mean and percentiles still say something.
     if drawing is None:
         return el("p", f"Lengths: {words}") if words else None
     caption = el("figcaption", "Document lengths", el("span", words, class_="soft"))
@@ -147,6 +150,7 @@ def _answers(sources: Rows) -> Html | None:
     learned, and why others are not; without the reasons that no answer has."""
     found = [source for source in sources if source.get("answers")]
     rows = [mapping(source["answers"]) | {"name": source.get("name")} for source in found]
+    # Most runs lose answers for one or two reasons of ten: a column of zeros for each other would hide them.
     shown = {key: name for key, name in _ANSWERS.items() if any(row.get(key) for row in rows)}
     return _table(rows, {"name": "source", "answers": "answers", "answers_learned": "learned"} | shown, "Answers")
 
@@ -177,11 +181,13 @@ def compiler(report: Report) -> Html:
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
     phases = [[n.removeprefix("compile/seconds/"), v] for n, v in last.items() if n.startswith("compile/seconds/")]
     of_shapes = {n.removeprefix("shape/"): v for n, v in last.items() if n.startswith("shape/")}
+    # shape/id is the index of a shape and no count.
     shapes = [[name.replace("x", " x "), value] for name, value in of_shapes.items() if name != "id"]
     if not (counts or phases or shapes):
         return section("compile", "Compiler", lead="Nothing of the compiler was logged.")
     late_kinds = ("recompile", "fallback", "graph_break", "cuda_graph")
     late = [event for event in report["events"] if event.get("kind") in late_kinds]
+    # A run that recompiles at every step would make the page too long to open.
     reasons = [(el("h3", "Why"), [el("pre", value_text(event.get("text"))) for event in late[:20]])] if late else None
     tables = el(
         "div",
@@ -219,6 +225,7 @@ def settings_section(report: Report) -> Html:
         return html_table(["setting", *titles], cells, caption, text=(1, 2)) if cells else None
 
     parts = []
+    # The other run's settings first: whoever names a second run asks what differs.
     if report["against"]:
         its = report["against"]["run"]["name"]
         other = table(report["against"]["config_diff"], "other", ("this run", its), f"Different in {its}")

@@ -77,6 +77,7 @@ def ticks(low: float, high: float, num_ticks: int = 4) -> list[float]:
         return [low]
     rough = (high - low) / num_ticks
     power = 10.0 ** math.floor(math.log10(rough))
+    # A round step that is up to a quarter too small: some more ticks are better than half as many.
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.75)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]

@@ -41,6 +41,7 @@ def html_document(title: str, body: Html, more_style: str = "") -> str:
     head = el(
         "head",
         el("meta", charset="utf-8"),
+        # Text of data is escaped (markup.py). Should some of it still get through, the policy lets nothing run or load.
         el("meta", http_equiv="Content-Security-Policy", content=POLICY),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="referrer", content="no-referrer"),

@@ -16,6 +16,7 @@ def evaluations_section(report: Report) -> Html:
     """Return the section: the newest evaluation with intervals, each task over the steps, validation by source."""
     newest = standing(report)
     tasks = [row["task"] for row in newest]
+    # A task with several metrics has a row for each, told apart by the metric.
     several = [
         f"{row['task']} {row['metric']}" if tasks.count(row["task"]) > 1 else _task(row["task"]) for row in newest
     ]
@@ -48,6 +49,7 @@ def _how_evaluated(newest: Rows) -> Html | None:
 
 def _evaluation_table(report: Report) -> Html:
     """Return a table of the newest values, with the first value of a task that moved and the other run's."""
+    # Reversed, so that of several evaluations of a task the first one stays.
     first = {(row["task"], row["metric"]): row for row in reversed(report["evaluations"])}
     newest = standing(report)
     other = report["against"] and others_at(newest, report["against"])
@@ -73,6 +75,7 @@ def others_at(rows: Rows, report: Report) -> dict[tuple[str, str], str]:
     for row in rows:
         key = row["task"], row["metric"]
         its = [each for each in every if (each["task"], each["metric"]) == key]
+        # At equal steps if there are any: two models are compared after as much training.
         equal = [each for each in its if each["step"] == row["step"]]
         newest = (equal or its or [{"value": None, "step": None}])[-1]
         text = _share(newest["value"])
@@ -95,6 +98,7 @@ def _over_steps(report: Report) -> list[Html]:
     charts = []
     for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in report["evaluations"]):
         rows = [row for row in report["evaluations"] if (row["task"], row["metric"]) == (task, metric)]
+        # A single point is in the table already, and parts of a task would be as many charts as it has families.
         if len(rows) < 2 or is_part(rows[-1]):
             continue
         chance = next((row["chance"] for row in reversed(rows) if row["chance"] is not None), None)
@@ -108,6 +112,7 @@ def _over_steps(report: Report) -> list[Html]:
 
 def _eval_series(rows: Rows, label: str, *, other: bool) -> Series:
     """Return the line of a task over the steps; intervals for this run only."""
+    # Intervals of two lines would lie on each other.
     bars = [(row["step"], row["low"], row["high"]) for row in rows if format_interval(row)]
     return Series(label, [(row["step"], row["value"]) for row in rows], 0, other, () if other else bars)
 
@@ -115,6 +120,7 @@ def _eval_series(rows: Rows, label: str, *, other: bool) -> Series:
 def _validation(report: Report) -> Html | None:
     """Return the last loss and bits per byte of every validation source."""
     last = report["last"]
+    # Names of sources stand between two slashes; val/loss and val/bpb are over all of them.
     sources = sorted({name.split("/")[1] for name in last if name.startswith("val/") and name.count("/") == 2})
     rows = [[name, last.get(f"val/{name}/loss"), last.get(f"val/{name}/bpb")] for name in sources]
     if "val/loss" in last or "val/bpb" in last:

@@ -54,6 +54,7 @@ def proof(report: Report) -> Html:
     if not rows:
         lead = "This run has no proof.json: it made no checks of itself, or ended before."
         return section("proof", "Proof", lead=lead)
+    # None is a check that was not made, and neither passes nor fails.
     states = [passed(row) for row in rows]
     failed = [value_text(row.get("name")) for row in rows if passed(row) is False]
     words = [f"{states.count(True)} of {len(rows)} checks pass"]
@@ -100,6 +101,7 @@ def curves(report: Report) -> Html:
 
 def rank_noun(report: Report) -> str:
     """Return what a rank is called, of which speed and memory are shown: "GPU" or "process"."""
+    # Memory of a CPU run is a process's resident set; two runs share their charts, so one word has to fit both.
     runs = [report["run"], *([report["against"]["run"]] if report["against"] else [])]
     return "process" if any(on_cpu(run["device"]) for run in runs) else "GPU"
 
@@ -109,6 +111,7 @@ def _series(report: Report, names: dict[str, str], scale: float = 1.0) -> list[S
     found = []
     for run in (report, report["against"]) if report["against"] else (report,):
         of_run = f", {run['run']['name']}" if report["against"] else ""
+        # A style for each metric, the same number in both runs: line_class then draws the other run's dashed.
         for style, (name, label) in enumerate(names.items()):
             curve = run["curves"].get(name, [])
             points = [(step, value * scale if value is not None else None) for step, value in curve]

@@ -56,6 +56,7 @@ def changed(settings: dict[str, Any]) -> Rows:
     also where there is none."""
     rows = []
     for key, value in _flat(settings):
+        # Lists of mappings are numbered in a recipe; the table of keys has one entry, N, for all of them.
         known = key_table().get(re.sub(r"\.\d+(?=\.|$)", ".N", key))
         default = known.default if known is not None else None
         if known is None or known.required or _text(value) != _text(default):
@@ -82,6 +83,7 @@ def _text(value: Any) -> str:
 def origin(settings: dict[str, Any]) -> str | None:
     """Return the hub model that this run, or the run that it goes on from, started with; None: it was made from scratch
     or from a local folder."""
+    # Runs go on from runs: ten back at most, as a folder may name itself.
     for _ in range(10):
         path = mapping(settings.get("model")).get("path")
         if not isinstance(path, str):

@@ -34,6 +34,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     target = out or run_dir / REPORT
     data = run_dir / REPORT_DATA if out is None else out.with_suffix(".json")
     content = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    # Everything is built before anything is written: an error leaves the earlier report whole.
     texts = {data: content, target: visible(render_report(report))}
     if out is None and (folder := checkpoint(run_dir)) is not None:
         card = folder / CARD
@@ -53,6 +54,7 @@ def try_report(run_dir: Path, print_line: Callable[[str], None] = print_text, ma
         except Exception as error:  # a report must not fail a run
             said.append(f"no report: {type(error).__name__}: {error}")
 
+    # A daemon: what takes too long, such as a slow file system, does not keep the process from ending either.
     said: list[str] = []
     thread = Thread(target=work, daemon=True, name="report")
     thread.start()

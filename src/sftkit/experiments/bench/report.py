@@ -61,6 +61,7 @@ def machine_lines(machine: dict[str, Any]) -> str:
     cuda = f"driver {machine['driver'] or '-'}, CUDA {machine['cuda'] or '-'}"
     lines = [f"Machine: {count}{machine['device']}, {cuda}{host}"]
     lines += [f"Ceilings measured in the same call: {', '.join(ceilings)}"] if machine["matmul_tflops"] else []
+    # Two spaces at the end of a line break it in Markdown.
     return "  \n".join([*lines, f"Versions: {', '.join(known)}; commit {machine['git'] or '-'}"])
 
 
@@ -72,6 +73,7 @@ def speed_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -
     good = [row for row in rows if not row["error"]]
     several = SEVERAL if any(gpus(row) > 1 for row in good) else ()
     columns = (*_COLUMNS[:1], *several, *_COLUMNS[1:])
+    # Baselines may be rows that a newer call has replaced: only they ran on the same host as the row.
     known = [*good, *replaced]
     cells = [[cell(row, reference_row(row["baseline"], row, known)) for _, cell in columns] for row in good]
     return markdown_table([name for name, _ in columns], cells) if cells else ""
@@ -83,6 +85,7 @@ def loss_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) ->
     good = [row for row in rows if not row["error"]]
     cells = []
     for row in good:
+        # Steps are compared by number, so both runs must have had the same batches: `same_loss_as` promises that.
         reference = reference_row(row["same_loss_as"], row, [*good, *replaced])
         if reference and (gaps := loss_differences(row, reference)):
             worst = max(gaps, key=gaps.__getitem__)
@@ -98,6 +101,7 @@ def graph_table(rows: Sequence[ResultRow]) -> str:
     them."""
     cells = []
     for row in rows:
+        # A pass that changed nothing has no line.
         known: dict[str, str] = {}
         for each in row.get("graphs") or []:
             if known.get(each["graph"]) != each["size"]:
@@ -112,11 +116,13 @@ def loss_differences(row: ResultRow, reference: ResultRow) -> dict[str, float]:
     finite."""
     theirs = reference["losses"]
     shared = {step: (loss, theirs[step]) for step, loss in row["losses"].items() if step in theirs}
+    # null stands for NaN and infinity, which JSON does not have.
     return {step: math.inf if a is None or b is None else abs(a - b) for step, (a, b) in shared.items()}
 
 
 def failures(rows: Sequence[ResultRow]) -> str:
     """Return the runs without numbers, and why."""
+    # An error may be a page of traceback; an item of a list is one line.
     lines = [f"- {row['name']}: {' '.join(str(row['error']).split())[:400]}" for row in rows if row["error"]]
     return "Failed:\n\n" + "\n".join(lines) if lines else ""
 
@@ -140,6 +146,7 @@ def result_line(row: ResultRow) -> str:
 
 def gpus(row: ResultRow) -> int:
     """Return the number of processes of a run, a GPU each."""
+    # Results of earlier versions have no world size: they are all of one process.
     return int(row.get("world_size", 1))
 
 
@@ -170,6 +177,7 @@ def first_steps(row: ResultRow) -> str:
 
 def last_loss(row: ResultRow) -> float | None:
     """Return the loss of the last logged window, in nats per target token; None without one."""
+    # The losses stand in the order of their steps.
     return next(reversed(list(row["losses"].values())), None)
 
 
@@ -180,6 +188,7 @@ def same_call(row: ResultRow, other: ResultRow) -> bool:
 
 def reference_row(name: str | None, row: ResultRow, rows: Sequence[ResultRow]) -> ResultRow | None:
     """Return the run `name` of the call of `row` if it succeeded there, else of another call; None without either."""
+    # A run of the same call ran on the same host; that of another one still serves where losses are compared.
     named = [each for each in rows if each["name"] == name and not each["error"]]
     return next((each for each in named if same_call(each, row)), named[0] if named else None)
 
@@ -198,6 +207,7 @@ def calls_line(rows: Sequence[ResultRow]) -> str:
 
 def ratio(row: ResultRow, baseline: ResultRow | None) -> str:
     """Return useful tokens/s over those of the baseline, with the baseline's name; a dash if they are not of one call."""
+    # Speeds of two hosts are not compared, even of one kind of GPU.
     if baseline and not same_call(row, baseline):
         return "-"
     mine, its = middle(row["tok_per_sec"]), middle(baseline["tok_per_sec"]) if baseline else None
@@ -228,4 +238,5 @@ def markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str
 def write_page(page: Path, made: str) -> None:
     """Replace what stands between <!-- tables --> and <!-- end of tables --> on a page."""
     marks = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
+    # By a function: in a text, backslashes of the tables would be read as references to groups.
     page.write_text(marks.sub(lambda match: f"{match[1]}{made}{match[2]}", page.read_text()))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo import utils as dynamo_utils
+from torch._dynamo import utils as dynamo_utils  # private: torch has no public records of compiles
 from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
 
 from sftkit.compile.contract import compile_model, run_eagerly, undo_compile
@@ -81,6 +81,8 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
         counters that are filled at the end with what CompileWatch.counts says
     """
     counts: dict[str, float] = {}
+    # What this process compiled before must not be found again: the seconds are those of a first compile. The public
+    # name is torch.compiler.reset.
     torch._dynamo.reset()
     # Private: what was captured before would be in the summary, which lists all that Dynamo knows.
     dynamo_utils.clear_compilation_metrics()

@@ -87,6 +87,7 @@ def check_plan(plan: ValidationPlan, cfg: Config, hardware: Hardware) -> None:
         ConfigError: all problems, one a line.
     """
     problems = []
+    # Windows and warm-up begin and end at the same steps, so that no window is half warm-up; three make a median.
     if plan.window < 1 or plan.warm_up < 5 or plan.warm_up % plan.window or plan.steps % plan.window:
         problems.append("--warm-up must be 5 or more, and --warm-up and --steps multiples of --window")
     if plan.steps < plan.warm_up + 3 * plan.window:
@@ -95,12 +96,14 @@ def check_plan(plan: ValidationPlan, cfg: Config, hardware: Hardware) -> None:
     problems += [f'--layouts: "{layout}" is not one of {", ".join(_LAYOUTS)}' for layout in unknown]
     rows = cfg.train.global_batch_size
     for count in plan.processes:
+        # Processes on a CPU may be more than its cores: they are slow then, but not wrong.
         if hardware.gpus and count > hardware.gpus:
             problems.append(f"--processes: {count}, but {hardware.gpus} GPUs are visible here")
         elif rows % max(count, 1) or count < 1:
             problems.append(f"--processes: {count} do not divide train.global_batch_size, {rows}")
     if cfg.train.fp8:
         problems.append("train.fp8: the eager baseline cannot train in float8: add train.fp8=null")
+    # Evaluations are compared too, so a recipe without any leaves a part of the validation empty.
     if not cfg.data.val and not cfg.eval.tasks:
         problems.append(f"{plan.recipe}: has nothing to evaluate: set data.val or eval.tasks")
     if not Path(plan.script).is_file():
@@ -117,9 +120,12 @@ def cases(
     made = []
     reference = ["reference"] if plan.reference and has_reference(cfg.optim, hardware, replica) else []
     for layout, count in product(plan.layouts, plan.processes):
+        # How far two seeds differ is the measure for all others, and needs to be known once: it does not depend on the
+        # number of processes. Nor does the reference, which is slow.
         fewest = count == plan.processes[0]
         kinds = ["eager", "eager, other seed", "compiled", *reference] if fewest else ["eager", "compiled"]
         for kind in kinds:
+            # Without the size of a replica no sharded start is chosen: the reference engine keeps the model whole.
             launch = launch_of(count, cfg.train, hardware, None if kind == "reference" else replica)
             slug = f"{layout}-{count}-{kind.replace(', ', '-').replace(' ', '-')}"
             folder = out / "runs" / slug
@@ -141,6 +147,7 @@ def launch_of(processes: int, train: TrainConfig, hardware: Hardware, replica: R
     """Return how so many processes are started here: as `make` does on a machine with so many GPUs."""
     if hardware.gpus or processes == 1:
         return choose(replace(hardware, gpus=processes if hardware.gpus else 0), train.global_batch_size, {}, replica)
+    # Processes share the cores, where each would otherwise start a thread for all of them.
     threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // processes)), "ACCELERATE_USE_CPU": "true"}
     return Launch(CONFIGS / "cpu_ddp.yaml", processes, "", threads)
 
@@ -150,6 +157,8 @@ def environment_of(processes: int, caches: Path, launch: Launch) -> dict[str, st
     first GPUs of those that are visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(processes)]
+    # own_caches moves XDG_CACHE_HOME, below which the hub's cache is: without HF_HOME each run would download the
+    # model.
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     return {
         **own_caches(caches),
@@ -164,6 +173,7 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
     """Return what a case changes of the recipe, after the user's own changes."""
     compiled, graph = kind == "compiled", cfg.train.engine == "graph"
     words = [*plan.overrides]
+    # The recipe may hold settings of its own layout that another one refuses; those of its own layout stay.
     words += [f"{key}=null" for key, owner in ONLY_WITH.items() if layout not in (owner, cfg.data.layout)]
     words += [
         f"data.layout={layout}",
@@ -178,11 +188,13 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
     if kind == "reference":
         words += [*REFERENCE, *["graph.token_dispatcher=allgather"] * graph]
         words += _NO_PIPELINE * (cfg.train.engine == "pipeline")
+    # A recompile is a finding of the validation, not its end.
     return words + ["compile.on_recompile=warn"] * compiled
 
 
 def typed_command(words: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return the command as a person would type it: `accelerate launch` for our own start of it."""
+    # What comes before is our own start of accelerate, by the path of this Python.
     start = words.index("--config_file")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     prefix = f"CUDA_VISIBLE_DEVICES={visible} " if visible else ""

@@ -115,6 +115,8 @@ def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch
 
 
 def _read(name: str, module: torch.nn.Module) -> Tensor | None:
+    # Private: the name is a property of the class by now, so getattr and get_parameter would come back to this
+    # function.
     param = module._parameters[name]
     if module.__dict__.get(_READS) and isinstance(param, DTensor):
         return _Gathered.apply(param, module.__dict__[_REDUCE_DTYPE])

@@ -64,6 +64,7 @@ class Wandb:
         self.folder = Path(run.dir).parent
         self._defined: set[str] = set()
         self._means = Means()
+        # Found while it is alive and well: later, when it is to be killed, wandb may no longer answer.
         self._service = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
         run.define_metric("*", step_metric="step")
 
@@ -79,6 +80,7 @@ class Wandb:
 
     def table(self, step: int, table: LoggedTable) -> None:
         """Log a table."""
+        # Imported late, as it is slow to import.
         import wandb
 
         self._run.log({"step": step, table.name: wandb.Table(columns=list(table.columns), data=table.rows)})
@@ -94,6 +96,7 @@ class Wandb:
     def finish(self, ending: Ending) -> None:
         """Send the summary and the exit code that says how the run has ended."""
         self._run.summary.update(ending.summary)
+        # Before finish, which tells wandb how the run ended.
         if ending.state == "preempted":
             self._run.mark_preempting()
         self._run.finish(exit_code=KILLED if ending.state == "stopped" else ending.exit_code)
@@ -128,6 +131,7 @@ class Means:
         for name in values:
             if metric_names.summary_of(name) != "mean":
                 continue
+            # Counts start at -1: the first line stands in as the mean until the second one takes its place.
             count, mean = self._seen.get(name, (-1, 0.0))
             mean = values[name] if count < 1 else mean + (values[name] - mean) / (count + 1)
             self._seen[name] = count + 1, mean
@@ -162,6 +166,7 @@ class Trackio:
         """Send an alert, at most one of a title in ALERT_SECONDS."""
         from trackio import AlertLevel
 
+        # trackio has no least time between alerts, so it is kept here.
         now = time.monotonic()
         if now - self._alerted.get(title, -ALERT_SECONDS) >= ALERT_SECONDS:
             self._alerted[title] = now
