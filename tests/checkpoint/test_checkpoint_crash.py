@@ -222,7 +222,7 @@ def resumed_now(run_dir: Path, tokenizer) -> Run:
 
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "missing", "no manifest"])
 @pytest.mark.parametrize("name", ["model.safetensors", f"{OPTIMIZER}/__0_0.distcp"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_the_file(
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_names_the_file(
     tmp_path: Path, tokenizer, caplog, damage: str, name: str
 ) -> None:
     run = Run(tmp_path, tokenizer, cpu_runtime())

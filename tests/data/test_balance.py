@@ -116,7 +116,7 @@ def test_ranks_have_about_the_same_attention_work_in_each_micro_batch_and_step(
     assert all(balanced < after)
 
 
-def test_the_heaviest_share_of_a_micro_batch_goes_to_the_rank_with_the_least_work_so_far() -> None:
+def test_the_most_expensive_share_of_a_micro_batch_goes_to_the_rank_with_the_least_work_so_far() -> None:
     costs = np.array([1, 40, 9, 50, 5, 40, 9, 10])
     assigned = assign_rows(costs, accumulation=2, ranks=2)
     assert sorted(assigned.ravel().tolist()) == list(range(8))

@@ -95,7 +95,7 @@ def test_a_warm_up_batch_has_no_more_documents_in_a_row_than_places_for_inputs()
     assert (len(batch.inputs["pixel_values"]), batch.num_targets) == (2, 2 * 128)
 
 
-def test_the_warm_up_batch_is_the_heaviest_of_its_shape() -> None:
+def test_the_warm_up_batch_is_the_worst_case_of_its_shape() -> None:
     batch = warm_up_batch(3, BatchShape(17, max_docs=12, max_doc_length=7), 10)
     assert batch.inputs["input_ids"].shape == (3, 17)
     assert batch.cu_seqlens.tolist() == [0, 7, 14, 17, 24, 31, 34, 41, 48, 51, 51, 51, 51]

@@ -53,12 +53,12 @@ def find_checkpoint(run_dir: Path, setting: str | None, rt: Runtime) -> ResumeCh
 
 def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint:
     try:
-        passed_over: list[str] = []
-        folder = None if setting is None else _named(setting) if setting != "auto" else _newest(run_dir, passed_over)
+        skipped: list[str] = []
+        folder = None if setting is None else _named(setting) if setting != "auto" else _newest(run_dir, skipped)
         if folder is None:
             return ResumeCheckpoint(setting)
         state = json.loads((folder / TRAINING_STATE).read_text())
-        return ResumeCheckpoint(setting, folder, state, _segments(state, folder), passed_over)
+        return ResumeCheckpoint(setting, folder, state, _segments(state, folder), skipped)
     except OSError as error:
         raise CheckpointError(
             f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what can "
@@ -73,15 +73,15 @@ def _named(setting: str) -> Path:
     return Path(setting)
 
 
-def _newest(run_dir: Path, passed_over: list[str]) -> Path | None:
+def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
     for folder in reversed(step_dirs(run_dir)):
         problem = verify(folder)
         if problem is None:
             return folder
-        log.warning("checkpoint passed over: %s", problem)
-        passed_over.append(f"checkpoint passed over: {problem}")
-    if passed_over:
-        lines = "\n  ".join(passed_over)
+        log.warning("checkpoint skipped: %s", problem)
+        skipped.append(f"checkpoint skipped: {problem}")
+    if skipped:
+        lines = "\n  ".join(skipped)
         raise ConfigError(
             f"train.resume=auto: no checkpoint in {run_dir} verifies:\n  {lines}\nName one that is whole "
             "(train.resume=PATH), or start anew with train.resume=null: this run is then renamed, not overwritten"

@@ -102,7 +102,7 @@ def _writes_shard(tensor: DTensor) -> bool:
 
 
 class _HostShardPlanner(dcp.DefaultSavePlanner):
-    """Plans the writing of HostShards, which have left the device mesh of the tensors that they come from."""
+    """Plans the writing of each HostShard, which has left the device mesh of the tensor that it comes from."""
 
     def create_local_plan(self) -> SavePlan:
         """Plan to write each shard at its place; torch's own plan would ask the tensors for their device mesh."""

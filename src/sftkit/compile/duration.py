@@ -20,7 +20,7 @@ def under_way(compile: CompileConfig, key: str) -> str:
         key: of compile.cache.
     """
     if not compile.enabled:
-        return "trying the heaviest batches"
+        return "trying the worst-case batches"
     what = "compiling blocks" if compile.scope == "block" else "compiling the model"
     try:
         earlier = json.loads(_file(key).read_text())

@@ -77,10 +77,10 @@ def _graph(get: Get) -> Iterator[Problem]:
     passes, dispatcher = get("graph.passes"), "graph.token_dispatcher"
     yield from (("graph.passes", problem) for problem in problems(passes))
     # How a recipe is freed of a key of graph that another one may have set.
-    left_out = {key: f"set {key}={off}" for key, off in (("graph.passes", "[]"), ("graph.dump", "false")) if get(key)}
+    resets = {key: f"set {key}={off}" for key, off in (("graph.passes", "[]"), ("graph.dump", "false")) if get(key)}
     if get("train.engine") != "graph":
-        left_out |= {dispatcher: "leave it out"} if get(dispatcher) != "allgather" else {}
-        for key, advice in left_out.items():
+        resets |= {dispatcher: "leave it out"} if get(dispatcher) != "allgather" else {}
+        for key, advice in resets.items():
             yield key, f"only goes with train.engine graph, not {get('train.engine')}: {advice}"
         return
     if get(dispatcher) == "alltoall" and "cuda_graphs" in passes:
@@ -103,7 +103,7 @@ def _graph(get: Get) -> Iterator[Problem]:
         if get("train.memory") != "speed" or get("compile.activation_memory_budget") is not None:
             problem = f"{name} says what is kept: leave train.memory and compile.activation_memory_budget out"
             yield "graph.passes", problem
-    for key, advice in left_out.items() if not get("compile.enabled") else ():
+    for key, advice in resets.items() if not get("compile.enabled") else ():
         yield key, f"only goes with compile.enabled true, without which no graph is captured: {advice}"
     for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
         if get(key):

@@ -40,8 +40,8 @@ def assign_rows(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
     and in the step.
 
     Rows of similar cost go into the same micro-batch of all ranks, the most expensive first: ranks that exchange
-    weights or gradients wait for the slowest one in each. Within it the next most expensive row goes to the lightest
-    share that has room; the heaviest share goes to the rank with the least work so far.
+    weights or gradients wait for the slowest one in each. Within it the next most expensive row goes to the cheapest
+    share that has room; the most expensive share goes to the rank with the least work so far.
 
     Args:
         costs: int [A * W * B] of the rows of a step: A micro-batches, W ranks, B rows.
@@ -56,8 +56,8 @@ def assign_rows(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
     totals = np.zeros(ranks, np.int64)
     for micro, rows in enumerate(descending):
         shares = _even_shares(costs, rows, ranks)
-        heaviest_first = np.argsort(-costs[shares].sum(1), kind="stable")
-        assigned[micro, np.argsort(totals, kind="stable")] = shares[heaviest_first]
+        most_expensive_first = np.argsort(-costs[shares].sum(1), kind="stable")
+        assigned[micro, np.argsort(totals, kind="stable")] = shares[most_expensive_first]
         totals += costs[assigned[micro]].sum(1)
     return assigned
 

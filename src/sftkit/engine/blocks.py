@@ -110,7 +110,7 @@ class Blocks:
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
     def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
-        """Run the heaviest batch of every declared shape, forward and backward, with the optimizer's memory reserved:
+        """Run the worst-case batch of every declared shape, forward and backward, with the optimizer's memory reserved:
         every graph is built, and a run that does not fit ends here."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
         started = time.perf_counter()

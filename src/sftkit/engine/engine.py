@@ -107,7 +107,8 @@ class Engine(Protocol):
         """
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Return a context for all steps, in which what must not happen in a step, such as a recompile, is an error that says why."""
+        """Return a context for all steps, in which what must not happen in a step, such as a recompile, is an error
+        that says why."""
 
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
@@ -123,7 +124,8 @@ class Engine(Protocol):
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context for an evaluation; what was compiled within it, which should be nothing, is in the report."""
+        """Return a context for an evaluation; what was compiled within it, which should be nothing, is in the
+        report."""
 
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Return what is known of the steps since the start, of all ranks; every rank calls it.

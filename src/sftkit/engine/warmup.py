@@ -1,4 +1,4 @@
-"""What a warm-up runs between assembling a run and its first step: the heaviest batch of every declared shape."""
+"""What a warm-up runs between assembling a run and its first step: the worst-case batch of every declared shape."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def has_dropout(orig_model: PreTrainedModel) -> bool:
 
 
 def worst_case_batch(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, rows: int, row_length: int) -> Batch:
-    """Build this rank's part of the heaviest batch of a shape, [rows, row_length], on the device."""
+    """Build this rank's part of the worst-case batch of a shape, [rows, row_length], on the device."""
     shape, shard = layout.batch_shape(rows, row_length), row_shard(rt.topology, rt.rank)
     made_up = partial(kind_of(orig_model.config).made_up_inputs, orig_model, length=layout.max_length)
     return warm_up_batch(rows, shape, vocab_size(orig_model), shard, made_up).to(rt.device)
@@ -39,7 +39,7 @@ def worst_case_batch(rt: Runtime, orig_model: PreTrainedModel, layout: Layout, r
 def shape_runner(
     rt: Runtime, wrapped: torch.nn.Module, model: ModelWithLoss, layout: Layout, losses: dict[tuple[int, int], float]
 ) -> Callable[[int, int], None]:
-    """Return a function that runs the heaviest batch of a shape, forward and backward.
+    """Return a function that runs the worst-case batch of a shape, forward and backward.
 
     Replicas run it without communication; a sharded model as in a step of several micro-batches, if the run's steps
     have several; pipeline stages as in a step.

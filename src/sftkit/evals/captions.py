@@ -18,7 +18,7 @@ from sftkit.generation.decode import Prompts, generate
 from sftkit.generation.rows import text_of
 from sftkit.runtime.start import Runtime
 
-NAME = "captions"
+CAPTIONS_TASK = "captions"
 
 
 def prompts_of(
@@ -76,7 +76,7 @@ def evaluate_captions(
     evaluated: list[Evaluated] = []
     for metric in ("exact_match", "token_f1"):
         found = interval([score[metric] for score in scores])
-        result = Result(NAME, metric, *found, None, len(scores), settings, metrics={metric: found[0]})
+        result = Result(CAPTIONS_TASK, metric, *found, None, len(scores), settings, metrics={metric: found[0]})
         evaluated.append(Evaluated(result, [] if evaluated else records))
     return evaluated, shown
 

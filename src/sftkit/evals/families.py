@@ -6,7 +6,7 @@ from sftkit.data.demo import builtin
 from sftkit.evals.task import ExampleScores, Question, Task, each
 from sftkit.generation.answer import Answer
 
-NAME = "families"
+FAMILIES_TASK = "families"
 MAX_NEW_TOKENS = 32
 
 
@@ -31,7 +31,7 @@ def load_families(max_per_family: int | None = None, max_new_tokens: int | None 
         for i, task in enumerate(heldout(max_per_family))
     )
     settings = {"shots": 0, "format": "chat", "split": "heldout", "data": "builtin:tasks"}
-    return Task(NAME, questions, judge, metric="acc", chance=0.0, settings=settings)
+    return Task(FAMILIES_TASK, questions, judge, metric="acc", chance=0.0, settings=settings)
 
 
 @each

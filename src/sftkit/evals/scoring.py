@@ -35,7 +35,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 "int32 token ids of a context and of a continuation."
 
 
-def prompt_text(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+def rendered_prompt(prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
     """Return (text before the answer, is_rendered): the prompt itself, or its messages in the chat template.
 
     Raises:
@@ -80,7 +80,7 @@ def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokeni
     # index of the example, context, context with continuation, is_rendered
     texts: list[tuple[int, str, str, bool]] = []
     for i, example in enumerate(examples):
-        text, rendered = prompt_text(example.prompt, tokenizer)
+        text, rendered = rendered_prompt(example.prompt, tokenizer)
         context = text if rendered else text.rstrip()
         texts += [(i, context, text + more, rendered or not context) for more in example.continuations]
     encoded = encode_texts([(text, as_is) for _, *both, as_is in texts for text in both], tokenizer)

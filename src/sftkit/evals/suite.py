@@ -49,7 +49,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
     """
     # What the recipe alone decides is refused before anything is read.
     tasks.check_names(config)
-    if config.shots and config.tasks and set(config.tasks) <= {families.NAME, *WITHOUT_SHOTS}:
+    if config.shots and config.tasks and set(config.tasks) <= {families.FAMILIES_TASK, *WITHOUT_SHOTS}:
         raise ConfigError(
             f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
         )
@@ -78,12 +78,12 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
 
 def _of_lm_eval(config: EvalConfig) -> list[str]:
     """Return the tasks that lm_eval runs."""
-    return [name for name in config.tasks if name != families.NAME] if config.backend == "lm_eval" else []
+    return [name for name in config.tasks if name != families.FAMILIES_TASK] if config.backend == "lm_eval" else []
 
 
 def _load(name: str, config: EvalConfig) -> Task[Any, Any]:
     """Load one of sftkit's own tasks."""
-    if name == families.NAME:
+    if name == families.FAMILIES_TASK:
         return families.load_families(config.max_examples, config.max_new_tokens)
     shots = None if name in WITHOUT_SHOTS else config.shots
     return tasks.load_task(name, config.data, shots, config.format, config.max_examples)
@@ -143,7 +143,7 @@ class Suite:
         """Tokenize the examples of a task."""
         if isinstance(task.examples[0], Choices):
             return scoring.encode_continuation(task.examples, self.tokenizer)
-        prompts = [scoring.prompt_text(question.prompt, self.tokenizer) for question in task.examples]
+        prompts = [scoring.rendered_prompt(question.prompt, self.tokenizer) for question in task.examples]
         return scoring.encode_texts(prompts, self.tokenizer)
 
     def evaluate(self, step: int | None = None) -> tuple[dict[str, float | None], list[dict[str, Any]]]:

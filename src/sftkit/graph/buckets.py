@@ -31,7 +31,7 @@ def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
     """
     inputs = [(compat.parameter_of(node), node) for node in graph.graph.find_nodes(op="placeholder")]
     if buckets.keys().isdisjoint(name for name, _ in inputs):
-        raise compat.missing('ParamAOTInput in node.meta["desc"]')
+        raise compat.missing_name_error('ParamAOTInput in node.meta["desc"]')
     collectives = [(name, _gathers(node)) for name, node in inputs]
     collectives += [(name, _reductions(node)) for name, node in compat.gradients_of(graph).items()]
     for name, found in collectives:

@@ -1,5 +1,6 @@
-"""Every name of torch that its makers may change without notice, and that the graph engine stands on: nothing else in this room
-imports one. A name that this torch does not have is an error that says so; arguments that it does not have are left out.
+"""Every name of torch that its makers may change without notice, and that the graph engine stands on: nothing else in
+this room imports one. A name that this torch does not have is an error that says so; arguments that it does not have
+are left out.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def private(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise missing(f"{module}.{name}") from error
+        raise missing_name_error(f"{module}.{name}") from error
 
 
-def missing(name: str) -> ConfigError:
+def missing_name_error(name: str) -> ConfigError:
     """Return the error of a name that this torch does not have."""
     return ConfigError(
         f"train.engine=graph: torch {torch.__version__} has no {name}, which it stands on; it was run on torch "
@@ -65,7 +66,8 @@ def export_joint(stack: ExitStack, module: torch.nn.Module, inputs: Sequence[Ten
         for_inductor: operators are decomposed into those that Inductor knows.
 
     Returns:
-        torch's JointWithDescriptors: `graph_module`; `params_spec` and `buffers_spec`, names in the order of its first inputs.
+        torch's JointWithDescriptors: `graph_module`; `params_spec` and `buffers_spec`, names in the order of its first
+        inputs.
     """
     export = private("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
     table = private("torch._inductor.decomposition", "select_decomp_table")() if for_inductor else None
@@ -104,7 +106,8 @@ def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
 
 
 def annotation(node: Node, name: str) -> Any:
-    """Return a value that a node is annotated with, which torch copies with the node; None: it has none of this name."""
+    """Return a value that a node is annotated with, which torch copies with the node; None: it has none of this
+    name."""
     return node.meta.get("custom", {}).get(name)
 
 
@@ -114,7 +117,8 @@ def annotate(node: Node, name: str, value: Any) -> None:
 
 
 def save_or_recompute(node: Node, *, save: bool, region: int | None = None) -> None:
-    """Tell the split of a joint graph whether the backward pass gets what a node of the forward pass gives, or computes it again.
+    """Tell the split of a joint graph whether the backward pass gets what a node of the forward pass gives, or computes
+    it again.
 
     Args:
         region: number of the checkpointed region that it belongs to; None: to none.
@@ -148,13 +152,15 @@ def is_flex(node: Node) -> bool:
 
 
 def parameter_of(node: Node) -> str | None:
-    """Return the name of the parameter that an input of a captured graph is, or is the local shard of; None of any other."""
+    """Return the name of the parameter that an input of a captured graph is, or is the local shard of; None of any
+    other."""
     match = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
     return match.group(1) if match else None
 
 
 def gradients_of(graph: GraphModule) -> dict[str, Node]:
-    """Return the nodes of a captured graph that are gradients of parameters, or their local shards, by the parameter's name."""
+    """Return the nodes of a captured graph that are gradients of parameters, or their local shards, by the
+    parameter's name."""
     (output,) = graph.graph.find_nodes(op="output")
     found: dict[str, Node] = {}
     for node, description in zip(output.args[0], output.meta["desc"], strict=True):
@@ -177,7 +183,8 @@ def all_gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's shard, along a dimension, of the sum over a group's ranks: an operator of a graph, without gradient."""
+    """Return this rank's shard, along a dimension, of the sum over a group's ranks: an operator of a graph, without
+    gradient."""
     ranks = group.size()
     shards = tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
     return _collective("reduce_scatter_tensor", shards.flatten(0, 1), group, "sum", ranks)
@@ -202,7 +209,7 @@ def _functional(name: str) -> Any:
     try:
         return getattr(private("torch._ops", "ops")._c10d_functional, name)
     except AttributeError as error:
-        raise missing(f"torch.ops._c10d_functional.{name}") from error
+        raise missing_name_error(f"torch.ops._c10d_functional.{name}") from error
 
 
 def is_backward(node: Node) -> bool:
@@ -211,14 +218,15 @@ def is_backward(node: Node) -> bool:
 
 
 def kept_for_backward(graph: GraphModule) -> list[Node]:
-    """Return the inputs of a backward half that the forward half computed: no weight, no tensor of a batch, no gradient."""
+    """Return the inputs of a backward half that the forward half computed: no weight, no tensor of a batch, no
+    gradient."""
     inputs = graph.graph.find_nodes(op="placeholder")
     return [node for node in inputs if not str(node.target).startswith(("primals", "tangents"))]
 
 
 def in_place(graph: GraphModule, half: str) -> list[bool]:
-    """Return of each input of a half whether it is at the same place in every step: a weight or buffer, or what the forward half
-    keeps."""
+    """Return of each input of a half whether it is at the same place in every step: a weight or buffer, or what the
+    forward half keeps."""
     kept = set(kept_for_backward(graph)) if half == "backward" else set()
     inputs = graph.graph.find_nodes(op="placeholder")
     named = re.compile(r"(Param|Buffer)AOTInput\(")
@@ -231,14 +239,16 @@ def overlap_collectives(
     """Merge and move the collectives of a graph, in place, so that compute hides them.
 
     Args:
-        estimate: milliseconds of a node, for a collective of so many bytes if they are given; None: torch's own estimate.
+        estimate: milliseconds of a node, for a collective of so many bytes if they are given; None: torch's own
+            estimate.
         for_inductor: the order is written into the graph as dependencies, as Inductor orders anew what has none.
     """
     schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
-    # torch 2.11 has no such option. Its scheduler keeps the time of a matrix product or of attention on disk, under operator, sizes,
-    # strides and dtype (fx_passes/overlap_scheduling.py benchmark_node_with_cache_key), in a folder by the GPU's name (codecache.py
-    # LocalCache): asked before `estimate`, and without the device in the key, so on a machine with a GPU that has also trained on its
-    # CPU one of them gets the other's time. Ranks still take the same, their median. No version keeps times of collectives here.
+    # torch 2.11 has no such option. Its scheduler keeps the time of a matrix product or of attention on disk, under
+    # operator, sizes, strides and dtype (fx_passes/overlap_scheduling.py benchmark_node_with_cache_key), in a folder by
+    # the GPU's name (codecache.py LocalCache): asked before `estimate`, and without the device in the key, so on a
+    # machine with a GPU that has also trained on its CPU one of them gets the other's time. Ranks still take the same,
+    # their median. No version keeps times of collectives here.
     options = accepted(schedule, compute_estimator="analytical")
     with _quiet(), _without_gpu():
         schedule(
@@ -292,8 +302,8 @@ def _without_gpu() -> Iterator[None]:
 
 
 def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
-    """Return the split of a joint graph: what eager execution would keep for the backward pass, or the least that torch's
-    activation memory budget asks for.
+    """Return the split of a joint graph: what eager execution would keep for the backward pass, or the least that
+    torch's activation memory budget asks for.
 
     Args:
         for_inductor: what is cheap when it is fused is computed again.
@@ -324,8 +334,9 @@ def by_inductor(graph: GraphModule, examples: Sequence[Any], *, is_backward: boo
 
 
 def _let_dependencies_be_traced() -> None:
-    """Give the operator that writes an order into a graph the rule of autograd that torch has from 2.13 on. Inductor runs a graph
-    on fake tensors before it compiles it, and without the rule 2.11 ends there, whether or not gradients are wanted."""
+    """Give the operator that writes an order into a graph the rule of autograd that torch has from 2.13 on. Inductor
+    runs a graph on fake tensors before it compiles it, and without the rule 2.11 ends there, whether or not gradients
+    are wanted."""
     operator = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
     key = private("torch._C", "DispatchKey").Autograd
     if not operator.has_kernel_for_dispatch_key(key):

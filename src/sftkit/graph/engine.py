@@ -1,4 +1,5 @@
-"""The graph engine: a micro-batch is one captured graph, weights sharded by operators in it, loss and optimizers the core's own."""
+"""The graph engine: a micro-batch is one captured graph, weights sharded by operators in it, loss and optimizers the
+core's own."""
 
 from __future__ import annotations
 
@@ -49,8 +50,9 @@ log = logging.getLogger(__name__)
 
 
 def _config_for_plan(cfg: Config) -> Config:
-    """Return the recipe as the memory plan should read it: with train.memory=speed only Inductor computes anything again, as what it
-    fuses costs no time. Of passes that checkpoint activations the plan knows nothing: it asks for more than is needed."""
+    """Return the recipe as the memory plan should read it: with train.memory=speed only Inductor computes anything
+    again, as what it fuses costs no time. Of passes that checkpoint activations the plan knows nothing: it asks for
+    more than is needed."""
     kept, passes = cfg.compile.activation_memory_budget, cfg.graph.passes
     if kept is None and cfg.train.memory == "speed" and ("full_inductor" not in passes or CHECKPOINTING & set(passes)):
         kept = 1.0
@@ -114,7 +116,8 @@ class GraphEngine:
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
     def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
-        """Capture every declared shape, and run its heaviest batch forward and backward with the optimizer's memory taken."""
+        """Capture every declared shape, and run its worst-case batch forward and backward with the optimizer's memory
+        reserved."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
         # From here on all that torch compiles is counted. The optimizer may compile even where graphs are only
         # captured.
@@ -155,7 +158,8 @@ class GraphEngine:
         return WarmUp(self.compiled, seconds, checks)
 
     def _capture(self) -> bool:
-        """Capture every shape; return whether every rank has all graphs. If not, none keeps any, or it is an error, as compile.on_failure says."""
+        """Capture every shape; return whether every rank has all graphs. If not, none keeps any, or it is an
+        error, as compile.on_failure says."""
         # A capture runs no collective, so one rank may fail alone without leaving the others in the middle of an
         # exchange.
         error: Exception | None = None
@@ -186,8 +190,8 @@ class GraphEngine:
         return False
 
     def _run_shapes(self) -> dict[tuple[int, int], float]:
-        """Run forward and backward of each declared shape and return the objective per target of each; random state and gradients are as
-        before."""
+        """Run forward and backward of each declared shape and return the objective per target of each; random state and
+        gradients are as before."""
         losses: dict[tuple[int, int], float] = {}
         rt, model, layout = self._rt, self.model, self._layout
         run_shape = shape_runner(rt, self.captured, model, layout, losses)
@@ -267,6 +271,7 @@ class GraphEngine:
         return report_of(counts, watch.evaluations, records, error, compiled=self.compiled)
 
     def close(self) -> None:
-        """Put the compiler's settings back, and drop the graphs: CUDA graphs must go before the communicators in them."""
+        """Put the compiler's settings back, and drop the graphs: CUDA graphs must go before the communicators in
+        them."""
         self.captured.forget()
         self._at_close.close()

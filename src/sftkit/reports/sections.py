@@ -22,7 +22,7 @@ class CurveChart(NamedTuple):
 
     title: str
     unit: str
-    "{each}: GPU or process"
+    "{rank}: GPU or process"
     metrics: dict[str, str]
     "name -> label"
     scale: float = 1
@@ -33,10 +33,10 @@ class CurveChart(NamedTuple):
 CURVES = (
     CurveChart("Learning rate", "", {"train/lr": "learning rate"}),
     CurveChart("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}, zero=False),
-    CurveChart("Speed", "tokens/s per {each}", _RATES),
+    CurveChart("Speed", "tokens/s per {rank}", _RATES),
     CurveChart("MFU", "% of the bf16 peak", {"perf/mfu": "MFU"}, scale=100),
     CurveChart("Step time", "seconds", {"perf/step_p50_seconds": "median", "perf/step_p95_seconds": "95th percentile"}),
-    CurveChart("Memory", "GiB per {each}", {"mem/peak_gib": "peak", "mem/reserved_gib": "reserved"}),
+    CurveChart("Memory", "GiB per {rank}", {"mem/peak_gib": "peak", "mem/reserved_gib": "reserved"}),
     CurveChart("Waiting for data", "% of the time", {"perf/data_wait_pct": "waiting"}),
     CurveChart("Padding", "% of positions", {"data/padding_pct": "padding"}),
     CurveChart("Token accuracy", "0 to 1", {"train/token_accuracy": "accuracy"}, zero=False),
@@ -83,7 +83,7 @@ def curves(report: Report) -> Html:
     """Return the section on curves: loss first, then everything else that was logged; for two runs, both."""
     loss = figure("Loss", "nats per target token", _series(report, _LOSS), wide=True)
     found = [
-        figure(title, unit.format(each=each(report)), _series(report, metrics, scale), ValueAxis(zero=zero))
+        figure(title, unit.format(rank=rank_noun(report)), _series(report, metrics, scale), ValueAxis(zero=zero))
         for title, unit, metrics, scale, zero in CURVES
     ]
     bits = sorted(name for name in report["curves"] if re.fullmatch("val/[^/]*/bpb", name))
@@ -99,8 +99,8 @@ def curves(report: Report) -> Html:
     return section("curves", "Curves", first, *others)
 
 
-def each(report: Report) -> str:
-    """Return what speed and memory are shown for one of: "GPU" or "process"."""
+def rank_noun(report: Report) -> str:
+    """Return what a rank is called, of which speed and memory are shown: "GPU" or "process"."""
     # Memory of a CPU run is a process's resident set; two runs share their charts, so one word has to fit both.
     runs = [report["run"], *([report["against"]["run"]] if report["against"] else [])]
     return "process" if any(on_cpu(run["device"]) for run in runs) else "GPU"

@@ -171,7 +171,7 @@ def refuse_at_work(run_dir: Path) -> None:
         ConfigError: a run is at work there.
     """
     if at_work(run_dir):
-        raise ConfigError(_refusal(run_dir / LOCK, read_holder(run_dir / LOCK)))
+        raise ConfigError(_lock_message(run_dir / LOCK, read_holder(run_dir / LOCK)))
 
 
 def pid_scope() -> tuple[str, str, str]:
@@ -194,7 +194,7 @@ def _flock(descriptor: int, path: Path) -> bool:
         end = time.monotonic() + _SETTLE_SECONDS
         while (holder := read_holder(path)) is None and time.monotonic() < end:
             time.sleep(0.02)  # it is writing it
-        raise ConfigError(_refusal(path, holder)) from None
+        raise ConfigError(_lock_message(path, holder)) from None
     except OSError as error:
         if error.errno not in _NO_FLOCK:
             raise
@@ -215,12 +215,12 @@ def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> Non
     if holder.machine == machine:
         if by_kernel or (holder.is_here() and not holder.lives()):
             return
-        raise ConfigError(_refusal(path, holder, sure=holder.is_here()))
+        raise ConfigError(_lock_message(path, holder, sure=holder.is_here()))
     if holder.host == host and holder.started < psutil.boot_time():
         return  # this machine was started again since
     # Another machine's holder is gone for certain only where no other machine can write to this disk.
     if not (by_kernel and _is_local(path)):
-        raise ConfigError(_refusal(path, holder, sure=False))
+        raise ConfigError(_lock_message(path, holder, sure=False))
 
 
 def _write(descriptor: int, path: Path, *, by_kernel: bool) -> None:
@@ -233,7 +233,7 @@ def _write(descriptor: int, path: Path, *, by_kernel: bool) -> None:
         os.fsync(descriptor)
         time.sleep(_SETTLE_SECONDS)
         if path.read_bytes() != text:
-            raise ConfigError(_refusal(path, read_holder(path)))
+            raise ConfigError(_lock_message(path, read_holder(path)))
 
 
 def _is_local(path: Path) -> bool:
@@ -245,7 +245,7 @@ def _is_local(path: Path) -> bool:
     return found[1] in _LOCAL
 
 
-def _refusal(path: Path, holder: Holder | None, *, sure: bool = True) -> str:
+def _lock_message(path: Path, holder: Holder | None, *, sure: bool = True) -> str:
     who = "another process" if holder is None else str(holder)
     if sure:
         return (

@@ -25,8 +25,13 @@ from sftkit.tracking.progress import Progress
 from sftkit.tracking.step_clock import StepClock, SyncCounter, percentiles
 from sftkit.tracking.window import Window, by_rank, own_values
 
-_COUNTS = ("steps", "tokens", "targets", "positions", "pairs", "encoded", "left_out", "divisor", "skew")
-"Counts of a window, the same on every rank."
+_COUNTS = {
+    **{name: f"_{name}" for name in ("steps", "tokens", "targets", "positions", "pairs", "encoded")},
+    "left_out": "_skipped_divisor",
+    "divisor": "_divisor",
+    "skew": "_skew",
+}
+"Counts of a window, the same on every rank: name in a checkpoint -> attribute of the meter."
 
 
 class Meter:
@@ -58,8 +63,8 @@ class Meter:
 
     def _reset(self) -> None:
         """Begin a new window."""
-        self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = self._left_out = 0
-        self._own_divisor = self._divisor = 0
+        self._steps = self._tokens = self._targets = self._positions = self._pairs = self._encoded = 0
+        self._own_divisor = self._divisor = self._skipped_divisor = 0
         self._wait_seconds = self._paused_seconds = self._earlier_seconds = self._skew = 0.0
         self._source_tokens = np.zeros(len(self._examples.source_names), np.int64)
         self._sums = Totals.zeros(self._objective.measured, self._rt.device)
@@ -128,13 +133,13 @@ class Meter:
 
     def add_skipped(self, divisor: int) -> None:
         """Take the divisor of steps of this window that were skipped: they are in no mean."""
-        self._left_out += divisor
+        self._skipped_divisor += divisor
 
     def read(self) -> dict[str, float | None]:
         """Return the window's metrics and begin a new one; every rank must call it. Waits for the device, once."""
         # What all ranks have counted: the mean is of the targets that an update was made of.
         sums, waits, peaks = self._exchange()
-        means = self._sums.means_of(sums, self._divisor - self._left_out)
+        means = self._sums.means_of(sums, self._divisor - self._skipped_divisor)
         self.planned_targets += self._divisor
         # The window joins the totals since the start of the run; what a resumed start took over is no time of this one.
         seconds = self._seconds()
@@ -185,7 +190,7 @@ class Meter:
         vector = self._sums.vector
         own = torch.tensor([self._own_divisor, self._wait_seconds], dtype=torch.float64, device=vector.device)
         return {
-            **{name: getattr(self, f"_{name}") for name in _COUNTS},
+            **{name: getattr(self, attribute) for name, attribute in _COUNTS.items()},
             "sources": self.sources,
             "source_tokens": self._source_tokens.tolist(),
             "seconds": self._seconds(),
@@ -210,8 +215,8 @@ class Meter:
         self.shapes.go_on(window)
         if window["sums"] != list(self._sums.names):
             return False
-        for name in _COUNTS:
-            setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have no encoded
+        for name, attribute in _COUNTS.items():
+            setattr(self, attribute, window.get(name, 0))  # checkpoints of earlier versions have no encoded
         self._earlier_seconds = seconds = window["seconds"]
         # `read` will add what is in the window, so it must not be in the progress yet.
         self._before = self._before.plus(-self._tokens, -self._targets, -self._pairs, -seconds, -self._encoded)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from sftkit.rundir.files import read_text
+
 log = logging.getLogger(__name__)
 
 LIMITS = {
@@ -100,11 +102,3 @@ def _remove(folder: Path) -> None:
             if time.monotonic() > deadline:
                 return log.warning("a control group is left behind: %s", error)
             time.sleep(0.01)
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file; "" if it cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

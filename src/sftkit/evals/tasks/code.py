@@ -32,9 +32,12 @@ def code_of(answer: str) -> str:
 
 
 def task(
-    name: str, questions: Iterable[Question], job: Callable[[Question, str], ProgramTests], settings: dict[str, Any]
+    name: str,
+    questions: Iterable[Question],
+    program_job: Callable[[Question, str], ProgramTests],
+    settings: dict[str, Any],
 ) -> Task[Question, Answer]:
-    """Return a task that is judged by running, for each question, what `job` makes of it and of the answer's program:
+    """Return a task that is judged by running, for each question, what `program_job` makes of it and of the answer's program:
     in a chat the code in the answer. `settings` get where the programs ran."""
     in_chat = settings["format"] == "chat"
     where = {
@@ -46,7 +49,7 @@ def task(
     def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[ExampleScores]:
         """Mark pass_at_1: 1 for each answer whose tests end without an error."""
         programs = [f"\n\n{code_of(answer.text)}" if in_chat else answer.text for answer in answers]
-        verdicts = run_many([job(*pair) for pair in zip(questions, programs, strict=True)])
+        verdicts = run_many([program_job(*pair) for pair in zip(questions, programs, strict=True)])
         return [{"pass_at_1": float(verdict.passed)} for verdict in verdicts]
 
     return Task(name, tuple(questions), judge, metric="pass_at_1", chance=0.0, settings=settings | where)

@@ -7,7 +7,7 @@ import re
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 
-VALIDATION = DatasetSplit(("hellaswag_validation",), "Rowan/hellaswag", None, "validation")
+HELLASWAG = DatasetSplit(("hellaswag_validation",), "Rowan/hellaswag", None, "validation")
 
 
 def item(row: CheckedRow) -> choices.Item:
@@ -25,4 +25,4 @@ def cleaned(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-build = choices.Design("hellaswag", VALIDATION, item, "acc_norm", one_more=True).build
+build = choices.Design("hellaswag", HELLASWAG, item, "acc_norm", one_more=True).build

@@ -26,7 +26,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     code.require_sandbox("humaneval")
     rows = read(TEST)
     questions = [_question(row, format) for row in rows[:max_examples]]
-    return code.task("humaneval", questions, job, choices.settings_of(rows, format, max_examples))
+    return code.task("humaneval", questions, _program_job, choices.settings_of(rows, format, max_examples))
 
 
 def _question(row: CheckedRow, format: str) -> Question:
@@ -46,7 +46,7 @@ def _question(row: CheckedRow, format: str) -> Question:
     )
 
 
-def job(question: Question, completion: str) -> ProgramTests:
+def _program_job(question: Question, completion: str) -> ProgramTests:
     """Return the prompt with its completion and the tests, which take the asked function from there; imports and
     helpers, which some use, come from the prompt itself. The code of a chat answer stands after the prompt, a function
     with only a docstring, and defines it anew or is its body."""

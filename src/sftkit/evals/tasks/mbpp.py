@@ -37,7 +37,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
     pool = _of_ids(read(PROMPT), SHOT_IDS[:shots]) if shots else []
     questions = [_question(row, pool, format) for row in rows[:max_examples]]
     settings = choices.settings_of(rows, format, max_examples) | choices.shot_settings(shots, pool, "tasks 2, 3, 4")
-    return code.task("mbpp", questions, job, settings)
+    return code.task("mbpp", questions, _program_job, settings)
 
 
 def _of_ids(rows: Sequence[CheckedRow], ids: Sequence[int]) -> list[CheckedRow]:
@@ -90,6 +90,6 @@ def _ask(row: CheckedRow) -> str:
     return f"{ask}\n{tests}"
 
 
-def job(question: Question, program: str) -> ProgramTests:
+def _program_job(question: Question, program: str) -> ProgramTests:
     """Return what was written before [DONE], or the code in a chat answer, with the tests of its question."""
     return ProgramTests(program, question.target["tests"], names=tuple(question.target["names"]))

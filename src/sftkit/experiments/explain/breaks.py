@@ -39,7 +39,7 @@ def breaks_of(subject: Subject) -> dict[str, Any]:
             same shapes, and of one with another shape: `other values: forward (FILE:LINE): the guards that failed`.
     """
     with listening():  # what they log is heard below
-        seen = {"explain": _explained(subject), "fullgraph": _first_error(subject)}
+        seen = {"explain": _explain_breaks(subject), "fullgraph": _first_error(subject)}
     calls = [("the first call", subject.call), ("other values", subject.again)]
     calls += [("another shape", subject.other)] if subject.other else []
     again: list[str] = []
@@ -63,7 +63,7 @@ def breaks_of(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _explained(subject: Subject) -> Seen:
+def _explain_breaks(subject: Subject) -> Seen:
     """Ask torch._dynamo.explain, which resets Dynamo before and after."""
     with subject.around():
         output = torch._dynamo.explain(subject.module)(*subject.call.args, **subject.call.kwargs)

@@ -149,9 +149,9 @@ class Saved:
         self.alive += 0 if self._users[key] else size
         self._users[key] += 1
         self.max_alive = max(self.max_alive, self.alive)
-        return _Kept(tensor, lambda: self._let_go(key, size))
+        return _Kept(tensor, lambda: self._release(key, size))
 
-    def _let_go(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int) -> None:
         self._users[key] -= 1
         self.alive -= 0 if self._users[key] else size
 

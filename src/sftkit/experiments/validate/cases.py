@@ -30,7 +30,7 @@ REFERENCE = [
     *("attention.backend=auto", "model.gradient_checkpointing=false"),
 ]
 "Settings of the reference run: each document alone, plain fp32."
-_LEFT_OUT = [
+_SWITCHED_OFF = [
     *("train.epochs=null", "train.resume=null", "log.wandb=off", "log.tracker=none", "compile.cache=null"),
     *("compile.debug=[]", "checkpoint.every=null", "checkpoint.best=null", "checkpoint.pin_every=null"),
     *("eval.every=null", "eval.at_start=false"),
@@ -184,7 +184,7 @@ def _settings_of(plan: ValidationPlan, cfg: Config, layout: str, kind: str, fold
         f"train.max_steps={plan.steps}",
         f"log.every={plan.window}",
         f"compile.enabled={str(compiled).lower()}",
-        *_LEFT_OUT,
+        *_SWITCHED_OFF,
     ]
     words += _NO_GRAPH * (graph and not compiled)
     if kind == "reference":

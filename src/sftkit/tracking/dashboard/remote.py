@@ -30,7 +30,7 @@ FINISH_SECONDS = 30.0
 "Time that a dashboard has at the end, for all that waits in the queue."
 QUEUE_ROWS = 1000
 "Length of the queue."
-Job = Callable[[Dashboard], None]
+DashboardCall = Callable[[Dashboard], None]
 "Sends something, on the thread of the dashboard."
 
 
@@ -133,7 +133,7 @@ class DashboardWriter:
         "rows, tables and alerts that the dashboard did not get"
         self._problem: str | None = "no answer in time"
         self._ending: Ending | None = None
-        self._jobs: queue.Queue[Job | None] = queue.Queue(QUEUE_ROWS)
+        self._calls: queue.Queue[DashboardCall | None] = queue.Queue(QUEUE_ROWS)
         self._thread = threading.Thread(target=self._work, name=f"{dashboard.name} remote logger", daemon=True)
         self._thread.start()
 
@@ -149,10 +149,10 @@ class DashboardWriter:
 
         self.put(send)
 
-    def put(self, job: Job) -> None:
+    def put(self, call: DashboardCall) -> None:
         """Put what is to be sent into the queue, or count it as lost where that is full."""
         try:
-            self._jobs.put_nowait(job)
+            self._calls.put_nowait(call)
         except queue.Full:
             self._lose(f"has not answered for {QUEUE_ROWS} rows")
 
@@ -163,10 +163,10 @@ class DashboardWriter:
         self.dropped += 1
 
     def _work(self) -> None:
-        """Do the jobs until the end comes, then finish the run."""
-        while (job := self._jobs.get()) is not None:
+        """Make the calls until the end comes, then finish the run."""
+        while (call := self._calls.get()) is not None:
             try:
-                job(self.dashboard)
+                call(self.dashboard)
             except Exception as error:
                 self._lose(f"does not take a row ({first_line(error)})")
         assert self._ending is not None, "set before the end is put into the queue"
@@ -181,10 +181,10 @@ class DashboardWriter:
         self._ending = ending
         end = time.monotonic() + FINISH_SECONDS
         with suppress(queue.Full):  # it has been stuck for long, and will not take an end either
-            self._jobs.put(None, timeout=FINISH_SECONDS)
+            self._calls.put(None, timeout=FINISH_SECONDS)
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._problem is not None:
-            self.dropped += self._jobs.qsize()  # the end in the queue counts for the row that the thread is stuck with
+            self.dropped += self._calls.qsize()  # the end in the queue counts for the row that the thread is stuck with
             log.warning("%s does not finish: %s", self.dashboard.name, self._problem)
             self.dashboard.abandon()
         lost = f"{self.dropped} rows did not get there, metrics.jsonl has all" if self.dropped else None
