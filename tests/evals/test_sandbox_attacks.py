@@ -449,7 +449,7 @@ def test_the_nearest_group_that_divides_its_memory_is_the_one(monkeypatch: pytes
         "/sys/fs/cgroup/user.slice/app.slice/cgroup.subtree_control": "cpu memory pids\n",
         "/sys/fs/cgroup/user.slice/app.slice/a.scope/cgroup.subtree_control": "\n",
     }
-    monkeypatch.setattr(memory, "read_text", lambda path: files.get(str(path), ""))
+    monkeypatch.setattr(memory, "_text_of", lambda path: files.get(str(path), ""))
     assert list(memory.candidates()) == [Path("/sys/fs/cgroup/user.slice/app.slice")]
     files["/sys/fs/cgroup/user.slice/app.slice/cgroup.subtree_control"] = "cpu\n"
     assert list(memory.candidates()) == [Path("/sys/fs/cgroup/user.slice")]
