@@ -13,7 +13,14 @@ from made_captioners import CAPTIONER, TRANSLATOR, made
 from transformers import PreTrainedModel
 
 from sftkit.compile.contract import compile_model, undo_compile
-from sftkit.compile.modules import check_marked, check_options, compile_arguments, has_cuda_graphs, named_parts
+from sftkit.compile.modules import (
+    check_marked,
+    check_options,
+    compile_arguments,
+    has_cuda_graphs,
+    named_parts,
+    recording_advice,
+)
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.load import read_config
@@ -267,3 +274,10 @@ def test_a_recipe_says_modules_by_path_and_options_and_a_marked_row_length(tmp_p
     compile = read_config(recipe, ["data.layout=dynamic", "compile.options.shape_padding=true"]).compile
     assert compile.modules == {"model.layers": Own(mode="max-autotune"), "model.norm": Own()}
     assert (compile.options, compile.dynamic) == ({"shape_padding": True}, "marked")
+
+
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mode_with_cuda_graphs_is_warned_of_where_row_lengths_vary(mode: str | None, dynamic: bool) -> None:
+    said = recording_advice(CompileConfig(mode=mode), dynamic_layout=dynamic)
+    assert (said is not None) == (dynamic and mode in ("reduce-overhead", "max-autotune"))

@@ -189,6 +189,16 @@ def has_cuda_graphs(compile: CompileConfig) -> bool:
     return any(c.backend == "cudagraphs" or (c.options or {}).get(CUDA_GRAPHS, c.mode in CUDA_GRAPH_MODES) for c in own)
 
 
+def recording_advice(compile: CompileConfig, *, dynamic_layout: bool) -> str | None:
+    """Return a warning where every row length would have CUDA graphs of its own; None: none is due."""
+    if not (dynamic_layout and has_cuda_graphs(compile)):
+        return None
+    return (
+        "warning: data.layout=dynamic with CUDA graphs (compile.mode) records graphs anew for each row length, while training: "
+        "steps may be slower than eager ones. Take compile.mode=default or max-autotune-no-cudagraphs, or a layout of fixed shapes"
+    )
+
+
 def check_marked(compile: CompileConfig, backend: str) -> None:
     """Refuse a marked row length where attention has sizes of its own that follow from it.
 

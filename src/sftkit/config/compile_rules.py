@@ -43,7 +43,10 @@ def _inductor_only(get: Get) -> Iterator[Problem]:
     if backend == "inductor":
         return
     if mode is not None:
-        yield "compile.mode", f"{mode} only goes with compile.backend inductor, not {backend}"
+        yield (
+            "compile.mode",
+            f"{mode} only goes with compile.backend inductor, not {backend}: set compile.backend=inductor",
+        )
     if get("compile.options") is not None:
         yield "compile.options", f"only goes with compile.backend inductor, not {backend}"
     for path, own in modules.items():

@@ -15,7 +15,7 @@ from sftkit.compile.contract import Ranks, compile_model, random_state_kept, ste
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.duration import note, under_way
 from sftkit.compile.hooks import HookWatch
-from sftkit.compile.modules import check_marked, check_options, compile_arguments
+from sftkit.compile.modules import check_marked, check_options, compile_arguments, recording_advice
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
@@ -76,6 +76,8 @@ class Blocks:
             compile_cache.restore(cfg.compile, compile_cache.code_key(cfg, orig_model, layout, rt), rt)
             choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
             check_marked(cfg.compile, choice.backend)
+            if rt.device.type == "cuda" and (advice := recording_advice(cfg.compile, dynamic_layout=layout.dynamic)):
+                rt.print(advice, "warning")
             # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
                 rt.print("one process: the pipeline has one stage, so a step is that of train.engine=blocks")
