@@ -73,7 +73,8 @@ class Blocks:
             # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention is
             # chosen, which may run kernels.
             apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
-            compile_cache.restore(cfg.compile, compile_cache.code_key(cfg, orig_model, layout, rt), rt)
+            self._code_key = compile_cache.code_key(cfg, orig_model, layout, rt)
+            compile_cache.restore(cfg.compile, self._code_key, rt)
             choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
             check_marked(cfg.compile, choice.backend)
             if rt.device.type == "cuda" and (advice := recording_advice(cfg.compile, dynamic_layout=layout.dynamic)):
@@ -125,9 +126,8 @@ class Blocks:
         orig_model.train()
         losses: dict[tuple[int, int], float] = {}
         run_shape = shape_runner(rt, self._wrapped, self.model, layout, losses)
-        key = compile_cache.code_key(cfg, orig_model, layout, rt)
         oom = oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
-        with working(under_way(cfg.compile, key)), oom:
+        with working(under_way(cfg.compile, self._code_key)), oom:
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 ranks = Ranks(rt.any_rank, sharded=rt.topology.partial)
                 self.compiled = warm_up(self._wrapped, run_shape, layout.shapes, cfg.compile, ranks)
@@ -148,9 +148,9 @@ class Blocks:
         if rt.device.type == "cuda":
             print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
         if self.compiled:
-            compile_cache.keep(cfg.compile, key, rt)
+            compile_cache.keep(cfg.compile, self._code_key, rt)
             if rt.is_main:
-                note(key, seconds)
+                note(self._code_key, seconds)
         self._write_logs()
         used = backend if self.compiled else eager
         checks = document_checks(check, orig_model.dtype, used, allowed.logits)
