@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch._inductor.config
 from accelerate import Accelerator
-from torch._inductor import cpu_vec_isa
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
@@ -46,17 +45,9 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 @contextmanager
 def scalar_kernels() -> Iterator[None]:
     """Let Inductor write kernels for a CPU of scalar code within the context, without headers compiled ahead: those and
-    trials of vector instructions take longer than the kernels themselves.
-
-    Torch keeps which vector instructions there are. Without another look afterwards, code with vectors that another
-    process left in the cache would be compiled without them: "'at::vec' has not been declared".
-    """
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    try:
-        with torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}):
-            yield
-    finally:
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    vectors take longer to compile than the kernels themselves."""
+    with torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.simdlen": 1}):
+        yield
 
 
 def tiny_recipe(folder: Path | str, **sections: Any) -> Config:

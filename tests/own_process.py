@@ -21,6 +21,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     test = pyfuncitem.nodeid
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "own_process", test]
+    command += ["--show-capture=stderr"]  # torch's log of an Inductor run would push the error out of what is shown
     done = subprocess.run(
         command,
         cwd=pyfuncitem.config.rootpath,

@@ -199,6 +199,8 @@ def test_the_key_changes_with_whatever_changes_the_code_and_with_nothing_else(mo
     ]
     monkeypatch.setattr(compile_cache, "installed_version", lambda package: "99")
     other.append(make_key())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "vectors of another width")
+    other.append(make_key())
     assert len(set(same)) == 1
     assert len({*same, *other}) == 1 + len(other)
 

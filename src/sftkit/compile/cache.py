@@ -79,7 +79,7 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
         "versions": {name: installed_version(name) for name in _PACKAGES},
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "device": torch.cuda.get_device_name(rt.device) if cuda else "cpu",
+        "device": torch.cuda.get_device_name(rt.device) if cuda else torch.backends.cpu.get_cpu_capability(),
         "capability": torch.cuda.get_device_capability(rt.device) if cuda else None,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

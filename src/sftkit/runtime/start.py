@@ -34,6 +34,7 @@ from sftkit.runtime.hardware import device_name, gpu_unavailable_reason
 from sftkit.runtime.launcher import check_group, check_variables
 from sftkit.runtime.ptxas import use_ptxas_of_workers
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
+from sftkit.runtime.vectors import name_vector_width
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 10.0
@@ -267,6 +268,7 @@ def start(
     precision = resolve_precision(train.precision)
     use_one_worker_per_group()
     use_ptxas_of_workers()
+    name_vector_width()
     topology = take_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), num_stages(train))
     accelerator = Accelerator(
         mixed_precision="no",  # weights are bf16 themselves; autocast would cast them again at every use

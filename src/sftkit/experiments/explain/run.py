@@ -31,6 +31,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.hardware import device_name
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import quiet_libraries, start_device
+from sftkit.runtime.vectors import name_vector_width
 
 DATA, PAGE = "explain.json", "explain.html"
 
@@ -46,6 +47,7 @@ def run_explain(args: Namespace, cfg: Config | None) -> int:
     """
     out = report_dir(args)
     quiet_profiler()
+    name_vector_width()
     if args.labs:
         quiet_libraries()
         device = start_device()
