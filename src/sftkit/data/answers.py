@@ -84,6 +84,7 @@ class Finder:
             DataError: the template refuses the conversation, leaves out something that would be learned, or makes
                 another prompt for the last answer than it then renders.
         """
+        # By marks only where one rendering is that of every answer: the same arguments, and nothing rewritten later.
         args, wanted = self.arguments(last), sorted(k for k in among if k <= last)
         marks = self.template.has_marks and self.template.append_only
         marked = marks and all(self.arguments(k) == args for k in wanted)
@@ -163,6 +164,7 @@ class Finder:
             if found != NOWHERE:
                 spans[k] = found
         spans[last] = own.start, own.end
+        # With marks only the marked parts of what was found are the model's own.
         if not self.template.has_marks:
             return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
         _, marks = self._marks(last)
@@ -238,6 +240,7 @@ class Finder:
             return text, self._start_without_question(text)
         args, name = self.arguments(k), self.template.thinking_argument
         prompt = self._render(k, args, add_generation_prompt=True)
+        # A server may ask with thinking on or off, whatever the template does by itself.
         prompts = [prompt]
         if name and (self._sets(name) or self.thinking == "learn_empty" or not text.startswith(prompt)):
             prompts += [self._render(k, {**args, name: on}, add_generation_prompt=True) for on in (True, False)]

@@ -60,12 +60,13 @@ def require_instructions(messages: list[Message], text: str, where: str) -> None
     for i, message in enumerate(messages):
         if not i or message["role"] not in ("system", "developer"):
             continue
+        # Behind the last one that was found, or else anywhere: some templates move system messages to the front.
         found = text.find(message["content"].strip(), cursor)
         cursor = found if found >= 0 else text.find(message["content"].strip())
         if cursor < 0:
             raise DataError(
-                f"{where}: messages[{i}]: the chat template leaves out this system message, which is not the first one. "
-                "Use a template that renders it (model.chat_template), or put it into the first message",
+                f"{where}: messages[{i}]: the chat template leaves out this system message, which is not the first "
+                "one. Use a template that renders it (model.chat_template), or put it into the first message",
                 reason="template leaves out a system message",
             )
 
@@ -95,6 +96,7 @@ def oddities(messages: list[Message], where: str) -> dict[str, str]:
 
 def _answers(open_calls: list[str | None], call_id: str | None) -> bool:
     """Return whether a result belongs to an open call, and close that call. Ids count if both have one."""
+    # The call with the same id, else one without; a result without an id closes a call without, else the first one.
     for known in (call_id, None) if call_id is not None else (None, *open_calls):
         if known in open_calls:
             open_calls.remove(known)
@@ -194,8 +196,8 @@ def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tu
             if found := pattern.search(text):
                 near = text[max(0, found.start() - 20) : found.end() + 20]
                 forged = (
-                    f"the tokenizer's special token {found.group()!r} (near {near!r}), which would forge the end or start of a "
-                    "turn. Remove it from the text"
+                    f"the tokenizer's special token {found.group()!r} (near {near!r}), which would forge the end or "
+                    "start of a turn. Remove it from the text"
                 )
                 if column == "messages":
                     raise DataError(f"{row.where}: messages[{i}] contains {forged}", reason="special token in text")

@@ -41,6 +41,7 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
     Raises:
         DataError: a file is no picture.
     """
+    # A picture with several captions is read once, and shared by its documents.
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     different, index = list(number), np.array([number[name] for name in names])
     file = cache_dir / f"images-{_key(different, size)}.npy"
@@ -137,7 +138,7 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     if not faults:
         return array
     raise DataError(
-        f"{first_of(faults, SHOWN, '; ')}. Mend {'it' if len(faults) == 1 else 'them'}, or take out the rows: {len(faults)} of {len(names):,} "
-        "pictures cannot be read",
+        f"{first_of(faults, SHOWN, '; ')}. Mend {'it' if len(faults) == 1 else 'them'}, or take out the rows: "
+        f"{len(faults)} of {len(names):,} pictures cannot be read",
         reason="not a picture",
     )

@@ -65,6 +65,7 @@ def files_of(source: SourceConfig, root: Path) -> list[Path]:
                 f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
             )
         return [root]
+    # Sorted: the order of documents must not depend on the file system.
     files = [path for path in sorted(root.rglob("*")) if _is_data(path, root)]
     if source.subset is not None:
         files = [path for path in files if _has_part(path.relative_to(root), source.subset)]
@@ -91,6 +92,7 @@ class DuplicateKey(ValueError):
 def loads(content: bytes | str) -> object:
     """Parse JSON. Raises ValueError, also for half of a surrogate pair, which JSON can write but no text can hold, and
     DuplicateKey for an object that has a key twice."""
+    # Decoded as json.loads does it.
     text = content if isinstance(content, str) else content.decode(json.detect_encoding(content), "surrogatepass")
     text = text.rstrip("\r\n")  # a row has the end of its line, and an error there would be one of line 2
     value: object = _STRICT.decode(text)
@@ -205,6 +207,8 @@ def _json(path: Path) -> Iterator[RawRow]:
     try:
         value = loads(content)
     except ValueError as error:
+        # JSON lines under this suffix, or a list of which single rows are refused: both are taken row by row, so that a
+        # bad row is one row. Anything else is an error of the file.
         start = content.lstrip()[:1]
         if start == b"{" and not _is_json(content):
             yield from _json_lines(path)

@@ -115,7 +115,9 @@ def _render_marked(source: str, messages: list[Message], variables: dict[str, An
     """Return text and marked spans, as render_jinja_template does with return_assistant_tokens_mask. That one joins all
     of the text so far anew for every answer, which takes minutes for a conversation of thousands. Here the tracker is
     given an empty list of blocks, and spans are moved to where the text ends."""
-    compiled = _compile_jinja_template(source)  # private, as is the tracker that its environment has
+    # Private, as is the tracker of its environment: both are of huggingface/transformers#30650, which brought the
+    # marks.
+    compiled = _compile_jinja_template(source)
     blocks: list[str] = []
     length, spans = 0, _Spans()
     with compiled.environment.activate_tracker([], spans):
@@ -240,7 +242,8 @@ def with_arguments(source: str, args: Mapping[str, object]) -> str:
     for name in args:
         if not uses(source, name):
             raise ConfigError(
-                f"model.chat_template_args.{name}: the chat template has no {name} in it: an argument is a name that its text uses"
+                f"model.chat_template_args.{name}: the chat template has no {name} in it: an argument is a name that "
+                "its text uses"
             )
     if not args:
         return source
@@ -269,8 +272,8 @@ def unused_arguments(row: Row, template: Template) -> dict[str, str]:
     for name, value in unused.items():
         if isinstance(value, str | list | dict) and value:
             raise DataError(
-                f"{row.where}: chat_template_kwargs.{name}: the chat template has no {name} in it, so what it says would be "
-                "lost. Take a template that uses it (model.chat_template), or take it out of the record",
+                f"{row.where}: chat_template_kwargs.{name}: the chat template has no {name} in it, so what it says "
+                "would be lost. Take a template that uses it (model.chat_template), or take it out of the record",
                 reason="template does not use an argument",
             )
     if not any(value is not None for value in unused.values()):
