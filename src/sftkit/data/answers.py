@@ -137,6 +137,8 @@ class Finder:
         The conversation is rendered with other texts in place of the reasonings, since their own words may stand
         anywhere. For the answers in `known` this was checked before.
         """
+        # Texts that no data has, each with its own numbers, so that what is found is sure to be the reasoning of that
+        # answer.
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
         if marks.keys() <= set(known):
             return set(marks)
@@ -149,6 +151,7 @@ class Finder:
 
     def _located(self, last: int, wanted: list[int]) -> Document:
         """Find answers that stand in the text of the conversation as they do when they are the last message."""
+        # The last answer is rendered anyway; of the earlier ones as few as will show how the template writes them.
         own = self._as_last_answer(last)
         matcher = AnswerMatcher(self.template, self.messages, own.text, last)
         spans: dict[int, Span] = {}
@@ -188,6 +191,7 @@ class Finder:
         what they have rendered."""
         answers = [k for k in self.answers if k <= last]
         text, marks = self._marks(last)
+        # Without one mark for each answer it is not known which is whose.
         if len(marks) != len(answers):  # several for an answer, or none
             return self._located(last, wanted)
         spans, before = {}, 0
@@ -219,6 +223,7 @@ class Finder:
         if k in self._known:
             return self._known[k]
         text, start = self._start(k, self._render(k + 1, self.arguments(k)))
+        # The model writes up to the end-of-turn token; the line break that templates put behind it is nobody's.
         core = text[start:].rstrip()
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
         if self.template.end_last and not ends:
@@ -260,6 +265,7 @@ class Finder:
             if not reasoning and self.thinking != "learn_empty":
                 raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
+        # Where the two part, with a little of both, so that the error shows what the template does.
         at = len(common_prefix([text, prompt]))
         shared, asked, found = text[max(0, at - 20) : at], prompt[at : at + 20], text[at : at + 20]
         raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, prompt=asked, text=found)
@@ -267,6 +273,7 @@ class Finder:
     def _start_without_question(self, text: str) -> int:
         """Return where the first message begins if it is an answer: many templates cannot render
         the empty prompt before it."""
+        # The longest first: a short one may be the beginning of another.
         for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
             if header.strip() and header in text:
                 return text.index(header) + len(header)

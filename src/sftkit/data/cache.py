@@ -99,6 +99,7 @@ def _replace(temporary: Path, folder: Path) -> None:
     try:
         os.rename(temporary, folder)
     except OSError:
+        # Not a race but an error of the disk.
         if not folder.exists():
             raise
         # Another process was faster, or the old one is damaged: keep the one that loads.

@@ -139,6 +139,8 @@ def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Count
         # Once, after the longest document: an answer that cannot begin within max_length there needs no document
         # either.
         if left and len(found) == 1 and len(encoded.ids) > max_length + 1:
+            # Counted by the messages alone, without rendering: fewer tokens than the document has, so no answer is lost
+            # by it.
             reach = _reach(finder.messages, tokenizer, max_length + 1)
             beyond = {k for k in left if k >= reach}
             counts[TOO_LONG] += len(beyond)
@@ -203,6 +205,7 @@ def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokeni
     is_target[:1] = False
     if not is_target.any():
         return None
+    # What follows the last target changes no loss, but would be computed.
     n = int(np.flatnonzero(is_target)[-1]) + 1
     ids, is_target = ids[:n].astype(np.int32), is_target[:n]
     # An array: of a list transformers looks at every number first.

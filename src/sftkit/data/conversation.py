@@ -77,6 +77,7 @@ def oddities(messages: list[Message], where: str) -> dict[str, str]:
     open_calls: list[str | None] = []  # ids of calls whose result has not come yet
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
+        # Several calls may be open at once, and their results come in any order.
         if message["role"] == "tool":
             if not _answers(open_calls, message.get("tool_call_id")):
                 found.setdefault(
@@ -118,6 +119,7 @@ def _message(message: object, where: str) -> Message:
     """Return a message with checked role, content and tool calls; null keys are dropped."""
     if not isinstance(message, dict):
         raise wrong_kind(where, message, "an object with role and content", reason="message is not an object")
+    # A key with null is one that Arrow has filled in, except for content, where null says that there is none.
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = message.get("role")
     if role not in ROLES:
@@ -168,6 +170,7 @@ def _tool_call(call: Message, where: str) -> Message:
     if not isinstance(function.get("name"), str):
         raise DataError(f"{where} has no function name", reason="malformed tool call")
     function["arguments"] = _arguments(function)
+    # Ids and whatever else the data has stay, since templates may write them.
     kept = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
     return {"type": "function", **kept, "function": function}
 
@@ -207,6 +210,7 @@ def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tu
 @lru_cache(maxsize=8)
 def special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern that finds the next special token of a text, the longest if several begin there."""
+    # The longest first, as a pattern takes the first that fits.
     by_length = sorted((token for token in special_tokens if token), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 

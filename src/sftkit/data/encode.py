@@ -144,6 +144,8 @@ def _shares(
         end = specials[before][1] if before < len(specials) else len(text)
         encoded = encode(tokenizer, text[begin:end], len(alone) + 1)
         prompt_end, begin = prompt_end - begin, 0
+    # The tokens of the whole text between that special token and the end of the prompt, against those of the prompt
+    # alone.
     first, past = np.searchsorted(encoded.ends, begin, side="right"), np.searchsorted(encoded.starts, prompt_end)
     return bool(past and encoded.ends[past - 1] > prompt_end) or encoded.ids[first:past].tolist() != alone
 

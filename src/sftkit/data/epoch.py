@@ -69,6 +69,7 @@ def plan_epoch(
         order = order[rng.permutation(len(order))]
     batches = []
     buckets = layout.row_lengths[-1:] if layout.dynamic else layout.row_lengths
+    # Each document goes to the smallest bucket that holds it; there is one bucket for other layouts.
     for low, row_length in zip((0, *buckets), buckets, strict=False):
         mine = order[(lengths[order] > low) & (lengths[order] <= row_length)]
         rows: list[tuple[int, ...]] = [(i,) for i in mine.tolist()]
@@ -148,6 +149,7 @@ class Order:
             batches += planned[:steps]
             if steps is None or len(planned) <= steps:
                 break
+            # The next segment plans what this one has not taken, so each document is still met once in the epoch.
             left = np.setdiff1d(left, [i for batch in planned[:steps] for row in batch.rows for i in row])
         return batches
 

@@ -82,6 +82,7 @@ def _key(names: Sequence[str], size: ImageSize) -> str:
     """Return a digest of all that the array depends on: names, sizes and times of files, the size of pictures, and the
     code. A file that is gone is reported when it is read."""
     code = [Path(__file__), Path(__file__).parent / "demo" / "pictures.py"]
+    # Sizes and times of files, not their content: to read thousands of pictures would take as long as resizing them.
     found = hashlib.sha256(b"".join(path.read_bytes() for path in code))
     for name in names:
         stat = os.stat(name) if os.path.exists(name) else None
@@ -129,6 +130,7 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     Raises:
         DataError: some files are no pictures: all are read, to say how many, and which come first.
     """
+    # All are tried, so that one run tells of all that is broken.
     faults = list[DataError]()
     for i, name in enumerate(names):
         try:

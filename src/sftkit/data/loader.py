@@ -92,6 +92,7 @@ class StepDataset(Dataset[StepBatches]):
         step, epoch, batch = item
         docs = list(chain.from_iterable(batch.rows))
         lengths, names = self.lengths[docs], self.examples.source_names
+        # Of all ranks: every rank has the whole plan, so these counts need no exchange.
         source_tokens = np.bincount(self.examples.source[docs], weights=lengths, minlength=len(names))
         shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
         mine = list(batch.micro_batches(self.layout, self.share.rank))
@@ -202,6 +203,7 @@ class Batches:
             if (worker.exitcode or 0) < 0:
                 by_signal = signal.Signals(-worker.exitcode)
                 by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
+        # Its slot outlives it.
         row = (self._dataset.at_work[:, 0] == pid).nonzero().flatten().tolist()
         step, number = self._dataset.at_work[row[0], 1:].tolist() if row else (0, 0)
         what = "It had nothing in hand"

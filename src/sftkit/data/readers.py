@@ -179,6 +179,7 @@ def _json_lines(path: Path) -> Iterator[RawRow]:
     with _open(path) as file:
         for number in count(1):
             line = file.readline(LONGEST_RECORD + 1)
+            # The rest of such a line is passed over in parts, never held as a whole.
             if len(line) > LONGEST_RECORD:
                 yield f"{path}:{number}", _too_long(f"{path}:{number}")
                 while line and not line.endswith(b"\n"):
@@ -230,6 +231,7 @@ def _json_beginning(path: Path) -> Iterator[RawRow]:
         head = file.read(LONGEST_RECORD + 1)
     if len(head) <= LONGEST_RECORD:
         yield from _json(path)
+    # Cut behind the last object that may be whole; what is not ends the list.
     elif head.lstrip()[:1] == b"[" and json.detect_encoding(head) == "utf-8":
         yield from ((f"{path}[{i}]", row) for i, row in enumerate(_elements(head[: head.rfind(b"}") + 1])))
 
@@ -246,6 +248,7 @@ def _is_json(content: bytes) -> bool:
 def _elements(content: bytes) -> Iterator[bytes]:
     """Yield the elements of a JSON list as bytes, so that one which `loads` refuses is one bad row; of a list that
     breaks off, those that are complete."""
+    # One element at a time, by the grammar alone: `loads` judges each of them later, as a row.
     text = content.decode(json.detect_encoding(content))
     after_gap, decoder, end = re.compile(r"[^\s,]"), json.JSONDecoder(), text.index("[") + 1
     while (first := after_gap.search(text, end)) and first[0] != "]":

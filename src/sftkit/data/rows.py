@@ -49,6 +49,7 @@ def convert(raw: object, where: str) -> Row:
     if not isinstance(raw, dict):
         raise wrong_kind(f"{where}: the row", raw, "an object with columns", reason="row is not an object")
     present = {key: value for key, value in raw.items() if value is not None}
+    # The first shape that fits: SHAPES has the more telling columns before those that many rows have.
     for columns, make in SHAPES:
         if all(column in present for column in columns):
             return _completed(make(present, where), present)
@@ -160,6 +161,7 @@ def _completed(row: Row, raw: Raw) -> Row:
             "of them, or put both into the first message",
             reason="two system texts",
         )
+    # The system message goes in front, so what is context is one message longer.
     context = row.context_messages + 1 if row.context_messages else 0
     return replace(row, messages=[{"role": "system", "content": system}, *row.messages], context_messages=context)
 

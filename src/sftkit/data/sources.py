@@ -179,6 +179,7 @@ def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Exa
     """Concatenate the documents of all sources, with those of `repeat` passes."""
     # Copies in memory and in the cache: a repeated document is one more to all that follows.
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
+    # Every source has every count, zeros too, so that whoever reads them need not ask.
     count_names = (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
     names = tuple(map(source_label, sources))
     by_name = list(zip(names, parts, sources, strict=True))
@@ -234,6 +235,7 @@ def _in_processes(
     before = oom_kills()
     try:
         for chunk in chunks:
+            # The pool starts a process at a submit, and what it inherits of signals is decided then.
             with starting_processes():
                 tokenized = executor.submit(_work, chunk)
             waiting.append((tokenized, f"{chunk[0][0]} to {chunk[-1][0]}"))

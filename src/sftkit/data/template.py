@@ -99,6 +99,7 @@ def render_conversation(
     if "developer" not in source:  # the newer name of system, which older templates refuse or do not know
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     # Any: transformers' renderer takes what a template may be given by name, next to arguments of its own.
+    # As apply_chat_template gives them, so that a run renders what a server renders.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(row.template_args or {})}
     variables |= {"tools": row.tools or None, "add_generation_prompt": add_generation_prompt}
     try:
@@ -171,6 +172,8 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         argument = _thinking_argument(rendered, source, conversation[:1])
         headers = tuple(dict.fromkeys(_headers(rendered, conversation[:1], argument)))
         key = _reasoning_key(rendered, source, conversation[:2])
+        # Data may keep reasoning in a field or in the text: both are tried, since templates know one, the other, or
+        # neither.
         thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{FIRST_ANSWER}"}
         keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
         # A template is append-only if a later turn changes nothing of an earlier one, its reasoning included.
@@ -247,6 +250,7 @@ def with_arguments(source: str, args: Mapping[str, object]) -> str:
             )
     if not args:
         return source
+    # No # in them: it would end the comment that notes the arguments, and begin one in the lines.
     values = {name: json.dumps(value, ensure_ascii=False).replace("#", "\\u0023") for name, value in args.items()}
     values |= {name: "none" for name, value in args.items() if value is None}  # as Jinja writes null
     lines = "".join(
