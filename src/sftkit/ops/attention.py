@@ -85,6 +85,7 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
     Raises:
         ConfigError: the model's code does not take its attention from transformers' registry.
     """
+    # The registry is the process's: registered again it is the same function, whatever the model.
     AttentionInterface.register(_NAME, attend)
     _set_implementation(orig_model, _NAME)
 
