@@ -68,6 +68,8 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
     compile = {k: v for k, v in asdict(cfg.compile).items() if k not in NOT_IN_GRAPH}
     config = {k: v for k, v in orig_model.config.to_dict().items() if k not in VOLATILE}
     cuda = rt.device.type == "cuda"
+    # Whatever a graph or kernel has as a constant, and whatever decides which one is generated. One entry too many
+    # costs a cold compile, one too few only time: torch checks each graph again.
     parts = {
         "model": [plain_class(orig_model).__name__, config],
         "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],
@@ -125,7 +127,7 @@ def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
     path = _file(where, key, index)
     if not writes or path is None:
         return ""
-    # torch._dynamo's own counter, which has no public name: without a miss all graphs came from the cache.
+    # Private: torch.compiler has no public counter. Without a miss all graphs came from the cache.
     if not counters["inductor"]["fxgraph_cache_miss"] and _read(path, key)[0] is not None:
         return f"compiled code in {path} is complete"
     artifacts = torch.compiler.save_cache_artifacts()
@@ -177,6 +179,7 @@ def write_kernels(kernels: dict[str, bytes]) -> None:
     Raises:
         ValueError: a name leads out of the folder, or is no object file.
     """
+    # Names come out of a file that others may have written, and what they name is run later.
     folder = fa4_folder().resolve()
     for name, code in kernels.items():
         path = (folder / name).resolve()
@@ -210,6 +213,7 @@ def _read(path: str, key: str) -> tuple[bytes | None, str]:
         return None, "missing"
     except Exception as error:
         return None, f"cannot be read ({error})"
+    # A line of JSON, then bytes: the hash of these finds a file that was cut off or changed.
     first, _, content = whole.partition(b"\n")
     try:
         header = json.loads(first)
@@ -228,6 +232,7 @@ def _write(path: str, content: bytes) -> None:
     if "://" in path:
         import fsspec
 
+        # Processes that write the same file at once have a temporary name each; what is renamed last stays.
         filesystem, inside = fsspec.core.url_to_fs(path)
         filesystem.makedirs(inside.rpartition("/")[0], exist_ok=True)
         temporary = f"{inside}.{os.getpid()}.tmp"

@@ -9,8 +9,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-import torch._dynamo  # private; its reset is what torch.compiler.reset calls
-from torch._dynamo import callback as dynamo_callback  # private: torch.compiler has no callback before a compile
+import torch._dynamo
+
+# Private: torch.compiler has no callback before a compile. These were made for finding jobs that hang while compiling:
+# pytorch/pytorch#120764, with what triggered the compile since pytorch/pytorch#153596.
+from torch._dynamo import callback as dynamo_callback
 from transformers import PreTrainedModel
 
 from sftkit.compile.fallbacks import RECOMPILE_REFUSED, eager_on_recompile
@@ -68,6 +71,7 @@ def compile_model(
         if sharded and compile.scope == "model":
             log.info("compile.scope: block, because no process has all weights at once")
         parts = [(module, compile) for module in _compiled_parts(orig_model, "block" if sharded else compile.scope)]
+    # All but the last part that a step calls are encoders.
     encoding = {module for part in called(orig_model)[:-1] for module in part.modules()}
     for module, own in parts:
         if dynamic_layout and module in encoding:  # what an encoder is given has one shape, whatever the row length
@@ -140,17 +144,22 @@ def step_contract(
         )
     for reason in breaks:
         log.warning("graph break: %s", reason)
-    # Private: torch._dynamo's callback before each compile, which also comes before a backward graph is built.
+    # The stance `fail_on_recompile` is asked where a frame begins, so it does not stop a backward graph that is built
+    # late.
+    # A callback does, since it comes before those, too.
     if on_recompile == "error":
         dynamo_callback.on_compile_start(_refuse_backward)
     try:
         with _stance(on_recompile, fell_back):
             yield
+    # torch raises a plain RuntimeError for a refusal (torch/_dynamo/eval_frame.py): its text is all that tells it
+    # apart.
     except RuntimeError as error:
         if RECOMPILE_REFUSED not in str(error):
             raise
         raise _recompile_error(describe_guards(str(error), module_in(error.__traceback__))) from error
     finally:
+        # torch._dynamo.reset forgets all callbacks, and whoever is called within the context may have called it.
         if _refuse_backward in dynamo_callback.callback_handler.start_callbacks:
             dynamo_callback.callback_handler.remove_start_callback(_refuse_backward)
 
@@ -172,16 +181,17 @@ def _recompile_error(reason: str) -> RecompileError:
     """Build the error for a graph that the warm-up did not compile."""
     return RecompileError(
         f"a training step needs a graph that the warm-up did not compile: {reason}\n"
-        "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket; dynamic: any row "
-        "length). If this step is as it should be, train on with compile.on_recompile=warn (compile it and count) or "
-        "compile.on_recompile=eager (run it uncompiled)"
+        "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket; dynamic: any "
+        "row length). If this step is as it should be, train on with compile.on_recompile=warn (compile it and count) "
+        "or compile.on_recompile=eager (run it uncompiled)"
     )
 
 
 def undo_compile(model: torch.nn.Module) -> None:
     """Return a model to eager for good."""
     for module in model.modules():
-        module._compiled_call_impl = None  # private: what Module.compile sets, which has no inverse
+        # Private: what Module.compile sets, which has no inverse (torch 2.13).
+        module._compiled_call_impl = None
     # Dynamo keeps graphs by code object, not by module: without a reset other models of this class would still find
     # them. torch.compiler.reset is the public name of the same.
     torch._dynamo.reset()
@@ -194,8 +204,8 @@ class Ranks:
     any_rank: Callable[[bool], bool]
     "returns whether the flag is set on any rank, so that all fall back together"
     sharded: bool = False
-    """they wait for each other in forward and backward, so a small function first finds out whether all can compile, and
-    an error of one rank after that ends the run"""
+    """they wait for each other in forward and backward, so a small function first finds out whether all can compile,
+    and an error of one rank after that ends the run"""
 
 
 def warm_up(
@@ -228,6 +238,7 @@ def warm_up(
     if not compile.enabled:
         run(shapes[-1:])  # nothing to build, but the largest batch must fit
         return False
+    # Sharded ranks meet in the first forward pass already. If one had no compiler there, the others would wait forever.
     error: Exception | None = _compiler_problem(compile) if ranks.sharded else None
     if ranks.sharded and ranks.any_rank(error is not None):
         return _fall_back(model, compile, error)

@@ -72,7 +72,8 @@ class CompilerFiles(logging.Handler):
         name, text = self.names.get(artifact_of(record)), record.getMessage()
         if name is None:
             return
-        # Private: the id of the graph that is being compiled, which the record is about.
+        # Private: the id of the graph that is being compiled, which the record is about; torch.compiler has no name for
+        # it (torch 2.13).
         graph = str(torch._guards.CompileContext.current_compile_id() or "")
         try:
             self.make_folder()
@@ -124,8 +125,8 @@ def compiler_logs(output_dir: Callable[[], Path], compile: CompileConfig, rank: 
         output_dir: returns where the run writes at that moment; see Runtime.output_dir.
 
     Yields:
-        a function that writes <output_dir>/compile/summary.md and summary.json, on the main rank: each graph, its kernels,
-        the operators they came from. It may be called again: after the warm-up, and at the end.
+        a function that writes <output_dir>/compile/summary.md and summary.json, on the main rank: each graph, its
+        kernels, the operators they came from. It may be called again: after the warm-up, and at the end.
 
     Raises:
         ConfigError: TORCH_LOGS is set, which overrides these settings in torch.
@@ -135,8 +136,8 @@ def compiler_logs(output_dir: Callable[[], Path], compile: CompileConfig, rank: 
         return
     if "TORCH_LOGS" in os.environ:
         raise ConfigError(
-            f"compile.debug: the environment has TORCH_LOGS={os.environ['TORCH_LOGS']}, and with it torch ignores other "
-            "settings of its logs; unset TORCH_LOGS, or set compile.debug=[] to see its logs in the terminal"
+            f"compile.debug: the environment has TORCH_LOGS={os.environ['TORCH_LOGS']}, and with it torch ignores "
+            "other settings of its logs; unset TORCH_LOGS, or set compile.debug=[] to see its logs in the terminal"
         )
     files = CompilerFiles(lambda: compile_dir(output_dir(), rank), compile)
     with torch_logs_to(files, files.for_terminal, modules=dict.fromkeys(files.names, True)):
@@ -154,7 +155,7 @@ def torch_logs_to(
         for_terminal: returns whether a record goes to the terminal.
         settings: of torch._logging.set_logs.
     """
-    # Private module, but its set_logs is the documented one.
+    # Private module, but its set_logs is the documented one; without settings it goes back to torch's defaults.
     torch._logging.set_logs(**settings)
     with ExitStack() as stack:
         stack.callback(torch._logging.set_logs)
@@ -241,6 +242,8 @@ def kernels(code: str) -> list[dict[str, Any]]:
         generated); launches; aten, the operators that it came from; nodes, their names in the captured graph. A C++
         kernel says where it came from by its name alone, so it has no nodes.
     """
+    # Behind this line of Inductor's modules only the function that launches the kernels is left. Above a launch there
+    # is a comment with the operators that the kernel came from.
     kernels_by_name: dict[str, dict[str, Any]] = {}
     origins: list[list[str]] | None = None
     for line in map(str.strip, code.rpartition("async_compile.wait(globals())")[2].splitlines()):
@@ -265,6 +268,7 @@ def _in_name(kernel: str, kind: str) -> list[str]:
     aten.add, aten.silu_backward."""
     if kind == "library" or "_fused_" not in kernel:
         return [kernel.removeprefix("torch.ops.").removeprefix("extern_kernels.").removesuffix(".default")]
+    # Names of operators have underscores of their own, so each time the longest one that torch knows is taken.
     words = re.sub(r"^.*?_fused_|_\d+$", "", kernel).split("_")
     operators = []
     while words:

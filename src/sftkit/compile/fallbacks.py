@@ -27,8 +27,8 @@ def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[Non
         fell_back: called at each such call with torch's message, which names the code and the failed guards, and with
             the `self` of that code, None for a function.
     """
-    # Private: the function that torch asks at each frame. There is no public hook, as of torch 2.15.
-    # No upstream issue is known.
+    # Private: the function that torch asks at each frame, of pytorch/pytorch#137504, which brought the stances. There
+    # is no public hook, as of torch 2.15, and no upstream issue about one is known.
     ask = eval_frame._callback_from_stance
 
     def recording(callback: Any) -> Any:

@@ -2,8 +2,8 @@
 compiled code does not know.
 
 Compiled code runs the hooks that it was compiled with, and no others. Torch guards a module's `forward`, so replacing
-it is a recompile like any other; its hooks are not guarded (torch._dynamo.config.skip_nnmodule_hook_guards), and one
-that is added later is left out without a word.
+it is a recompile like any other; its hooks are not guarded (torch._dynamo.config.skip_nnmodule_hook_guards, since
+pytorch/pytorch#98371), and one that is added later is left out without a word (pytorch/pytorch#117758).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COMPILED = (
     "compile.enabled=false"
 )
 UNCALLED = (
-    "does not run in a step, which never calls this module: it calls the decoder and reads the head's weight; hook the final "
-    "norm or a block"
+    "does not run in a step, which never calls this module: it calls the decoder and reads the head's weight; hook the "
+    "final norm or a block"
 )
 OF_LIBRARIES = ("torch.distributed.", "accelerate.", "sftkit.")
 """Packages whose own hooks on such modules are no fault: FSDP's hooks on head and model are for
@@ -100,6 +100,7 @@ def _of_library(hook: Any) -> bool:
 def _hooks(orig_model: PreTrainedModel) -> frozenset[Hook]:
     """Return all hooks of the model, and those that torch runs for every module."""
     owners: list[tuple[str, Any]] = [(name or _ROOT, vars(module)) for name, module in orig_model.named_modules()]
+    # Private: torch keeps the hooks of every module in globals of its module, and lists them nowhere.
     everywhere = {field: getattr(torch_module, f"_global{field}") for field in _KINDS}
     return frozenset(
         Hook(name, kind, number)

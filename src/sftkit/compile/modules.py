@@ -37,7 +37,8 @@ class CompiledPart(NamedTuple):
 
 
 def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded: bool = False) -> list[CompiledPart]:
-    """Return the modules that compile.modules names, in the model's order; of two paths to one module the longer counts.
+    """Return the modules that compile.modules names, in the model's order; of two paths to one module the longer
+    counts.
 
     Args:
         sharded: weights will be gathered block by block, so no module that holds a block is compiled as one.
@@ -48,6 +49,7 @@ def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded:
     """
     assert compile.modules is not None
     parts: dict[str, CompiledPart] = {}
+    # Short paths first, so that a longer one to the same module replaces them, or takes it out if it is switched off.
     for path, own in sorted(compile.modules.items(), key=lambda item: item[0].count(".")):
         for named, at in _at(orig_model, path):
             place, module = _without_head(orig_model, named, at)
@@ -101,7 +103,8 @@ def _check_apart(parts: dict[str, CompiledPart]) -> None:
         outer = next((other for other in parts if path.startswith(f"{other}.")), None)
         if outer is not None:
             raise ConfigError(
-                f'compile.modules: "{path}" lies in "{outer}", which is one graph with all that it holds: name only one of them'
+                f'compile.modules: "{path}" lies in "{outer}", which is one graph with all that it holds: name only '
+                "one of them"
             )
 
 
@@ -150,7 +153,8 @@ def check_options(compile: CompileConfig) -> None:
 
 
 def _check_option(recipe_key: str, name: str, value: object) -> None:
-    """Refuse a name or a type of value that Inductor's config does not have. `recipe_key`: of the option in the recipe."""
+    """Refuse a name or a type of value that Inductor's config does not have. `recipe_key`: of the option in the
+    recipe."""
     # Private, but its names are those of torch.compile(options=...). Imported late: it takes a moment.
     from torch._inductor import config
 
@@ -194,8 +198,9 @@ def recording_advice(compile: CompileConfig, *, dynamic_layout: bool) -> str | N
     if not (dynamic_layout and has_cuda_graphs(compile)):
         return None
     return (
-        "warning: data.layout=dynamic with CUDA graphs (compile.mode) records graphs anew for each row length, while training: "
-        "steps may be slower than eager ones. Take compile.mode=default or max-autotune-no-cudagraphs, or a layout of fixed shapes"
+        "warning: data.layout=dynamic with CUDA graphs (compile.mode) records graphs anew for each row length, while "
+        "training: steps may be slower than eager ones. Take compile.mode=default or max-autotune-no-cudagraphs, or a "
+        "layout of fixed shapes"
     )
 
 
@@ -208,8 +213,9 @@ def check_marked(compile: CompileConfig, backend: str) -> None:
     asked = [compile.dynamic, *(own.dynamic for own in (compile.modules or {}).values())]
     if backend == "flex" and "marked" in asked:
         raise ConfigError(
-            "compile.dynamic: marked does not go with attention.backend flex, whose masks are blocks of 128 positions: set "
-            "compile.dynamic=false, which lets layout dynamic make all sizes symbolic, or attention.backend=varlen or sdpa"
+            "compile.dynamic: marked does not go with attention.backend flex, whose masks are blocks of 128 positions: "
+            "set compile.dynamic=false, which lets layout dynamic make all sizes symbolic, or "
+            "attention.backend=varlen or sdpa"
         )
 
 
@@ -227,7 +233,8 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the call with the row dimensions of its tensors marked as dynamic before it."""
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        # Private: tree_leaves finds the tensors inside named tuples and lists as well.
+        # Private: torch has no public pytree (torch 2.13). tree_leaves finds the tensors inside named tuples and lists,
+        # too.
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 for dimension in ROW_DIMENSIONS.get(leaf.ndim, ()):

@@ -35,6 +35,7 @@ def describe_guards(message: str, owner: object) -> str:
     codes = [(layer.__code__.co_filename, layer.__code__.co_name) for layer in layers]
     if (file, name) not in codes:
         return f"{name} ({file}:{line}): {guards}"
+    # The guards of a wrapper speak of its args and kwargs: they are given the names that the model's author chose.
     own = layers[-1]
     if codes.index((file, name)) < len(layers) - 1:
         file, line = own.__code__.co_filename, str(own.__code__.co_firstlineno)

@@ -46,8 +46,8 @@ def compiler_switches(
         stack.callback(dynamo_utils.set_compilation_metrics_limit, records)
         dynamo_utils.set_compilation_metrics_limit(MAX_RECORDS)
         if compile.enabled:
-            # Blocks overlap with DDP's exchange already, and DDP's own splitting would break their graphs
-            # up: see pytorch #108966.
+            # Blocks overlap with DDP's exchange already, and DDP's own splitting would break their graphs up:
+            # pytorch/pytorch#108966.
             stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
             # Beyond this many graphs torch runs a function eagerly without an error, so none may come near it.
             limits = {"recompile_limit": _MARGIN + graphs, "accumulated_recompile_limit": max(256, _MARGIN + graphs)}
@@ -60,7 +60,7 @@ def compiler_switches(
                 stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
                 stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
             # Duck shapes give equal sizes one symbol: a warm-up whose number of rows happens to equal its row length
-            # would give a graph for square batches only.
+            # would give a graph for square batches only. pytorch/pytorch#186373 is about doing without by default.
             stack.enter_context(symbolic_shapes.patch(use_duck_shape=not dynamic_layout))  # type: ignore[attr-defined]
             if dynamic_layout:
                 stack.enter_context(torch._inductor.config.patch(_ANY_LENGTH))

@@ -1,6 +1,7 @@
 """What the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, cache hits.
 
-The records, callbacks and counters of torch._dynamo are private; torch has no public ones.
+The records, callbacks and counters of torch._dynamo are private; torch has no public ones. Of the callbacks see
+pytorch/pytorch#120764.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ NESTED = {
 }
 "Phase of a compile -> torch's field of its time, in microseconds, which includes all later phases."
 LATE_CUDA_GRAPHS = (
-    "CUDA graphs are recorded after the warm-up, which stops a step for as long and keeps memory: with row lengths that "
-    "vary, each has its own in every compiled part. compile.mode=default and max-autotune-no-cudagraphs use none"
+    "CUDA graphs are recorded after the warm-up, which stops a step for as long and keeps memory: with row lengths "
+    "that vary, each has its own in every compiled part. compile.mode=default and max-autotune-no-cudagraphs use none"
 )
 BACKWARD = "backward_cumulative_compile_time_us"
 "Field of the time of all phases of a backward graph that is compiled at its first run, in microseconds."
@@ -37,6 +38,8 @@ class CompileWatch:
 
     def __init__(self) -> None:
         """Begin to count."""
+        # torch records for the whole process: what is there already belongs to an earlier run, or to timing a
+        # pipeline's layers.
         self._skip = len(dynamo_utils.get_compilation_metrics())
         self._earlier_breaks = list(dynamo_utils.graph_break_reasons)
         self._hits = _cache_hits()
@@ -101,6 +104,7 @@ class CompileWatch:
         """Return graphs, recompiles, fallbacks, graph breaks, seconds and cache hits as in
         docs/metrics.md: compile/*."""
         forward = [r for r in self._records() if r.is_forward is True]
+        # Behind a graph break Dynamo compiles the rest of a function as one of its own, under this name.
         resumed = [r for r in forward if (r.co_name or "").startswith("torch_dynamo_resume_in")]
         return {
             "compile/graphs": sum(bool(r.has_guarded_code) and bool(r.graph_op_count) for r in forward),
@@ -115,6 +119,7 @@ class CompileWatch:
 
     def phases(self) -> dict[str, float]:
         """Return the seconds of each phase over all compiles, without overlap. docs/compile.md explains the phases."""
+        # torch's fields come and go between versions.
         known = [phase for phase, field in NESTED.items() if hasattr(dynamo_utils.CompilationMetrics, field)]
         total = dict.fromkeys([*known, "backward"], 0.0)
         for record in self._records():
@@ -123,8 +128,8 @@ class CompileWatch:
         return total
 
     def recompile_kinds(self) -> list[str]:
-        """Return why compiles after the warm-up happened: the guard that failed, or the new frame's name. Of reasons that
-        differ in sizes only, the first."""
+        """Return why compiles after the warm-up happened: the guard that failed, or the new frame's name. Of reasons
+        that differ in sizes only, the first."""
         kinds: dict[str, str] = {}
         for record in self._late():
             kinds.setdefault(_kind(reason := _compile_reason(record)), reason)

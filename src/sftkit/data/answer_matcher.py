@@ -50,6 +50,7 @@ class AnswerMatcher:
 
     def find(self, k: int) -> Span | None:
         """Return where answer k stands, its end-of-turn token included; None: too little is known, render it."""
+        # What was rendered must have come out alike each time: a single answer may be rendered so by chance.
         alike = self._known.get(self._situation(k), [])
         outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
         if outcome is None:
@@ -65,6 +66,7 @@ class AnswerMatcher:
     def add(self, k: int, start: int, core_end: int, span: Span) -> None:
         """Record where answer k was found by rendering; `start` to `core_end` is its own text,
         without the token that ends it."""
+        # An answer that was found otherwise than by header and end is kept as unlike any other.
         outcome = None  # what stands around such answers is too little to find others by
         if span == NOWHERE:
             outcome = _Outcome(None, "")

@@ -84,6 +84,7 @@ class Finder:
             DataError: the template refuses the conversation, leaves out something that would be learned, or makes
                 another prompt for the last answer than it then renders.
         """
+        # By marks only where one rendering is that of every answer: the same arguments, and nothing rewritten later.
         args, wanted = self.arguments(last), sorted(k for k in among if k <= last)
         marks = self.template.has_marks and self.template.append_only
         marked = marks and all(self.arguments(k) == args for k in wanted)
@@ -136,6 +137,8 @@ class Finder:
         The conversation is rendered with other texts in place of the reasonings, since their own words may stand
         anywhere. For the answers in `known` this was checked before.
         """
+        # Texts that no data has, each with its own numbers, so that what is found is sure to be the reasoning of that
+        # answer.
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
         if marks.keys() <= set(known):
             return set(marks)
@@ -148,6 +151,7 @@ class Finder:
 
     def _located(self, last: int, wanted: list[int]) -> Document:
         """Find answers that stand in the text of the conversation as they do when they are the last message."""
+        # The last answer is rendered anyway; of the earlier ones as few as will show how the template writes them.
         own = self._as_last_answer(last)
         matcher = AnswerMatcher(self.template, self.messages, own.text, last)
         spans: dict[int, Span] = {}
@@ -163,6 +167,7 @@ class Finder:
             if found != NOWHERE:
                 spans[k] = found
         spans[last] = own.start, own.end
+        # With marks only the marked parts of what was found are the model's own.
         if not self.template.has_marks:
             return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
         _, marks = self._marks(last)
@@ -186,6 +191,7 @@ class Finder:
         what they have rendered."""
         answers = [k for k in self.answers if k <= last]
         text, marks = self._marks(last)
+        # Without one mark for each answer it is not known which is whose.
         if len(marks) != len(answers):  # several for an answer, or none
             return self._located(last, wanted)
         spans, before = {}, 0
@@ -217,6 +223,7 @@ class Finder:
         if k in self._known:
             return self._known[k]
         text, start = self._start(k, self._render(k + 1, self.arguments(k)))
+        # The model writes up to the end-of-turn token; the line break that templates put behind it is nobody's.
         core = text[start:].rstrip()
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
         if self.template.end_last and not ends:
@@ -238,6 +245,7 @@ class Finder:
             return text, self._start_without_question(text)
         args, name = self.arguments(k), self.template.thinking_argument
         prompt = self._render(k, args, add_generation_prompt=True)
+        # A server may ask with thinking on or off, whatever the template does by itself.
         prompts = [prompt]
         if name and (self._sets(name) or self.thinking == "learn_empty" or not text.startswith(prompt)):
             prompts += [self._render(k, {**args, name: on}, add_generation_prompt=True) for on in (True, False)]
@@ -257,6 +265,7 @@ class Finder:
             if not reasoning and self.thinking != "learn_empty":
                 raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
+        # Where the two part, with a little of both, so that the error shows what the template does.
         at = len(common_prefix([text, prompt]))
         shared, asked, found = text[max(0, at - 20) : at], prompt[at : at + 20], text[at : at + 20]
         raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, prompt=asked, text=found)
@@ -264,6 +273,7 @@ class Finder:
     def _start_without_question(self, text: str) -> int:
         """Return where the first message begins if it is an answer: many templates cannot render
         the empty prompt before it."""
+        # The longest first: a short one may be the beginning of another.
         for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
             if header.strip() and header in text:
                 return text.index(header) + len(header)

@@ -51,6 +51,7 @@ def assign_rows(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
     """
     if ranks == 1:
         return np.arange(len(costs)).reshape(accumulation, 1, -1)
+    # Stable sorts: with equal costs every rank must still come to the same assignment.
     descending = np.argsort(-costs, kind="stable").reshape(accumulation, -1)
     assigned = np.empty((accumulation, ranks, len(costs) // (accumulation * ranks)), np.int64)
     totals = np.zeros(ranks, np.int64)
@@ -74,6 +75,7 @@ def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.n
     share that still has room."""
     room = len(descending) // shares
     assigned: list[list[int]] = [[] for _ in range(shares)]
+    # A heap of (work so far, share), from which a share drops out when it is full.
     lightest = [(0, share) for share in range(shares)]
     for row, cost in zip(descending.tolist(), costs[descending].tolist(), strict=True):
         total, share = heapq.heappop(lightest)

@@ -41,6 +41,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def data_key(description: Mapping[str, object]) -> str:
     """Return the sha256 of everything that the tokenized data depends on, the code that decides tokens included."""
+    # Of the source itself, comments included: it is cheaper to tokenize once more than to learn from stale tokens.
     code = hashlib.sha256(b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in DECIDING))
     whole = {"format": FORMAT, "code": code.hexdigest(), **description}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
@@ -51,6 +52,7 @@ def load_cached_examples(folder: Path) -> Examples | None:
     if not folder.exists():
         return None
     try:
+        # Memory-mapped, so that ranks of a machine share the pages. Nothing pickled: a cache holds no code.
         meta = json.loads((folder / "meta.json").read_text())
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
         findings = {name: tuple(Finding(**one) for one in found) for name, found in meta["findings"].items()}
@@ -97,6 +99,7 @@ def _replace(temporary: Path, folder: Path) -> None:
     try:
         os.rename(temporary, folder)
     except OSError:
+        # Not a race but an error of the disk.
         if not folder.exists():
             raise
         # Another process was faster, or the old one is damaged: keep the one that loads.

@@ -25,7 +25,8 @@ from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
 BORDER = "not_learned_border"
-"Why an answer is context only: its first characters share a token with the prompt, and more of the conversation follows."
+"""Why an answer is context only: its first characters share a token with the prompt, and more of the conversation
+follows."""
 TOO_LONG = "not_learned_too_long"
 "Why an answer is not learned: its document was dropped, or cut before its first target."
 NOT_LEARNED = (CONTEXT, MARKED, EARLIER, HISTORY, BORDER, TOO_LONG)
@@ -121,11 +122,13 @@ def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Count
     would be rendered once for each of its turns, for nothing."""
     tokenizer, found, left = finder.tokenizer, list[Text](), set(learnable)
     while left:
+        # From the end: the document of the last answer holds most of the others as well.
         last = max(left)
         document = finder.document(last, left)
         encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
         counts[BORDER] += len(shared)
         spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
+        # An answer that shares a token with its prompt is no target: a server never sees that token.
         number = len(document.spans.keys() - shared)
         learned = _ended(tokenizer, encoded, tokens_inside(sorted(spans), encoded))
         rest = None if encoded.complete else bool(spans)
@@ -133,7 +136,11 @@ def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Count
         left -= document.spans.keys()
         if not split:
             break
+        # Once, after the longest document: an answer that cannot begin within max_length there needs no document
+        # either.
         if left and len(found) == 1 and len(encoded.ids) > max_length + 1:
+            # Counted by the messages alone, without rendering: fewer tokens than the document has, so no answer is lost
+            # by it.
             reach = _reach(finder.messages, tokenizer, max_length + 1)
             beyond = {k for k in left if k >= reach}
             counts[TOO_LONG] += len(beyond)
@@ -158,14 +165,16 @@ def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_toke
 def _everything(
     finder: Finder, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
 ) -> list[Text]:
-    """Return the documents of a conversation of which every token is learned except answers that are marked as not to be.
+    """Return the documents of a conversation of which every token is learned except answers that are marked as not to
+    be.
 
-    With `split`, an answer whose reasoning the template leaves out of the whole text ends a further document of its own;
-    these come first.
+    With `split`, an answer whose reasoning the template leaves out of the whole text ends a further document of its
+    own; these come first.
     """
     tokenizer, last = finder.tokenizer, finder.answers[-1]
     document = finder.everything(last, skipped)
     reasoned = finder.reasoned(last, document.spans)
+    # Reasoning that the whole text leaves out is learned in documents of its own, as a server would ask for it.
     apart = finder.reasons - reasoned - skipped.keys() if split else set()
     before = _answers(finder, apart, max_length, counts, split=split)
     encoded, shared = encode_answers(tokenizer, document.text, document.spans, last, max_length + 2)
@@ -196,6 +205,7 @@ def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokeni
     is_target[:1] = False
     if not is_target.any():
         return None
+    # What follows the last target changes no loss, but would be computed.
     n = int(np.flatnonzero(is_target)[-1]) + 1
     ids, is_target = ids[:n].astype(np.int32), is_target[:n]
     # An array: of a list transformers looks at every number first.

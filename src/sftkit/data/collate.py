@@ -31,9 +31,9 @@ class Batch:
     """
 
     inputs: dict[str, torch.Tensor]
-    """what the model is given, by the names of its arguments; of causal models input_ids, int64 [B, C], and position_ids,
-    int64, restarting at 0 in each document: [B, T], [B, C] for chunks. With an encoder also its inputs, [B K, ...]:
-    entry r K + k is for the k-th document of row r, zeros if there is none"""
+    """what the model is given, by the names of its arguments; of causal models input_ids, int64 [B, C], and
+    position_ids, int64, restarting at 0 in each document: [B, T], [B, C] for chunks. With an encoder also its inputs,
+    [B K, ...]: entry r K + k is for the k-th document of row r, zeros if there is none"""
     targets: torch.Tensor
     "int64 [B, C], IGNORE where nothing is learned"
     doc_ids: torch.Tensor
@@ -51,7 +51,8 @@ class Batch:
     columns: torch.Tensor | None = None
     "chunks: int64 [C], which columns of the rows the local ones are; else None"
     cu_seqlens_q: torch.Tensor | None = None
-    "chunks: int32 [2, S + 1], for each of the two chunks where its sequences start in its B * C / 2 queries; S = D + 2 B; else None"
+    """chunks: int32 [2, S + 1], for each of the two chunks where its sequences start in its B * C / 2 queries;
+    S = D + 2 B; else None"""
     cu_seqlens_k: torch.Tensor | None = None
     "chunks: int32 [2, S + 1], where the same sequences start in the B * T keys, see `chunk_cu_seqlens`; else None"
 
@@ -193,6 +194,7 @@ def _shard_batch(batch: Batch, shard: RowShard) -> Batch:
         target_index=torch.from_numpy(_target_index(is_target)),
         num_targets=int(is_target.sum()),
     )
+    # Tensor-parallel ranks gather the positions before attention, so boundaries and position ids stay whole.
     if shard.kind == "columns":
         return local
     chunks = [chunk_cu_seqlens(batch.cu_seqlens.numpy(), row_length, chunk) for chunk in columns.numpy().reshape(2, -1)]
@@ -219,6 +221,7 @@ def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarra
     Returns:
         (starts in the B * c queries, in the B * T keys), int32 [D + 2 B + 1]; unused slots repeat B * c and B * T.
     """
+    # Of each document: its row, and where it lies in it. Those outside the chunk drop out, the others end with it.
     starts = cu_seqlens[: np.searchsorted(cu_seqlens, cu_seqlens[-1])].astype(np.int64)
     ends = np.append(starts[1:], cu_seqlens[-1])
     row, starts, ends = starts // row_length, starts % row_length, (ends - 1) % row_length + 1
@@ -228,6 +231,7 @@ def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarra
     rows = np.arange(cu_seqlens[-1] // row_length)
     none = np.zeros(len(rows), np.int64)
 
+    # Row by row: the keys in front, the documents, the keys behind.
     order = np.argsort(np.concatenate([3 * rows, 3 * row + 1, 3 * rows + 2]), kind="stable")
     in_front = starts[np.searchsorted(row, rows)]
     queries = np.concatenate([none, ends - np.maximum(starts, first), none])[order]
@@ -272,6 +276,7 @@ def warm_up_batch(
         made_up: gives so many documents something to encode.
     """
     whole, rest = divmod(shape.row_length, shape.max_doc_length)
+    # The longest documents cost attention most; what is left of the row is one more, if it has a slot.
     row = ([shape.max_doc_length] * whole + [rest] * (rest > 0))[: shape.docs_per_row]
     sizes = row * rows
     ids = np.random.default_rng(0).integers(0, vocab_size, sum(sizes) + len(sizes))

@@ -60,12 +60,13 @@ def require_instructions(messages: list[Message], text: str, where: str) -> None
     for i, message in enumerate(messages):
         if not i or message["role"] not in ("system", "developer"):
             continue
+        # Behind the last one that was found, or else anywhere: some templates move system messages to the front.
         found = text.find(message["content"].strip(), cursor)
         cursor = found if found >= 0 else text.find(message["content"].strip())
         if cursor < 0:
             raise DataError(
-                f"{where}: messages[{i}]: the chat template leaves out this system message, which is not the first one. "
-                "Use a template that renders it (model.chat_template), or put it into the first message",
+                f"{where}: messages[{i}]: the chat template leaves out this system message, which is not the first "
+                "one. Use a template that renders it (model.chat_template), or put it into the first message",
                 reason="template leaves out a system message",
             )
 
@@ -76,6 +77,7 @@ def oddities(messages: list[Message], where: str) -> dict[str, str]:
     open_calls: list[str | None] = []  # ids of calls whose result has not come yet
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
+        # Several calls may be open at once, and their results come in any order.
         if message["role"] == "tool":
             if not _answers(open_calls, message.get("tool_call_id")):
                 found.setdefault(
@@ -95,6 +97,7 @@ def oddities(messages: list[Message], where: str) -> dict[str, str]:
 
 def _answers(open_calls: list[str | None], call_id: str | None) -> bool:
     """Return whether a result belongs to an open call, and close that call. Ids count if both have one."""
+    # The call with the same id, else one without; a result without an id closes a call without, else the first one.
     for known in (call_id, None) if call_id is not None else (None, *open_calls):
         if known in open_calls:
             open_calls.remove(known)
@@ -116,6 +119,7 @@ def _message(message: object, where: str) -> Message:
     """Return a message with checked role, content and tool calls; null keys are dropped."""
     if not isinstance(message, dict):
         raise wrong_kind(where, message, "an object with role and content", reason="message is not an object")
+    # A key with null is one that Arrow has filled in, except for content, where null says that there is none.
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = message.get("role")
     if role not in ROLES:
@@ -166,6 +170,7 @@ def _tool_call(call: Message, where: str) -> Message:
     if not isinstance(function.get("name"), str):
         raise DataError(f"{where} has no function name", reason="malformed tool call")
     function["arguments"] = _arguments(function)
+    # Ids and whatever else the data has stay, since templates may write them.
     kept = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
     return {"type": "function", **kept, "function": function}
 
@@ -194,8 +199,8 @@ def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tu
             if found := pattern.search(text):
                 near = text[max(0, found.start() - 20) : found.end() + 20]
                 forged = (
-                    f"the tokenizer's special token {found.group()!r} (near {near!r}), which would forge the end or start of a "
-                    "turn. Remove it from the text"
+                    f"the tokenizer's special token {found.group()!r} (near {near!r}), which would forge the end or "
+                    "start of a turn. Remove it from the text"
                 )
                 if column == "messages":
                     raise DataError(f"{row.where}: messages[{i}] contains {forged}", reason="special token in text")
@@ -205,6 +210,7 @@ def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tu
 @lru_cache(maxsize=8)
 def special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern that finds the next special token of a text, the longest if several begin there."""
+    # The longest first, as a pattern takes the first that fits.
     by_length = sorted((token for token in special_tokens if token), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
 

@@ -17,7 +17,8 @@ from sftkit.data.template import Span, special_tokens_of
 CHUNK_CHARACTERS = 2**16
 "Characters that are tokenized at a time: tokenizers need some 600 bytes for each."
 _MARGIN = 8
-"The next chunk repeats twice as many words; the first half must come out the same: what follows may change the last ones."
+"""The next chunk repeats twice as many words; the first half must come out the same: what follows may change the last
+ones."""
 
 
 class Encoded(NamedTuple):
@@ -39,8 +40,8 @@ def encode(
     """Tokenize a text as the tokenizer does in one call. No special tokens are added: a template writes its own, and
     apply_chat_template and inference servers add none either, so a second BOS cannot happen.
 
-    A long text is split between words of the tokenizer, inside of which its model works. The words before a split come out
-    of the next chunk once more; where they differ, or where there are none, the text is tokenized in one call.
+    A long text is split between words of the tokenizer, inside of which its model works. The words before a split come
+    out of the next chunk once more; where they differ, or where there are none, the text is tokenized in one call.
 
     Args:
         enough: so many tokens will do, if there are more; null: all.
@@ -54,6 +55,7 @@ def encode(
         encoded = _call(tokenizer, text[begin : begin + CHUNK_CHARACTERS], split_special_tokens=split_special_tokens)
         ids, starts, ends, _ = _arrays(encoded)
         ended = begin + CHUNK_CHARACTERS >= len(text)
+        # All but the last words are kept. Of those that are not, the next chunk must repeat the first half: `again`.
         borders = [0] * 2 * _MARGIN + _borders(encoded)
         kept = len(ids) if ended else borders[-2 * _MARGIN]
         repeated = [one[: len(again[0])].tolist() for one in (ids, starts + begin, ends + begin)]
@@ -98,12 +100,14 @@ def _borders(encoded: BatchEncoding) -> list[int]:
 def encode_answers(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: dict[int, list[Span]], last: int, enough: int | None
 ) -> tuple[Encoded, set[int]]:
-    """Encode a text so that the part before its last answer has the token ids that it would have by itself, as a prompt.
+    """Encode a text so that the part before its last answer has the token ids that it would have by itself, as a
+    prompt.
 
     Returns the tokens, and the answers for which that does not hold. `enough`: as in `encode`.
 
     An answer that begins with whitespace may share a token with the end of the prompt, which no server would ever see.
     """
+    # Together first: only where the last answer shares a token with its prompt are the two tokenized apart.
     encoded = encode(tokenizer, text, enough)
     pattern = special_pattern(tuple(special_tokens_of(tokenizer)))
     specials = [match.span() for match in pattern.finditer(text)]
@@ -125,8 +129,8 @@ def encode_answers(
 def _shares(
     tokenizer: PreTrainedTokenizerBase, text: str, prompt_end: int, encoded: Encoded, specials: list[Span]
 ) -> bool:
-    """Return whether the prompt text[:prompt_end] alone has other ids than in the whole text. Special tokens split a text, so
-    what follows the last one of the prompt decides.
+    """Return whether the prompt text[:prompt_end] alone has other ids than in the whole text. Special tokens split a
+    text, so what follows the last one of the prompt decides.
 
     Args:
         encoded: the text, or the beginning of it: if it ends before the prompt does, what lies between the special
@@ -140,6 +144,8 @@ def _shares(
         end = specials[before][1] if before < len(specials) else len(text)
         encoded = encode(tokenizer, text[begin:end], len(alone) + 1)
         prompt_end, begin = prompt_end - begin, 0
+    # The tokens of the whole text between that special token and the end of the prompt, against those of the prompt
+    # alone.
     first, past = np.searchsorted(encoded.ends, begin, side="right"), np.searchsorted(encoded.starts, prompt_end)
     return bool(past and encoded.ends[past - 1] > prompt_end) or encoded.ids[first:past].tolist() != alone
 

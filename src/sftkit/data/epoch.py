@@ -1,8 +1,8 @@
 """The global batches of an epoch, and which of them each step of a run takes: the plans of its epochs, one after the
 other, also if batch size or seed was changed in the middle of an epoch.
 
-A pure function of lengths, layout and plan segments (seeds and batch sizes), equal on every rank, so that a resume needs
-only the step number.
+A pure function of lengths, layout and plan segments (seeds and batch sizes), equal on every rank, so that a resume
+needs only the step number.
 """
 
 from __future__ import annotations
@@ -62,12 +62,14 @@ def plan_epoch(
         documents: those that the epoch still has to take, indices in ascending order; None: all.
     """
     assert lengths.max(initial=0) <= layout.row_lengths[-1]
+    # One generator for all draws of an epoch, in a fixed order, so that every rank shuffles alike.
     rng = None if seed is None else np.random.default_rng([seed, epoch])
     order = np.arange(len(lengths)) if documents is None else documents
     if rng is not None:
         order = order[rng.permutation(len(order))]
     batches = []
     buckets = layout.row_lengths[-1:] if layout.dynamic else layout.row_lengths
+    # Each document goes to the smallest bucket that holds it; there is one bucket for other layouts.
     for low, row_length in zip((0, *buckets), buckets, strict=False):
         mine = order[(lengths[order] > low) & (lengths[order] <= row_length)]
         rows: list[tuple[int, ...]] = [(i,) for i in mine.tolist()]
@@ -75,6 +77,7 @@ def plan_epoch(
             rows = pack(lengths, mine, row_length, layout.docs_per_row)
         if rng is not None:
             rows = [rows[j] for j in rng.permutation(len(rows))]
+        # After the shuffle: padding is in the last batch of a bucket, and that batch somewhere in the epoch.
         rows += [()] * (-len(rows) % layout.rows(row_length))
         batches += _global_batches(lengths, layout, row_length, rows)
     return batches if rng is None else [batches[j] for j in rng.permutation(len(batches))]
@@ -146,11 +149,13 @@ class Order:
             batches += planned[:steps]
             if steps is None or len(planned) <= steps:
                 break
+            # The next segment plans what this one has not taken, so each document is still met once in the epoch.
             left = np.setdiff1d(left, [i for batch in planned[:steps] for row in batch.rows for i in row])
         return batches
 
     def _start(self, epoch: int) -> int:
         """Return the step after which an epoch begins."""
+        # An epoch begins where the one before it ends, so all before it are planned once.
         while len(self._starts) <= epoch:
             self._starts.append(self._starts[-1] + len(self.plan(len(self._starts) - 1)))
         return self._starts[epoch]

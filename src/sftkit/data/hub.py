@@ -18,7 +18,7 @@ def load_from_hub(source: SourceConfig) -> Any:
     """Load a datasets.Dataset; without network, the Path of a downloaded snapshot if only that is there."""
     import datasets
 
-    # for the whole process: lines of our own say what takes long
+    # A switch of the whole process, which stays: lines of our own say what takes long.
     datasets.disable_progress_bars()
     connected = hub_answers()
     try:
@@ -58,8 +58,8 @@ def _snapshot(source: SourceConfig) -> Path:
 def _missing(source: SourceConfig, reason: str) -> ConfigError:
     """Return the error for a dataset that is neither on the hub nor here, with what to do."""
     download = (
-        f"On a connected machine run `hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER here and "
-        "name it in the place of this path; or copy that machine's HF_HOME cache"
+        f"On a connected machine run `hf download --repo-type dataset {source.path} --local-dir FOLDER`, copy FOLDER "
+        "here and name it in the place of this path; or copy that machine's HF_HOME cache"
     )
     requested = f" (subset {source.subset or 'none'}, split {source.split})"
     return ConfigError(f"data source {source.path}{requested}: {not_found(source.path, 'dataset', reason, download)}")
@@ -72,6 +72,7 @@ def offline() -> Iterator[None]:
     import datasets.config
     from huggingface_hub import constants
 
+    # No public way: the environment variable is read at import, long before it is known whether the hub answers.
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:

@@ -41,6 +41,7 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
     Raises:
         DataError: a file is no picture.
     """
+    # A picture with several captions is read once, and shared by its documents.
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     different, index = list(number), np.array([number[name] for name in names])
     file = cache_dir / f"images-{_key(different, size)}.npy"
@@ -81,6 +82,7 @@ def _key(names: Sequence[str], size: ImageSize) -> str:
     """Return a digest of all that the array depends on: names, sizes and times of files, the size of pictures, and the
     code. A file that is gone is reported when it is read."""
     code = [Path(__file__), Path(__file__).parent / "demo" / "pictures.py"]
+    # Sizes and times of files, not their content: to read thousands of pictures would take as long as resizing them.
     found = hashlib.sha256(b"".join(path.read_bytes() for path in code))
     for name in names:
         stat = os.stat(name) if os.path.exists(name) else None
@@ -128,6 +130,7 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     Raises:
         DataError: some files are no pictures: all are read, to say how many, and which come first.
     """
+    # All are tried, so that one run tells of all that is broken.
     faults = list[DataError]()
     for i, name in enumerate(names):
         try:
@@ -137,7 +140,7 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     if not faults:
         return array
     raise DataError(
-        f"{first_of(faults, SHOWN, '; ')}. Mend {'it' if len(faults) == 1 else 'them'}, or take out the rows: {len(faults)} of {len(names):,} "
-        "pictures cannot be read",
+        f"{first_of(faults, SHOWN, '; ')}. Mend {'it' if len(faults) == 1 else 'them'}, or take out the rows: "
+        f"{len(faults)} of {len(names):,} pictures cannot be read",
         reason="not a picture",
     )

@@ -30,6 +30,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
         marked = _marked(message, f"{row.where}: messages[{i}]")
         if message["role"] != "assistant":
             continue
+        # What the data says of an answer counts before what the recipe asks for.
         if marked is False:
             reasons[i] = MARKED
         elif i < row.context_messages and targets != "all":

@@ -92,6 +92,7 @@ class StepDataset(Dataset[StepBatches]):
         step, epoch, batch = item
         docs = list(chain.from_iterable(batch.rows))
         lengths, names = self.lengths[docs], self.examples.source_names
+        # Of all ranks: every rank has the whole plan, so these counts need no exchange.
         source_tokens = np.bincount(self.examples.source[docs], weights=lengths, minlength=len(names))
         shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
         mine = list(batch.micro_batches(self.layout, self.share.rank))
@@ -155,9 +156,11 @@ class Batches:
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """Return the batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
+        # In shared memory, since a worker that is killed can no longer say what it was making.
         self._dataset.at_work = torch.zeros(self._num_workers, 3, dtype=torch.int64).share_memory_()
         loader = DataLoader(
             self._dataset,
+            # an item is a whole step
             batch_size=None,
             sampler=self._items(first_step, last_step),
             num_workers=self._num_workers,
@@ -176,6 +179,7 @@ class Batches:
         Raises:
             WorkerError: with process, cause, step, micro-batch and documents.
         """
+        # Counted now, so that a kill for memory in the meantime is told from earlier ones.
         before = oom_kills()
         try:
             yield
@@ -185,12 +189,13 @@ class Batches:
                 raise
             raise WorkerError(self._last_words(int(died[1]), before)) from error
         finally:
-            # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they ignore signals.
+            # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they ignore
+            # signals.
             self._iterator = iter(())
 
     def _last_words(self, pid: int, before: OomKills) -> str:
         """Return what is known of a data worker that is gone."""
-        # torch keeps its workers to itself, and does not always say what ended one.
+        # Private: torch keeps its workers to itself (torch 2.13), and its error does not always say what ended one.
         worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
         by = "has ended"
         if worker is not None:
@@ -198,6 +203,7 @@ class Batches:
             if (worker.exitcode or 0) < 0:
                 by_signal = signal.Signals(-worker.exitcode)
                 by = f"was killed by {by_signal.name}: {likely_cause(by_signal, before)}"
+        # Its slot outlives it.
         row = (self._dataset.at_work[:, 0] == pid).nonzero().flatten().tolist()
         step, number = self._dataset.at_work[row[0], 1:].tolist() if row else (0, 0)
         what = "It had nothing in hand"
@@ -207,8 +213,9 @@ class Batches:
             names = [self.examples.name(i) for i in chain.from_iterable(rows)]
             what = f"It was making step {step}, micro-batch {number}: {listed(names)}"
         return (
-            f"a data worker (process {pid}) {by}. {what}. train.resume=auto goes on from the newest checkpoint, if there is one; with "
-            "data.num_workers=0 the training process makes the rows itself, fewer workers take less memory"
+            f"a data worker (process {pid}) {by}. {what}. train.resume=auto goes on from the newest checkpoint, if "
+            "there is one; with data.num_workers=0 the training process makes the rows itself, fewer workers take less "
+            "memory"
         )
 
 

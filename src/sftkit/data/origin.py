@@ -57,7 +57,7 @@ def _on_hub(source: SourceConfig) -> Origin:
         return _local(source, dataset)
     label = f"{source.path}[{source.split}]"
     types = dict(dataset.features or {})
-    # _fingerprint: what datasets itself names its caches by; it has no public name
+    # Private: _fingerprint is what datasets itself names its caches by; it has no public name.
     return Origin(
         lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)), dataset._fingerprint
     )

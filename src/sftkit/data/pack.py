@@ -237,6 +237,7 @@ def _inputs_per_row(lengths: np.ndarray, row_length: int) -> int:
     """Return the most documents of a row, each with an encoded input, at which nearly all
     places for inputs are taken."""
     sample = np.random.default_rng(0).permutation(len(lengths))[:_SAMPLE]
+    # By halving: the more places a row has, the smaller is the share of them that is taken.
     low, high = 1, max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
     while low < high:
         middle = (low + high + 1) // 2
@@ -287,6 +288,7 @@ def pack(
         rows[row].append(i)
         if space > length and len(rows[row]) < docs_per_row:
             bisect.insort(open_rows, (space - length, row))
+            # The fullest of too many open rows is closed: it has the least room left to use.
             if len(open_rows) > OPEN_ROWS:
                 open_rows.pop(0)
     return [tuple(row) for row in rows]

@@ -66,6 +66,8 @@ def check_prompted_targets(tokenize: partial[Tokenized]) -> PromptedTargets | No
             continue
         rendered.append(name)
         prompts = _prompts(tokenizer, template, messages, learning.thinking)
+        # Each run of targets, as the model sees it: what stands before its first token must be a prompt, token by
+        # token.
         for example in examples:
             begins = np.flatnonzero(np.diff(example.is_target.astype(np.int8), prepend=0) == 1)
             count += len(begins)
@@ -83,6 +85,7 @@ def _prompts(
     """Return, for each answer, the token ids of the prompts that lead to it."""
     name = template.thinking_argument
     # Any, and the ignored error: arguments of a template go by name, beside those of apply_chat_template itself.
+    # Any of the modes will do: with thinking=auto an answer decides by itself in which it is asked.
     modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
     given = with_reasoning(messages, template, thinking)
     return [

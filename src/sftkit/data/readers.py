@@ -65,6 +65,7 @@ def files_of(source: SourceConfig, root: Path) -> list[Path]:
                 f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
             )
         return [root]
+    # Sorted: the order of documents must not depend on the file system.
     files = [path for path in sorted(root.rglob("*")) if _is_data(path, root)]
     if source.subset is not None:
         files = [path for path in files if _has_part(path.relative_to(root), source.subset)]
@@ -91,6 +92,7 @@ class DuplicateKey(ValueError):
 def loads(content: bytes | str) -> object:
     """Parse JSON. Raises ValueError, also for half of a surrogate pair, which JSON can write but no text can hold, and
     DuplicateKey for an object that has a key twice."""
+    # Decoded as json.loads does it.
     text = content if isinstance(content, str) else content.decode(json.detect_encoding(content), "surrogatepass")
     text = text.rstrip("\r\n")  # a row has the end of its line, and an error there would be one of line 2
     value: object = _STRICT.decode(text)
@@ -177,6 +179,7 @@ def _json_lines(path: Path) -> Iterator[RawRow]:
     with _open(path) as file:
         for number in count(1):
             line = file.readline(LONGEST_RECORD + 1)
+            # The rest of such a line is passed over in parts, never held as a whole.
             if len(line) > LONGEST_RECORD:
                 yield f"{path}:{number}", _too_long(f"{path}:{number}")
                 while line and not line.endswith(b"\n"):
@@ -205,6 +208,8 @@ def _json(path: Path) -> Iterator[RawRow]:
     try:
         value = loads(content)
     except ValueError as error:
+        # JSON lines under this suffix, or a list of which single rows are refused: both are taken row by row, so that a
+        # bad row is one row. Anything else is an error of the file.
         start = content.lstrip()[:1]
         if start == b"{" and not _is_json(content):
             yield from _json_lines(path)
@@ -226,6 +231,7 @@ def _json_beginning(path: Path) -> Iterator[RawRow]:
         head = file.read(LONGEST_RECORD + 1)
     if len(head) <= LONGEST_RECORD:
         yield from _json(path)
+    # Cut behind the last object that may be whole; what is not ends the list.
     elif head.lstrip()[:1] == b"[" and json.detect_encoding(head) == "utf-8":
         yield from ((f"{path}[{i}]", row) for i, row in enumerate(_elements(head[: head.rfind(b"}") + 1])))
 
@@ -242,6 +248,7 @@ def _is_json(content: bytes) -> bool:
 def _elements(content: bytes) -> Iterator[bytes]:
     """Yield the elements of a JSON list as bytes, so that one which `loads` refuses is one bad row; of a list that
     breaks off, those that are complete."""
+    # One element at a time, by the grammar alone: `loads` judges each of them later, as a row.
     text = content.decode(json.detect_encoding(content))
     after_gap, decoder, end = re.compile(r"[^\s,]"), json.JSONDecoder(), text.index("[") + 1
     while (first := after_gap.search(text, end)) and first[0] != "]":

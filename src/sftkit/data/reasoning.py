@@ -34,6 +34,7 @@ def with_reasoning(messages: list[Message], template: Template, thinking: Thinki
     result = []
     for message in messages:
         if message["role"] == "assistant" and (reasoning := reasoning_of(message)):
+            # Moved to where this template looks for it: a field of its own, or a thinking block in the text.
             field = any(message.get(key) for key in REASONING_KEYS)
             message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
             if thinking == "off":

@@ -16,7 +16,8 @@ Raw = JsonObject
 
 ACCEPTED = """messages [tools] | conversations (from, value) [tools] | instruction, output [input] |
 instruction, response [context] | prompt, completion | prompt, response | question, choices, answer or answerKey |
-question, answer | image or file_name with caption, captions or text | text | content; beside any conversation: system, chat_template_kwargs"""
+question, answer | image or file_name with caption, captions or text | text | content; \
+beside any conversation: system, chat_template_kwargs"""
 
 WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not text", "text, not a conversation"} | {
     "nothing for an encoder",
@@ -48,6 +49,7 @@ def convert(raw: object, where: str) -> Row:
     if not isinstance(raw, dict):
         raise wrong_kind(f"{where}: the row", raw, "an object with columns", reason="row is not an object")
     present = {key: value for key, value in raw.items() if value is not None}
+    # The first shape that fits: SHAPES has the more telling columns before those that many rows have.
     for columns, make in SHAPES:
         if all(column in present for column in columns):
             return _completed(make(present, where), present)
@@ -95,8 +97,9 @@ def require_source_and_texts(row: Row) -> tuple[str, Sequence[str]]:
     if [turn["role"] for turn in turns] == ["user", "assistant"]:
         return turns[0]["content"], [turns[1]["content"]]
     raise DataError(
-        f"{row.where}: neither a picture with captions (image or file_name, and caption, captions or text) nor a question "
-        "with its answer (prompt, completion), and this script learns what is said of one. Texts and conversations are for the other stages",
+        f"{row.where}: neither a picture with captions (image or file_name, and caption, captions or text) nor a "
+        "question with its answer (prompt, completion), and this script learns what is said of one. Texts and "
+        "conversations are for the other stages",
         reason="nothing for an encoder",
     )
 
@@ -148,15 +151,17 @@ def _completed(row: Row, raw: Raw) -> Row:
     row = replace(row, template_args=args or None)
     if not system.strip() or not isinstance(row.messages, list):
         return row
+    # The column and the first message may say the same, as exports of chats do; two different texts are a mistake.
     first = row.messages[0] if row.messages and isinstance(row.messages[0], dict) else {}
     if first.get("role") in ("system", "developer"):
         if first.get("content") == system:
             return row
         raise DataError(
-            f"{row.where}: the column system and the first message are both system texts, and they differ: drop one of them, "
-            "or put both into the first message",
+            f"{row.where}: the column system and the first message are both system texts, and they differ: drop one "
+            "of them, or put both into the first message",
             reason="two system texts",
         )
+    # The system message goes in front, so what is context is one message longer.
     context = row.context_messages + 1 if row.context_messages else 0
     return replace(row, messages=[{"role": "system", "content": system}, *row.messages], context_messages=context)
 
@@ -213,6 +218,7 @@ def _choices(raw: Raw, where: str) -> Row:
         raise DataError(
             f"{where}: choices is not a list of texts, or an object with text and label", reason="malformed choices"
         )
+    # An answer is a label, as of ARC, or an index, as of MMLU; labels go first, since ARC has some that are numbers.
     labels = list(map(str, labels)) if isinstance(labels, list) else [_letter(i) for i in range(len(choices))]
     index = labels.index(str(key)) if str(key) in labels else key
     if isinstance(index, str) and index.isdigit():

@@ -17,9 +17,9 @@ class RowShard:
     """The positions of each row that one of `num_shards` processes sharing the rows computes."""
 
     kind: Literal["full", "columns", "chunks"]
-    """columns (tensor parallel): the index-th of num_shards equal chunks, embedded and projected here; attention sees all.
-    chunks (context parallel): numbers index and 2 num_shards - 1 - index of 2 num_shards chunks, as late queries see
-    more keys."""
+    """columns (tensor parallel): the index-th of num_shards equal chunks, embedded and projected here; attention sees
+    all. chunks (context parallel): numbers index and 2 num_shards - 1 - index of 2 num_shards chunks, as late queries
+    see more keys."""
     index: int
     num_shards: int
 

@@ -35,7 +35,8 @@ COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_targ
 BECAME = {
     "truncated": "truncated",
     "dropped_too_long": "longer than data.max_length, dropped (data.too_long)",
-    "dropped_no_target": "without a target: cut before the first one at data.max_length, or marked as not to be learned",
+    "dropped_no_target": "without a target: cut before the first one at data.max_length, or marked as not to be "
+    "learned",
     "skipped_bad": "skipped as bad",
 }
 ROLE_COUNTS = {role: f"messages_{role}" for role in conversation.ROLES}
@@ -90,10 +91,11 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
     """Return all documents of the sources, source after source, from the cache on disk if they are there. What was
     found in their rows is reported either way.
 
-    `cache_key` names what else the caller has put into `tokenize`: tokenizer, template and task. A source that yields no
-    document is a DataError. With `repeat`, documents and counts are those of all passes.
+    `cache_key` names what else the caller has put into `tokenize`: tokenizer, template and task. A source that yields
+    no document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
     origins = [find_source(source) for source in sources]
+    # The tokenizer's fingerprint is in cache_key: as an object its text would differ in every process.
     bound = [(name, value) for name, value in getattr(tokenize, "keywords", {}).items() if name != "tokenizer"]
     # All that the tokenized data depends on, besides the code.
     description = {
@@ -175,7 +177,9 @@ def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 
 def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Examples:
     """Concatenate the documents of all sources, with those of `repeat` passes."""
+    # Copies in memory and in the cache: a repeated document is one more to all that follows.
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
+    # Every source has every count, zeros too, so that whoever reads them need not ask.
     count_names = (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
     names = tuple(map(source_label, sources))
     by_name = list(zip(names, parts, sources, strict=True))
@@ -224,12 +228,14 @@ def _chunk_tokenizer(tokenize: Tokenize, data: DataConfig) -> Iterator[TokenizeC
 def _in_processes(
     executor: ProcessPoolExecutor, processes: int, chunks: Iterable[list[RawRow]]
 ) -> Iterator[_TokenizedRows]:
-    """Yield the parts of the chunks in order; only a few chunks are ahead of them. Raises WorkerError, with what was being
-    tokenized, if a process is gone."""
+    """Yield the parts of the chunks in order; only a few chunks are ahead of them. Raises WorkerError, with what was
+    being tokenized, if a process is gone."""
+    # With each chunk its first and last row, to name what was in hand if a process dies.
     waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
     before = oom_kills()
     try:
         for chunk in chunks:
+            # The pool starts a process at a submit, and what it inherits of signals is decided then.
             with starting_processes():
                 tokenized = executor.submit(_work, chunk)
             waiting.append((tokenized, f"{chunk[0][0]} to {chunk[-1][0]}"))
@@ -242,8 +248,8 @@ def _in_processes(
     except BrokenProcessPool as error:
         left = [rows for future, rows in waiting if not future.done() or future.exception() is not None]
         raise WorkerError(
-            f"a process that tokenizes crashed or was killed (then {likely_cause(signal.SIGKILL, before)}). These rows were "
-            f"in hand: {'; '.join(left[:processes])}. Fewer processes (data.num_proc) take less memory"
+            f"a process that tokenizes crashed or was killed (then {likely_cause(signal.SIGKILL, before)}). These rows "
+            f"were in hand: {'; '.join(left[:processes])}. Fewer processes (data.num_proc) take less memory"
         ) from error
 
 

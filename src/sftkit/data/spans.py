@@ -45,18 +45,18 @@ def common_prefix(texts: list[str]) -> str:
 
 FAULTS = {
     "template refuses it": "the chat template refuses this conversation: {error}",
-    "template does not render the answer": "messages[{k}]: the chat template does not render {missing!r} as part of this "
-    "answer, so it could not be learned. Use a template that renders it (tool calls need a template that knows them): "
-    "model.chat_template",
+    "template does not render the answer": "messages[{k}]: the chat template does not render {missing!r} as part of "
+    "this answer, so it could not be learned. Use a template that renders it (tool calls need a template that knows "
+    "them): model.chat_template",
     "template does not render the reasoning": "messages[{k}]: the chat template does not render the reasoning of this "
-    "answer, so it could not be learned. Set data.thinking=off to leave reasoning out, or take a template that renders it: "
-    "model.chat_template",
-    "template opens a thinking block before an answer without reasoning": "messages[{k}]: the chat template opens a thinking "
-    "block before every answer, and this one has no reasoning. Set data.thinking=learn_empty to learn that the block is closed "
-    "at once, or take a template that does not open it: model.chat_template",
-    "template renders the prompt differently": "messages[{k}]: the prompt that the chat template makes for this answer is "
-    "not how it renders the conversation: after {shared!r} the prompt has {prompt!r}, the conversation {text!r}. Use a "
-    "template with {{% generation %}} marks: model.chat_template",
+    "answer, so it could not be learned. Set data.thinking=off to leave reasoning out, or take a template that "
+    "renders it: model.chat_template",
+    "template opens a thinking block before an answer without reasoning": "messages[{k}]: the chat template opens a "
+    "thinking block before every answer, and this one has no reasoning. Set data.thinking=learn_empty to learn that "
+    "the block is closed at once, or take a template that does not open it: model.chat_template",
+    "template renders the prompt differently": "messages[{k}]: the prompt that the chat template makes for this "
+    "answer is not how it renders the conversation: after {shared!r} the prompt has {prompt!r}, the conversation "
+    "{text!r}. Use a template with {{% generation %}} marks: model.chat_template",
     "marked answer cannot be found": "messages[{k}]: this answer is marked as not to be learned, but the chat template "
     "renders it otherwise in the middle of a conversation, so where it stands is not known: take the record out",
     "no end-of-turn token": "messages[{k}]: no end-of-turn token {token!r} after this answer",

@@ -99,6 +99,7 @@ def render_conversation(
     if "developer" not in source:  # the newer name of system, which older templates refuse or do not know
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     # Any: transformers' renderer takes what a template may be given by name, next to arguments of its own.
+    # As apply_chat_template gives them, so that a run renders what a server renders.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(row.template_args or {})}
     variables |= {"tools": row.tools or None, "add_generation_prompt": add_generation_prompt}
     try:
@@ -115,7 +116,9 @@ def _render_marked(source: str, messages: list[Message], variables: dict[str, An
     """Return text and marked spans, as render_jinja_template does with return_assistant_tokens_mask. That one joins all
     of the text so far anew for every answer, which takes minutes for a conversation of thousands. Here the tracker is
     given an empty list of blocks, and spans are moved to where the text ends."""
-    compiled = _compile_jinja_template(source)  # private, as is the tracker that its environment has
+    # Private, as is the tracker of its environment: both are of huggingface/transformers#30650, which brought the
+    # marks.
+    compiled = _compile_jinja_template(source)
     blocks: list[str] = []
     length, spans = 0, _Spans()
     with compiled.environment.activate_tracker([], spans):
@@ -169,6 +172,8 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         argument = _thinking_argument(rendered, source, conversation[:1])
         headers = tuple(dict.fromkeys(_headers(rendered, conversation[:1], argument)))
         key = _reasoning_key(rendered, source, conversation[:2])
+        # Data may keep reasoning in a field or in the text: both are tried, since templates know one, the other, or
+        # neither.
         thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{FIRST_ANSWER}"}
         keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
         # A template is append-only if a later turn changes nothing of an earlier one, its reasoning included.
@@ -240,10 +245,12 @@ def with_arguments(source: str, args: Mapping[str, object]) -> str:
     for name in args:
         if not uses(source, name):
             raise ConfigError(
-                f"model.chat_template_args.{name}: the chat template has no {name} in it: an argument is a name that its text uses"
+                f"model.chat_template_args.{name}: the chat template has no {name} in it: an argument is a name that "
+                "its text uses"
             )
     if not args:
         return source
+    # No # in them: it would end the comment that notes the arguments, and begin one in the lines.
     values = {name: json.dumps(value, ensure_ascii=False).replace("#", "\\u0023") for name, value in args.items()}
     values |= {name: "none" for name, value in args.items() if value is None}  # as Jinja writes null
     lines = "".join(
@@ -269,8 +276,8 @@ def unused_arguments(row: Row, template: Template) -> dict[str, str]:
     for name, value in unused.items():
         if isinstance(value, str | list | dict) and value:
             raise DataError(
-                f"{row.where}: chat_template_kwargs.{name}: the chat template has no {name} in it, so what it says would be "
-                "lost. Take a template that uses it (model.chat_template), or take it out of the record",
+                f"{row.where}: chat_template_kwargs.{name}: the chat template has no {name} in it, so what it says "
+                "would be lost. Take a template that uses it (model.chat_template), or take it out of the record",
                 reason="template does not use an argument",
             )
     if not any(value is not None for value in unused.values()):

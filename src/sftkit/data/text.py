@@ -1,5 +1,5 @@
-"""Texts to tokens, each a document that ends with eos and of which all but the first token is learned: plain text, split
-into chunks that fit rows, and captions of pictures, or answers to texts, that an encoder reads."""
+"""Texts to tokens, each a document that ends with eos and of which all but the first token is learned: plain text,
+split into chunks that fit rows, and captions of pictures, or answers to texts, that an encoder reads."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     else:
         before, after = _around(tokenizer)
         ids = [*before, *encode(tokenizer, text, split_special_tokens=True).ids.tolist(), *after]
+    # Whatever the tokenizer adds by itself, BOS stands once in front and eos once at the end.
     if ids[:2] == [bos, bos]:
         ids = ids[1:]
     if ids[-1:] != [eos]:

@@ -30,7 +30,8 @@ class Row:
     template_args: JsonObject | None = None
     "Arguments of the chat template for this conversation, such as enable_thinking."
     image: str | None = None
-    "File of a picture, or the name of a generated one. Beside `text`: a file name in the record, of which no file exists."
+    """File of a picture, or the name of a generated one. Beside `text`: a file name in the record, of which no file
+    exists."""
     captions: tuple[str, ...] = ()
     "What the picture shows, each a document of its own."
 

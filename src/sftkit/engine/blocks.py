@@ -70,8 +70,8 @@ class Blocks:
         check_options(cfg.compile)
         with ExitStack() as stack:  # an error on the way puts back what was set
             write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
-            # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention is
-            # chosen, which may run kernels.
+            # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention
+            # is chosen, since timing the candidates may run kernels that the saved code holds.
             apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
             self._code_key = compile_cache.code_key(cfg, orig_model, layout, rt)
             compile_cache.restore(cfg.compile, self._code_key, rt)
@@ -82,6 +82,7 @@ class Blocks:
             # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
                 rt.print("one process: the pipeline has one stage, so a step is that of train.engine=blocks")
+            # Which layers a rank holds decides how many bytes it needs, so they are timed before the plan counts.
             if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
                 layers = measured_layers(cfg.compile, cfg.train, training, choice.backend, rt)
                 cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
@@ -95,9 +96,11 @@ class Blocks:
             budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
             stack.enter_context(compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
-            # The optimizer is last: its states belong to the parameters as they are now, DTensors if the model is sharded.
+            # The optimizer is last: its states belong to the parameters as they are now, DTensors if the model is
+            # sharded.
             arguments = compile_arguments(cfg.compile)
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments)
+            # Nothing went wrong, so what was set outlives this method: `close` puts it back, in the reverse order.
             self._at_close, self._write_logs = stack.pop_all(), write_logs
         self._cfg, self._rt, self._layout, self._plan, self._wrapped = cfg, rt, layout, plan, wrapped
         self._train_step = TrainStep(wrapped, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
@@ -131,6 +134,7 @@ class Blocks:
             with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
                 ranks = Ranks(rt.any_rank, sharded=rt.topology.partial)
                 self.compiled = warm_up(self._wrapped, run_shape, layout.shapes, cfg.compile, ranks)
+            # Without a compiler, by the recipe or because it failed on some rank. flex exists as generated code only.
             if not self.compiled:
                 self.model.backend = eager
             self.optimizer.warm_up(compiled=self.compiled)
@@ -147,6 +151,7 @@ class Blocks:
             print_line(self._stage_seconds(self._wrapped))
         if rt.device.type == "cuda":
             print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
+        # Before any step, so that a run that dies early leaves it to the next start.
         if self.compiled:
             compile_cache.keep(cfg.compile, self._code_key, rt)
             if rt.is_main:
@@ -173,7 +178,10 @@ class Blocks:
         if not self.compiled:
             return f"{kind}; eager"
         built = counted(int(counts["compile/graphs"]), "graph")
-        return f"{kind}; compiled {built}, {counted(int(counts['compile/graph_breaks']), 'graph break')}, in {seconds:.1f} s"
+        return (
+            f"{kind}; compiled {built}, {counted(int(counts['compile/graph_breaks']), 'graph break')}, "
+            f"in {seconds:.1f} s"
+        )
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

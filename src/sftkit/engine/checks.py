@@ -48,7 +48,8 @@ def document_checks(check: DocumentCheck, dtype: torch.dtype, backend: str, logi
             check.logits_difference < logits_limit,
             f"relative difference {check.logits_difference:.2e}",
             f"below {logits_limit:.1e}",
-            "two documents and padding in one row through this run's attention and head, each alone through transformers",
+            "two documents and padding in one row through this run's attention and head, each alone through "
+            "transformers",
         ),
         Check(
             "Loss equals plain cross entropy",
@@ -163,6 +164,7 @@ def compile_checks(graphs: int | None, evaluations: int, records: Records, error
     if isinstance(error, RecompileError) and not breaks:
         late = [*late, str(error).partition("\n")[0]]
     ran = counted(graphs, "graph")
+    # Calls that fell back left no record of a compile, but the step was not what the warm-up had built either.
     if uncompiled:
         ran += f", and {uncompiled:,} calls ran without one (compile.on_recompile=eager)"
         late += [f"run uncompiled instead: {reason}" for reason in records.fallback_kinds]
@@ -191,6 +193,7 @@ def report_of(
         compiled: whether the steps are.
     """
     graphs = int(counts["compile/graphs"]) if compiled else None
+    # Texts of all ranks, each kind once: the tracker makes an event of those that it has not written yet.
     events: list[tuple[EventKind, list[str]]] = [
         ("recompile", list(records.recompile_kinds)),
         ("fallback", list(records.fallback_kinds)),
@@ -199,8 +202,8 @@ def report_of(
         ("hook", list(records.hooks)),
     ]
     how = (
-        "hooks of every module, at each logged line, against those when the warm-up was done, as torch guards none of them; "
-        "and whether the step calls the module at all"
+        "hooks of every module, at each logged line, against those when the warm-up was done, as torch guards none of "
+        "them; and whether the step calls the module at all"
     )
     unheeded = "; ".join(records.hooks) or "all of them"
     hooks = Check("The step runs the hooks that the model has", not records.hooks, unheeded, "all of them", how)

@@ -75,9 +75,12 @@ def check_gradients(
     """
     model, rt = sides.model, sides.rt
     orig_model, dropout = model.orig_model, has_dropout(model.orig_model)
+    # Everything that is changed below is put back at the end, whatever happens: training goes on with this very model.
     was_training, attention = orig_model.training, model.backend
     with random_state_kept():
         try:
+            # Two passes with dropout differ, so a model that has it is compared in eval mode, and only without the
+            # compiler.
             orig_model.train(not dropout)
             model.backend = eager
             # Without the compiler, in one short row of two documents: sdpa takes only one document a row.
@@ -100,6 +103,7 @@ def check_gradients(
         finally:
             model.backend = attention
             orig_model.train(was_training)
+            # A failed pass may leave gathered weights and half of the gradients behind.
             model.zero_grad(set_to_none=True)
             reshard(orig_model)
 
@@ -122,6 +126,7 @@ class Sides:
         """
         self.model, self.wrapped, self.rt = model, wrapped, rt
         self.parameters = list(parameters)
+        # Tied weights have one parameter and several names: the first one stands for it, as named_parameters gives it.
         wanted = {id(p) for p in self.parameters if p.requires_grad}
         self.named = {name: p for name, p in model.orig_model.named_parameters() if id(p) in wanted}
         self.blocks = block_names(model.orig_model)
@@ -155,6 +160,7 @@ class Sides:
     def _targets(self, full_batches: list[Batch]) -> int:
         """Return the number of targets in all batches that add to the gradients of a rank."""
         targets = sum(self.model.objective.count(batch) for batch in full_batches)
+        # Shards add gradients up over all ranks. Ranks that share a row, or a pipeline, counted the same targets each.
         if self.rt.topology.sharded and not same_rows(self.rt):
             count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
             targets = round(float(self.rt.sum(count)) / (self.rt.topology.ranks_per_row * self.rt.topology.stages))
@@ -162,6 +168,7 @@ class Sides:
 
     def _ours(self, micro_batches: list[Batch], targets: int) -> dict[str, Tensor]:
         """Return the samples of our gradients, made as in engine.step.optimizer_step up to the update."""
+        # The sums themselves are not compared here: engine.self_check has compared the loss.
         totals = Totals.zeros(self.model.objective.measured, self.rt.device, self.model.orig_model.dtype)
         divisor = targets * round(gradient_scale(self.rt))  # replicas do without the exchange that averages
         gradients(self.wrapped, self.parameters, MicroBatches(micro_batches, divisor), totals, self.rt)
@@ -177,6 +184,7 @@ class Sides:
         """
         model, topology = self.model, self.rt.topology
         orig_model = model.orig_model
+        # As in the last micro-batch of a step: gradients are exchanged and gathered weights freed.
         if topology.sharded:
             gradient_sync(self.wrapped, self.rt, sync=True)
         # Weights that are not FSDP2's are gathered, and their gradients exchanged, where the model reads them.
@@ -188,6 +196,8 @@ class Sides:
             with plain_attention(orig_model), plain_backward(orig_model), without_sequence_parallel(orig_model):
                 for plain in chain.from_iterable(plain_sums(model, batch, multiple) for batch in micro_batches):
                     (plain.loss / (targets * topology.context)).backward()
+        # After an exchange a parameter's gradient is that of all ranks already; else the sums of the hooks still have
+        # to be added up.
         if exchanged:
             found = self._taken()
             # FSDP2's blocks add up over fewer ranks: see parallel.fsdp.Meshes
@@ -200,10 +210,11 @@ class Sides:
         return {name: sums[name][on_this_rank(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add up over the ranks that have elements of the same parameters, and then what the first and the last stage of
-        a pipeline found of a weight that both hold, as embedding and as head."""
+        """Add up over the ranks that have elements of the same parameters, and then what the first and the last stage
+        of a pipeline found of a weight that both hold, as embedding and as head."""
         stages = stages_of(self.model.orig_model)
         if self.rt.topology.sharded:
+            # One exchange for all samples. In a pipeline only ranks of the same stage have the same names.
             values = torch.cat(list(sums.values()))
             if stages is None:
                 values = self.rt.sum(values)
@@ -218,7 +229,8 @@ class Sides:
 
     @contextmanager
     def _whole_gradients(self) -> Iterator[dict[str, Tensor]]:
-        """Add up what autograd gives each whole parameter within the context, at its sampled elements: name -> float64 [N]."""
+        """Add up what autograd gives each whole parameter within the context, at its sampled elements:
+        name -> float64 [N]."""
         sums = {
             name: torch.zeros(len(at), dtype=torch.float64, device=at.device)
             for name, (_, at, _) in self.sampled.items()
@@ -232,6 +244,9 @@ class Sides:
             for name in of[parameter]:
                 sums[name] += flat[self.sampled[name].at].double()
 
+        # FSDP2 swaps a module's sharded parameters for whole ones when it gathers. Hooks belong on the whole ones,
+        # which a module has only between unshard() and reshard(), so modules are visited one after the other; None:
+        # what is never gathered.
         heard, orig_model = set[str](), self.model.orig_model
         with ExitStack() as stack:
             for fsdp_module in [None, *(fsdp_modules(orig_model) if stages_of(orig_model) is None else ())]:
@@ -256,6 +271,9 @@ class Sides:
 
     def _largest(self, ours: dict[str, Tensor], plain: dict[str, Tensor]) -> GradientDifference:
         """Return the largest difference over all ranks, the same on each."""
+        # A rank has the elements of its own shards only. Squares and products add up over ranks, relative differences
+        # do not, so these are exchanged and the differences taken afterwards; `each` makes a sample stand for the whole
+        # parameter.
         sums = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.rt.device)
         rows = {name: row for row, name in enumerate(self.names)}
         for name, elements in self.sampled.items():

@@ -50,6 +50,7 @@ def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> t
     If rows hold one document each, two rows have one, and the others are padding.
     """
     rows, row_length = layout.shapes[0]
+    # A packed row takes both documents, so that their isolation is part of what is compared.
     several = layout.kind == "packed" and layout.docs_per_row > 1
     recipe: list[tuple[int, ...]] = [(0, 1)] if several else [(0,), (1,)]
     recipe = [*recipe, *[()] * rows][:rows]
@@ -63,13 +64,17 @@ def _micro_batches(
 
     Each rank with rows of its own gets other tokens.
     """
+    # Declared shapes may be shorter than the usual sizes.
     room = min(shape.max_doc_length, shape.row_length // max(map(len, rows)))
     sizes = [min(size, room) for size in _SIZES]
+    # Ranks with rows of their own need different tokens, or a missing exchange would go unseen; ranks that share rows
+    # need the same ones.
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
     inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
     whole, own = list[Batch](), list[Batch]()
     for _ in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
         examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
+        # A loss that ignored the mask, or counted wrong, would show in every gradient.
         examples.is_target[2::3] = False
         for found, shard in ((whole, FULL_ROW), (own, row_shard(rt.topology, rt.rank))):
             found.append(collate(examples, tuple(rows), shape, shard=shard).to(rt.device))

@@ -48,7 +48,8 @@ class SampledElements(NamedTuple):
 
     parameter: str
     at: Tensor
-    "int64 [N], on its device: indices into the flattened parameter, or in this rank's shard if it is sharded by columns"
+    """int64 [N], on its device: indices into the flattened parameter, or in this rank's shard if it is sharded by
+    columns"""
     each: float
     "how many elements of the parameter each one stands for"
 
@@ -141,6 +142,7 @@ def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> G
             product of that and ours.
         blocks: name of a parameter -> name of its block.
     """
+    # The floor is a share of the block's gradient: names that belong to no block are a block of their own.
     of_block: dict[str, float] = defaultdict(float)
     for name, (_, norm, _) in sums.items():
         of_block[blocks.get(name, name)] += norm
@@ -152,6 +154,8 @@ def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> G
         floor = share**2 * of_block[block]
         below += norm < floor
         against = max(norm, floor)
+        # Without any gradient in the block every difference is infinitely large; NaN must fail, and would win no
+        # comparison.
         relative = math.sqrt(difference / against) if against else math.inf if difference else 0.0
         relative = math.inf if math.isnan(relative) else relative
         if relative > worst or not parameter:

@@ -21,6 +21,8 @@ def plain_sums(model: ModelWithLoss, batch: Batch, multiple: int = 1) -> Iterato
     Args:
         multiple: documents are padded to a multiple of this number of positions.
     """
+    # The auxiliary loss of routers depends on what all tokens of a row choose, so documents need the counts of their
+    # row.
     if isinstance(model.objective, Balanced) and model.orig_model.training:
         for row in single_rows(batch):
             yield from _of_row(model, model.objective, row, multiple)
@@ -57,6 +59,7 @@ def _of_row(model: ModelWithLoss, objective: Balanced, row: Batch, multiple: int
 
     with torch.no_grad():
         counted = [passed(*document, length)[1] for document, length in own]
+    # The second pass, with gradients: each document adds its own probabilities to the counts of the whole row.
     of_row = row.doc_ids.new_tensor([len(ids)]), (row.targets != IGNORE).sum(-1)
     for document, length in own:
         sums, _, probability = passed(*document, length)

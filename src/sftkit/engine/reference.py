@@ -51,8 +51,8 @@ class Reference:
         orig_model = training.orig_model
         if orig_model.dtype not in (torch.float32, torch.float64) or rt.topology.sharded:
             raise ConfigError(
-                "train.engine=reference computes in fp32 with a whole model on every process: set train.precision=fp32, and "
-                "start it with accelerate_configs/ddp.yaml, single_gpu.yaml or cpu.yaml"
+                "train.engine=reference computes in fp32 with a whole model on every process: set "
+                "train.precision=fp32, and start it with accelerate_configs/ddp.yaml, single_gpu.yaml or cpu.yaml"
             )
         if optim.name not in ("auto", DEFAULT):
             raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {optim.name}")
@@ -63,7 +63,9 @@ class Reference:
         optim = replace(optim, name=DEFAULT)  # the only one that auto may choose here
         groups = parameter_groups(orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
-        attention = str(orig_model.config._attn_implementation)  # private: the config has no public name for it
+        # Private: transformers sets it by a public argument, attn_implementation, but its configs have no public
+        # getter.
+        attention = str(orig_model.config._attn_implementation)
         # Weights and two moments.
         size = sum(3.0 * p.numel() * p.element_size() for p in orig_model.parameters())
         self.setup = Setup(attention, "documents alone", DEFAULT, "none", size)
@@ -94,12 +96,15 @@ class Reference:
             totals.add_(found)
             losses.append(found[LOSS])
         squared = torch.zeros((), dtype=torch.float64, device=self._rt.device)
+        # Each rank has divided its loss by the global divisor already, so gradients add up, where DDP would average
+        # them.
         for parameter in parameters_of(self.optimizer.param_groups):
             if self._rt.world_size > 1:  # a rank whose rows are all padding has no gradient, but the others wait for it
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.distributed.all_reduce(parameter.grad)
             if parameter.grad is not None:
                 squared = squared + parameter.grad.double().square().sum()
+        # Every rank has the whole gradients by now, so each gives its share of the norm.
         sums = RankSums(squared / self._rt.world_size, totals, batches.divisor)
         grad_norm, flags = exchange(sums, self._rt, stop=stop, spikes=spikes)
         self.optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, self._max_norm))
@@ -126,6 +131,7 @@ class Reference:
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Report that nothing is compiled."""
         never = Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")
+        # The same metrics as the other engines', so that lines of a run have the same columns.
         counted = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs")
         return EngineReport({f"compile/{name}": 0 for name in counted}, [], [never])
 
@@ -138,6 +144,7 @@ class PlainAdamW(FusedAdamW):
 
     def update(self, learning_rate: float, coefficient: Tensor) -> None:
         """Make one update, or none for a coefficient of nan, which the host reads."""
+        # A host sync, which the other engines avoid: only torch's fused AdamW takes a flag on the device, found_inf.
         if bool(coefficient.isnan()):
             return
         set_learning_rate(self.param_groups, learning_rate)

@@ -46,6 +46,8 @@ class Replicas:
         """
         if self._every is None or not (is_kept or step % self._every == 0):
             return
+        # Pipeline stages hold different tensors, so all names are collected first: every rank then takes part in each
+        # column.
         tensors = self._shared()
         names = self._rt.united(list(tensors))
         exchanged = zip(names, self._exchange([tensors.get(name) for name in names]), strict=True)
@@ -72,6 +74,7 @@ class Replicas:
         device, ranks = self._rt.device, self._rt.world_size
         if not tensors:
             return []
+        # A table with a row for each rank, in which each fills its own: the sum over ranks is then an all_gather.
         nothing = torch.zeros((), dtype=torch.int64, device=device)
         sums = [nothing if tensor is None else checksum(tensor).to(device) for tensor in tensors]
         first = [-1 - self._rt.rank if tensor is None else min(holders(tensor, ranks)) for tensor in tensors]
@@ -82,15 +85,17 @@ class Replicas:
 
     def _error(self, step: int, differing: list[tuple[str, list[list[int]]]], of: int) -> ReplicaError:
         """Build the error that names the ranks and the first tensor, and write it to the rank's status."""
+        # The majority is taken to be right. The rank to look at is one of the others, so only those record a cause of
+        # their own; with two equal groups nobody knows.
         name, groups = differing[0]
         *odd, majority = groups
         unsure = len(odd[-1]) == len(majority)  # nobody is in the minority
         error = ReplicaError(
             f"step {step}: {' and '.join(map(_named, groups))} hold different bits of {name}, and must hold the same "
             f"({len(differing)} of {of} tensors differ). {'' if unsure else f'The odd one out is {_named(odd[0])}. '}"
-            "Since the last comparison their updates were not the same: a GPU or its memory that errs, an exchange that "
-            "failed, or an operator that is not deterministic. Nothing of this step is saved; resume from the last "
-            "checkpoint with train.resume=auto, and leave out the machine of a rank that is named again"
+            "Since the last comparison their updates were not the same: a GPU or its memory that errs, an exchange "
+            "that failed, or an operator that is not deterministic. Nothing of this step is saved; resume from the "
+            "last checkpoint with train.resume=auto, and leave out the machine of a rank that is named again"
         )
         if self._rt.status is not None:
             self._rt.status.failed(error, symptom=self._rt.rank in majority and not unsure)
@@ -118,6 +123,7 @@ def holders(tensor: torch.Tensor, world_size: int) -> list[int]:
     coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names or ()
     assert coordinate is not None
     addends = mesh.size() // mesh.size(names.index("tensor")) if "tensor" in names else 1
+    # Along these dimensions of the mesh ranks hold copies; along the others only those at this place are holders.
     alike = [
         place.is_replicate() and not (name == "tensor" and addends > 2)
         for place, name in zip(tensor.placements, names or [""] * mesh.ndim, strict=True)
@@ -135,6 +141,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     flat = local(tensor).detach().reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
+    # Fold to one row of columns before anything is weighted, so that no temporary is as large as the tensor in int64.
     whole = len(words) // CHECKSUM_COLUMNS * CHECKSUM_COLUMNS
     sums = rest = words[whole:].to(torch.int64)
     if whole:
@@ -147,6 +154,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def weights(device: torch.device) -> torch.Tensor:
     """Return odd numbers, the same on every rank: int64 [CHECKSUM_COLUMNS]."""
     generator = torch.Generator().manual_seed(_SEED)
+    # Made on the CPU, whose generator gives the same numbers on every machine. Odd, so that no change is multiplied to
+    # 0.
     made = torch.randint(-(2**63), 2**63 - 1, (CHECKSUM_COLUMNS,), generator=generator, dtype=torch.int64)
     return (made | 1).to(device)
 

@@ -62,12 +62,14 @@ def check_documents(
             attention or head leaves out, or mixes the tokens of a row outside attention.
     """
     orig_model, name = model.orig_model, type(model.orig_model).__name__
+    # A convolution or a recurrent layer carries tokens across documents whatever the masks say.
     mixer = mixes_tokens(orig_model)
     if mixer:
         raise ConfigError(f"{name} is not supported: {mixer} carries tokens from one document of a row to the next")
     try:
         with inference(orig_model), short_windows(orig_model), without_sequence_parallel(orig_model):
             found = _compare(model, "reference" if backend == "sdpa" else backend, device, max_length)
+    # What a model raises when it is called with arguments that it does not know; out of memory says nothing about it.
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -82,18 +84,21 @@ def check_documents(
 
 def _compare(model: ModelWithLoss, backend: str, device: torch.device, max_length: int) -> DocumentCheck:
     """Compute both sides with the reference kernel or the run's own."""
+    # The same documents in every run: the check of one start can be compared with that of another.
     ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(_SIZES) + 2)
     examples = Examples.of(ids, _SIZES, model.kind.made_up_inputs(model.orig_model, len(_SIZES), max_length))
     batch = _batch(examples, (0, 1)).to(device)
     hidden = model.hidden_states(batch, backend)
     ours, theirs = _projected(model, hidden)[:, : sum(_SIZES)], _plain_logits(model, batch)
     monitored, targets = model.objective.monitored, model.objective.count(batch)
+    # Each document in a micro-batch of its own: their sums must add up to the plain model's over both.
     sums = [
         from_last(model.orig_model, model.sums(_batch(examples, (document,)).to(device), backend).measured[monitored])
         for document in (0, 1)
     ]
     plain = model.objective.sums_of_logits(theirs[0], batch.targets[0, : sum(_SIZES)]).measured[monitored]
 
+    # Leakage, by its effect: with every token of the first document replaced, the second one must not move.
     replaced = replace(batch, inputs=_first_replaced(batch, vocab_size(model.orig_model)))
     moved = (model.hidden_states(replaced, backend) - hidden).float().abs()
     return DocumentCheck(

@@ -40,6 +40,7 @@ def measured_layers(
         ConfigError: a model that has no stages.
     """
     by_parameters = layers_of_stages(training.orig_model, train, rt.topology.stages)
+    # A rank that fails must still take part in the exchange below, or the others would wait for it forever.
     error: Exception | None = None
     seconds = torch.zeros(3, dtype=torch.float64, device=rt.device)
     try:
@@ -53,6 +54,7 @@ def measured_layers(
         log.warning("layers are spread by their parameters, since they cannot be timed: %s", error or "on another rank")
         return by_parameters
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    # Each stage has a layer, so what the outer ones take beyond that is the embedding's, and the head's with its loss.
     first, layer, last = seconds.tolist()
     embedding, head = max(first - layer, 0.0), max(last - layer, 0.0)
     rt.print(f"a layer takes {layer:.3g} s a micro-batch, the embedding {embedding:.3g} s, head and loss {head:.3g} s")
@@ -78,6 +80,7 @@ def _seconds(compile: CompileConfig, train: TrainConfig, training: Training, bac
             return [stage_seconds(stage, model, batch, objective.count(batch)) for stage in stages]
         finally:
             # The warm-up counts its own graphs: forget these. The generated code stays in the compiler's cache.
+            # torch.compiler.reset is the public name of the same.
             torch._dynamo.reset()
             del small, model, stages
             if rt.device.type == "cuda":

@@ -65,8 +65,10 @@ class GradientSum:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], micro_batches: int) -> None:
         """Choose which parameters' gradients are moved. `micro_batches`: of the step."""
+        # The sum of two bf16 gradients is rounded once either way. With CUDA graphs the first of two must be moved,
+        # too, before the next replay overwrites it.
         graphs = uses_cuda_graphs()
-        few = micro_batches < (2 if graphs else 3)  # the sum of two bf16 gradients is rounded once either way
+        few = micro_batches < (2 if graphs else 3)
         self._parameters = [
             p for p in parameters if not few and p.requires_grad and (graphs or p.dtype != torch.float32)
         ]
@@ -77,6 +79,7 @@ class GradientSum:
         for i, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue
+            # A copy even of fp32: the gradient's own memory may belong to a CUDA graph.
             if i in self._sums:
                 self._sums[i].add_(parameter.grad)
             else:
@@ -98,6 +101,8 @@ def forward_backward(model: torch.nn.Module, batch: Batch, divisor: int, rt: Run
     """
     begin_step()
     sums = model(batch)
+    # Divided before the backward pass, by a number that the host knows from the epoch's plan: no rank waits for a
+    # count. A global batch without targets has the divisor 0, and then gradients of 0.
     rt.accelerator.backward(sums.loss * (gradient_scale(rt) / max(divisor, 1)))
     return Totals.of(sums)
 
@@ -152,6 +157,8 @@ def optimizer_step(
         spikes: judges the step by those before; None: it is not judged.
     """
     model, optimizer, rt = train_step.model, train_step.optimizer, train_step.rt
+    # Everything stays on the device from here to the outcome, so that the host runs ahead of it; only the update of
+    # some optimizers waits (optim.adamw8bit).
     parameters = list(parameters_of(optimizer.param_groups))
     totals = Totals.zeros(train_step.objective.measured, rt.device)
     batches, divisor = step_batches.micro_batches, step_batches.divisor
@@ -161,6 +168,7 @@ def optimizer_step(
     squared = squared_norm(parameters, rt.world_size, copies)
     grad_norm, flags = exchange(RankSums(squared, totals, divisor), rt, stop=stop, spikes=spikes)
     optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, train_step.max_grad_norm))
+    # After the update, not before the next backward pass, so that evaluation and saving find the memory free.
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(totals, grad_norm, flags, losses)
 
@@ -174,12 +182,15 @@ def exchange(sums: RankSums, rt: Runtime, *, stop: bool, spikes: Spikes | None =
         stop: this rank asks to end training.
         spikes: judges the step; None: it is not judged.
     """
+    # Everything that ranks must know of each other goes into one vector, since a small exchange costs as much as a
+    # larger one. A sum serves all four: a squared norm, two counts of ranks, and the loss that is judged.
     totals, share = sums.totals, sums.squared_norm.to(rt.device)
     stop_requested = torch.full_like(share, float(stop))
     nonfinite_loss = (~totals[LOSS].isfinite()).to(share.dtype)
     monitored = torch.zeros_like(share) if spikes is None else totals[spikes.monitored].to(share.dtype)
     norm, stops, losses, total = rt.sum(torch.stack([share, stop_requested, nonfinite_loss, monitored]))
     grad_norm = norm.sqrt().float()
+    # Finite losses may still have a gradient that is not finite: then the count is 1, of no rank in particular.
     nonfinite = torch.where(grad_norm.isfinite(), losses, losses.clamp(min=1.0))
     if spikes is None:
         return grad_norm, Flags.of(stops, nonfinite, nonfinite > 0)

@@ -55,10 +55,14 @@ def shape_runner(
         batch = worst_case_batch(rt, orig_model, layout, rows, row_length)
         if isinstance(wrapped, Pipelined):
             totals = Totals.zeros(objective.measured, rt.device, torch.promote_types(orig_model.dtype, torch.float32))
+            # A schedule needs all its micro-batches: one alone would fill no pipeline, and no stage would reach its
+            # peak.
             count = max(layout.accumulation * objective.count(batch), 1)
             wrapped.gradients([batch] * layout.accumulation, count, totals)
             losses[rows, row_length] = float(rt.sum(totals[LOSS])) / rt.data_world_size / count
             return
+        # Shards may keep gradients and weights until the last micro-batch of a step, so both kinds of micro-batch are
+        # run: each has its own communication and peak of memory.
         syncs = [False] * (layout.accumulation > 1) + [True] if rt.topology.sharded else [False]
         for sync in syncs:
             with gradient_sync(wrapped, rt, sync=sync):

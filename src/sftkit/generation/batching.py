@@ -79,6 +79,7 @@ def _shared_prefixes(rows: Sequence[PromptRow]) -> list[Prefix]:
         members.setdefault(row.group, []).append(row)
     shared: dict[str, Prefix] = {}
     for group, (first, *others) in members.items():
+        # A prefix ends before what is asked: those positions must be read row by row, for their logits.
         length = min(len(row.ids) - row.targets for row in members[group]) if group and others else 0
         for row in others if length else ():
             length = int(np.logical_and.accumulate(first.ids[:length] == row.ids[:length]).sum())
@@ -90,6 +91,7 @@ def plan(rows: Sequence[PromptRow], limits: BatchLimits) -> list[PromptBatch]:
     """Return rows in batches: rows with the same prefix together, the longest first, so that padding is small and a
     batch that does not fit in memory fails early."""
     prefixes = _shared_prefixes(rows)
+    # Rows of a prefix follow each other, so that its keys and values are computed once and then dropped.
     order = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
     batches: list[list[int]] = []
     for i in sorted(range(len(rows)), key=lambda i: (order[prefixes[i]], -len(rows[i].ids), i)):
@@ -128,6 +130,7 @@ def turns(
     batches, prefix, rt = plan(rows, limits), SharedPrefix(orig_model), batching.rt
     index, count = 0, 1
     if rt is not None:
+        # Ranks that compute the same rows together count as one.
         count = rt.world_size // (rt.topology.tensor * rt.topology.stages)
         index = rt.rank // rt.topology.tensor % count
     before: list[Prefix] = [()] * count
@@ -135,6 +138,7 @@ def turns(
         if rt is not None:
             rt.check_stop()
         round_batches = batches[start : start + count]
+        # A new prefix on one rank means a forward pass, and so one on every rank.
         new = any(batch.prefix and batch.prefix != had for batch, had in zip(round_batches, before, strict=False))
         before = [batch.prefix for batch in round_batches]
         batch = round_batches[index] if index < len(round_batches) else None

@@ -66,6 +66,7 @@ def generate(
         ConfigError: the steps of this model, or of a sharded one, cannot be replayed.
     """
     rt = batching.rt
+    # A replay repeats kernels of this rank alone: it gathers no weights and waits for nobody.
     partial = rt is not None and rt.topology.partial
     reason = "the model is spread over ranks" if partial else replay_unsupported_reason(orig_model)
     if replay and reason:
@@ -89,6 +90,7 @@ def generate(
             rows = [DecodedSequence(i, ids[i], max_new_tokens[i], stops[i]) for i in batch.rows] if batch else []
             inputs = _inputs(prompts.encoder_inputs, batch.rows, orig_model.device) if batch else {}
             continuation = kind.continuation(orig_model, inputs) if batch else Continuation(orig_model, {})
+            # The first token comes from reading the prompts, so there is one step fewer than tokens.
             steps = max((row.max_new_tokens for row in rows), default=0) - 1
             replayed = replay if replay is not None else not reason and replay_pays(orig_model.device, steps)
             decoding = Decoding(orig_model, continuation, rows, prefix, replay=replayed)
@@ -137,6 +139,7 @@ def stream(
         except Exception as error:
             failure.append(error)
         finally:
+            # Whoever reads the stream would wait for more text.
             streamer.end()
 
     worker = Thread(target=work, daemon=True)

@@ -31,7 +31,8 @@ def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTo
     lines = [f"{path}{', the newest run,' if newest else ''} answers: {about}"]
     if questions := learned_questions(Path(path)):
         lines += [
-            "Small tasks are among what it has learned, each in a few wordings. Questions of this kind, which were not in training:"
+            "Small tasks are among what it has learned, each in a few wordings. Questions of this kind, which were not "
+            "in training:"
         ]
         lines += [f"  {line}" for question in questions for line in question.replace("\n", "\\\n").split("\n")]
     if argument := template.thinking_argument:

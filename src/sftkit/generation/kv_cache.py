@@ -31,6 +31,7 @@ def max_cached_positions(orig_model: PreTrainedModel) -> int | None:
         return None
     head_dim, queries_per_key = head_sizes(orig_model)
     key_heads = config.num_attention_heads // queries_per_key
+    # Keys and values, of all layers, in bytes a position.
     each = 2 * config.num_hidden_layers * key_heads * head_dim * orig_model.dtype.itemsize
     return max(MAX_CACHE_BYTES // int(each), 1)
 
@@ -52,6 +53,7 @@ class FixedLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of new positions, [B, KV, T, D]. Returns all up to them, [B, KV, T', D]; after
         `written_at` the whole memory."""
+        # Taken at the first update, which tells how many rows and heads there are.
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values = (
@@ -129,6 +131,7 @@ class SharedPrefix:
         """Return a cache of `rows` rows that holds the prefix, with room for `max_length` more positions."""
         cache = new_cache(self._orig_model, len(self.ids) + max_length)
         for i, (keys, values) in enumerate(self._layers if self.ids else ()):
+            # Expanded, not copied: the layer copies them into its own memory.
             cache.update(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1), i)
         return cache
 

@@ -34,7 +34,8 @@ HELP = f"""\
 /system TEXT  start over under this system message; without TEXT under none
 /save [FILE]  append the conversation to a file of JSON lines that data.train can name ({SAVED})
 /exit         end; {", ".join(EXITS)} and Ctrl-D are the same
-A line that ends with \\ goes on in the next one. Ctrl-C ends an answer. Arrow keys edit the line and bring earlier ones back."""
+A line that ends with \\ goes on in the next one. Ctrl-C ends an answer. Arrow keys edit the line and bring earlier \
+ones back."""
 
 
 @dataclass
@@ -58,8 +59,8 @@ def converse(stream: Stream, system: str | None) -> None:
         KeyboardInterrupt: a Ctrl-C has come that broke off no answer.
     """
     conversation = ChatHistory(system)
-    # Ctrl-C is a KeyboardInterrupt and other signals are a SystemExit, so that line editing, which changes the terminal,
-    # puts it back. A script's own way would end the process at once.
+    # Ctrl-C is a KeyboardInterrupt and other signals are a SystemExit, so that line editing, which changes the
+    # terminal, puts it back. A script's own way would end the process at once.
     with _editing(), exit_on_signals():
         signal.signal(signal.SIGINT, signal.default_int_handler)  # put back with the others
         for line in iter(_ask, None):
@@ -77,6 +78,7 @@ def print_answer(chunks: Iterator[str]) -> str:
     said, shown = "", 0
     for chunk in chunks:
         said += chunk
+        # White space is held back until something follows it.
         if end := len(said.rstrip()):
             print_text(said[shown:end], end="")
             shown = end
@@ -87,6 +89,7 @@ def print_answer(chunks: Iterator[str]) -> str:
 def _answer(stream: Stream, conversation: ChatHistory, text: str) -> None:
     messages = conversation.with_question(text)
     try:
+        # Closed at once when it is broken off, or the model would go on computing.
         with closing(stream(messages)) as chunks:  # type: ignore[type-var]
             reply = print_answer(chunks)
     except KeyboardInterrupt:
@@ -124,6 +127,7 @@ def _save(conversation: ChatHistory, path: str) -> str:
         return "nothing has been said yet, so nothing is saved"
     messages = conversation.with_question("")[:-1]
     try:
+        # Appended: a file of several conversations is what data.train takes.
         file = Path(expanded(path))
         with file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
@@ -142,6 +146,7 @@ def _ask() -> str | None:
             lines.append(line[:-1])
             prompt = ". "
     except EOFError:
+        # What was typed before Ctrl-D is still asked.
         return "\n".join(lines) or None
     return "\n".join([*lines, line])
 

@@ -115,6 +115,7 @@ class Decoding:
         if not self.rows:
             empty_pass(self._orig_model)
             return []
+        # Only a step that reads one token for each row has the fixed shape: prompts are read first, in one pass.
         alone = self._replay and self._seen > 0 and self._next.shape[1] == 1
         self._next = self._replayed() if alone else self._read()
         return list(zip(self.rows, self._next.squeeze(1).tolist(), strict=True))
@@ -145,6 +146,7 @@ class Decoding:
         going = [i for i, row in enumerate(self.rows) if not row.stop]
         if going and len(going) > (KEPT_SHARE_REPLAYED if self._replay else KEPT_SHARE) * len(self.rows):
             return
+        # A recorded step has the shapes of the rows that were there.
         self._static = None
         if going:
             index = torch.tensor(going, device=self._orig_model.device)

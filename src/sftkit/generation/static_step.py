@@ -35,6 +35,7 @@ def replay_pays(device: torch.device, steps: int) -> bool:
 
 def replay_unsupported_reason(orig_model: PreTrainedModel) -> str | None:
     """Return why this model's step cannot be replayed; None if it can."""
+    # Whatever the host decides in a step would be recorded once and then repeated.
     config = orig_model.config.get_text_config()
     if mixed := mixes_tokens(orig_model):
         return f"{mixed} keeps a state of its own"
@@ -114,6 +115,7 @@ class StaticStep:
         """
         stream = _side_stream(self._tokens.device)
         if not self._warm:
+            # Both ways: the side stream reads what was computed before, and what follows reads its tokens.
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._compute()
@@ -128,6 +130,7 @@ class StaticStep:
 
     def _compute(self) -> None:
         """Compute the next tokens [B, 1] in place, and move to the next position."""
+        # Mask and positions follow from `at`, on the device: a replay runs no Python that could count.
         tokens = next_tokens(
             self._continuation,
             input_ids=self._tokens,

@@ -41,6 +41,7 @@ def decoded(
     Args:
         module: the decoder, or one with some of its layers. inputs: its arguments by name, besides the documents.
     """
+    # Whatever the config asks, transformers collects no logits of routers: models.routing has hooks on them.
     with kernel_order(backend):
         outputs = module(**_model_inputs(inputs, batch, backend, context_group), **without_router_logits(module))
     return outputs.last_hidden_state
@@ -76,8 +77,9 @@ class CausalLM(ModelKind):
         """
         if examples.encoder_sources:
             raise DataError(
-                f"{examples.source_names[0]}: {orig_model.config.model_type} has no encoder for {examples.encoder_sources[0][:80]}: "
-                "take a model with one (model.scratch.model_type=vision-encoder-decoder for pictures)"
+                f"{examples.source_names[0]}: {orig_model.config.model_type} has no encoder for "
+                f"{examples.encoder_sources[0][:80]}: take a model with one "
+                "(model.scratch.model_type=vision-encoder-decoder for pictures)"
             )
         return examples
 

@@ -51,6 +51,7 @@ class EncoderDecoder(ModelKind):
             ConfigError: the model's texts begin with another token than the tokenizer's.
         """
         start = start_id(tokenizer)
+        # Training shifts targets by this token and generation begins with it: both must be the tokenizer's.
         for holder in (orig_model.config, orig_model.generation_config):
             if getattr(holder, "decoder_start_token_id", None) is None:
                 holder.decoder_start_token_id = start
@@ -62,6 +63,7 @@ class EncoderDecoder(ModelKind):
         orig_model.config.pad_token_id = tokenizer.pad_token_id
         pooler = getattr(orig_model.get_encoder(), "pooler", None)
         if pooler is not None and next(pooler.parameters(), None) is not None:
+            # DDP would wait for its gradient, which no step makes.
             pooler.requires_grad_(requires_grad=False)
             # And not pooler = None: checkpoints keep its weights, as transformers expects them.
             pooler.forward = _nothing
@@ -72,7 +74,8 @@ class EncoderDecoder(ModelKind):
         if topology.partial:
             raise ConfigError(
                 f"{name} has an encoder and is trained as replicas: start it with accelerate_configs/ddp.yaml or "
-                "single_gpu.yaml and train.engine=blocks, not with FSDP2, tensor or context parallelism, nor as a pipeline"
+                "single_gpu.yaml and train.engine=blocks, not with FSDP2, tensor or context parallelism, nor as a "
+                "pipeline"
             )
         if train.fp8 is not None:
             raise ConfigError(
@@ -86,6 +89,8 @@ class EncoderDecoder(ModelKind):
         row), and which of them each document sees."""
         given = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
         encoded, visible = self.encode(orig_model, given)
+        # A row's inputs lie one after the other, so that a position attends along one axis and a mask says which is its
+        # own.
         rows, (places, length, _) = batch.shape[0], encoded.shape
         visible = None if visible is None else visible.view(rows, -1)
         return {

@@ -37,6 +37,7 @@ def apply_fp8(
                 f"train.fp8={train.fp8}: not with tensor parallelism: set parallelism_config_tp_size to 1 "
                 "(accelerate_configs/fsdp2.yaml), or train.fp8=null"
             )
+        # The product for the gradient of a weight sums over positions, so these are one of its dimensions.
         multiple = _MULTIPLE * rt.topology.context  # each context-parallel rank has its part of the positions
         odd = [f"{rows} x {length}" for rows, length in layout.shapes if rows * length % multiple]
         odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % multiple else []
@@ -102,6 +103,7 @@ def unsupported_reason(
 def convertible(orig_model: PreTrainedModel) -> list[torch.nn.Linear]:
     """Return the linear layers that float8 suits: in decoder blocks, so neither head nor embeddings;
     wide enough and divisible."""
+    # torch's own Linear and no subclass, which may compute something else.
     linears = [m for block in decoder_blocks(orig_model) for m in block.modules() if type(m) is torch.nn.Linear]
     return [m for m in linears if all(n % _MULTIPLE == 0 and n >= NARROWEST for n in m.weight.shape)]
 
@@ -121,4 +123,5 @@ def position_multiple(orig_model: PreTrainedModel) -> int:
 
     More than 1 for a model in float8: the product for the gradient of a weight sums over positions.
     """
+    # By name: torchao may not be installed.
     return _MULTIPLE if any(type(module).__name__ == "Float8Linear" for module in orig_model.modules()) else 1

@@ -137,6 +137,7 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     """
     config = AutoConfig.from_pretrained(path, **options)
     trained = trained_config(config)
+    # Weights of another shape are not refused by transformers, but reported, so that the error below names them.
     orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
         path,
         config=trained,
@@ -148,7 +149,8 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
         **options,
     )
     if trained is not config:
-        # Private: how names were mapped in loading. save_pretrained would map them back, to those of the whole model.
+        # Private: how names were mapped in loading. save_pretrained would map them back, to those of the whole model
+        # (huggingface/transformers#42396).
         orig_model._weight_conversions = None
     check_complete(path, type(orig_model), loading_info["missing_keys"], loading_info["mismatched_keys"])
     return orig_model
@@ -167,7 +169,8 @@ def check_complete(
     """
     if missing:
         raise ConfigError(
-            f"{where}: no {first_of(sorted(missing))} for {model_class.__name__} in its files; copy or download the model again"
+            f"{where}: no {first_of(sorted(missing))} for {model_class.__name__} in its files; copy or download the "
+            "model again"
         )
     if mismatched:
         name, there, here = min(mismatched)
@@ -231,6 +234,7 @@ def from_scratch(
     Raises:
         ConfigError: transformers refuses the config.
     """
+    # Drawn on the CPU and in fp32, then rounded: a seed gives the same weights in any precision and on any device.
     torch.manual_seed(seed)
     config = scratch_config(fields, tokenizer)
     try:

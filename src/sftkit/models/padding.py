@@ -29,14 +29,15 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
     """
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(
-            f"model.pad_vocab_to_multiple_of: {type(orig_model).__name__} has an encoder, and only the vocabulary of causal models "
-            "is padded: take the setting out"
+            f"model.pad_vocab_to_multiple_of: {type(orig_model).__name__} has an encoder, and only the vocabulary of "
+            "causal models is padded: take the setting out"
         )
     tokens = vocab_size(orig_model)
     rows = -(-tokens // multiple) * multiple
     if rows == tokens:
         return
     resize(orig_model, rows)
+    # resize has set it to all rows; files and other programs are to know those of tokens only.
     orig_model.config.get_text_config().vocab_size = orig_model.vocab_size = tokens
     setattr(orig_model, TOKEN_ROWS, tokens)
     if (new := new_rows(orig_model)) is not None:

@@ -49,7 +49,8 @@ def coefficient(config: PreTrainedConfig, override: float | None) -> float:
     text = config.get_text_config()
     if override and not hasattr(text, COEFFICIENT):
         raise ConfigError(
-            f"loss.{COEFFICIENT}={override:g}: {text.model_type} has no auxiliary loss of its routers: leave the key out, or set 0"
+            f"loss.{COEFFICIENT}={override:g}: {text.model_type} has no auxiliary loss of its routers: leave the key "
+            "out, or set 0"
         )
     if override is not None:
         return override
@@ -58,6 +59,7 @@ def coefficient(config: PreTrainedConfig, override: float | None) -> float:
 
 def routers_of(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the modules that choose the experts of a token, in the order of the layers."""
+    # Known by the names of their classes: in transformers routers have no base class of their own.
     if orig_model.config.get_text_config().model_type in NOT_READ:
         return []
     return [m for m in orig_model.modules() if type(m).__name__.lower().endswith("topkrouter")]
@@ -135,6 +137,8 @@ class Routing:
             return None
         targets = (batch.targets != IGNORE).sum(-1, dtype=chosen.dtype)
         if context_group is not None:
+            # Of whole rows: what was chosen, and the targets. Probabilities stay this rank's own, and so does their
+            # gradient.
             both = torch.cat([chosen, targets[:, None]], dim=1)
             all_reduce(both, group=resolve_group(context_group))
             chosen, targets = both[:, :-1], both[:, -1]
@@ -170,6 +174,7 @@ def _count_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...], *, 
     first, _, last = output
     logits, choice = (first, last) if first.is_floating_point() else (last, first)  # Granite gives the choice first
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Sums over a row leave the block, not logits: [B, E] instead of [B C, E] for each layer.
     rows, columns = positions.shape
     shape, weights = (rows, columns, logits.shape[-1]), positions.to(logits.dtype)[..., None]
     given = torch.zeros_like(logits).scatter(-1, choice, 1.0)

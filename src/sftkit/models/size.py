@@ -148,6 +148,7 @@ def _of_folder(folder: Path) -> ModelSize | None:
     if (folder / INDEX_FILE).is_file():
         metadata = json.loads((folder / INDEX_FILE).read_text())["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
+        # Older files have their bytes only.
         if "total_parameters" in metadata:
             return ModelSize(int(metadata["total_parameters"]), _ends(text, tied=True))
         return ModelSize(int(metadata["total_size"]) // width, _ends(text, tied=True)) if width else None
@@ -171,6 +172,7 @@ def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
 def num_elements(path: Path) -> int:
     """Return the number of elements of all tensors of a safetensors file, from its header."""
     with path.open("rb") as file:
+        # The file begins with the length of its header, 8 bytes, and the header, JSON.
         (size,) = struct.unpack("<Q", file.read(8))
         if size > _LARGEST_HEADER:
             raise ValueError(f"{path}: a header of {size} bytes")
@@ -189,6 +191,7 @@ def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
     _, hidden, inner, blocks, heads = (fields[name] for name in names)
     key_heads = fields.get("num_key_value_heads") or heads
     head_dim = fields.get("head_dim") or hidden // heads
+    # Projections of queries and output, of keys and values; then gate, up and down of the feed-forward layer.
     block = 2 * hidden * head_dim * (heads + key_heads) + 3 * hidden * inner
     ends = _ends(fields, tied=model_type in TIED)
     return ModelSize(blocks * block + ends, ends)

@@ -80,8 +80,8 @@ def stages_of(orig_model: torch.nn.Module) -> Stages | None:
 
 
 def from_last(orig_model: torch.nn.Module, value: Tensor) -> Tensor:
-    """Return what the last stage of a pipeline has computed, on all its ranks, without gradient; every one of them calls it. Of another
-    model what is given.
+    """Return what the last stage of a pipeline has computed, on all its ranks, without gradient; every one of them
+    calls it. Of another model what is given.
 
     Args:
         value: of the same shape and dtype on each.

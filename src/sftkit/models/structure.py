@@ -223,6 +223,7 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     config = orig_model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
+    # Forward and backward pass take three products of each kind, scores and values, at 2 FLOPs a multiplication.
     per_pair = 6 * config.num_attention_heads * sizes
     counted, inner = count_parameters(orig_model), encoder(orig_model)
     flops = 6.0 * (counted.body * work.tokens + counted.head * work.targets) + float(per_pair) * work.layer_pairs

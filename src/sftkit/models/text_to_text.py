@@ -69,6 +69,7 @@ class TextToText(EncoderDecoder):
         given = self.plain_inputs(orig_model, inputs)
         encoded = orig_model.get_encoder()(**given).last_hidden_state
 
+        # encoder_outputs: else transformers would encode the text again for each token.
         def read(*, encoded: Tensor, seen: Tensor, **call: Any) -> Any:
             return orig_model(
                 encoder_outputs=(encoded,),

@@ -44,6 +44,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         ConfigError: no tokenizer there, a slow one, no such template, or one whose tokens the tokenizer lacks; or a
             checkpoint whose files are damaged.
     """
+    # A folder with a tokenizer is taken as it is; of a run it is that of a checkpoint. model.revision is the model's.
     own = model.tokenizer is not None and (Path(model.tokenizer) / "tokenizer_config.json").is_file()
     path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
     check_loadable(path)
@@ -57,12 +58,13 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(model.chat_template)
         add_tokens(tokenizer, CHAT_TEMPLATES.get(model.chat_template, ()))
+        # A mark that is no token would be several pieces of ordinary text, and none of them would end a turn.
         missing = [t for t in TURN_MARK.findall(tokenizer.chat_template) if t not in tokenizer.get_vocab()]
         if missing:
             raise ConfigError(
                 f"model.chat_template: {model.chat_template} writes {missing[0]}, which is no token of {path}. Set "
-                f"model.chat_template to {' or '.join(CHAT_TEMPLATES)}, a name, whose tokens are added and the model grown for "
-                "them; or take a template made for this tokenizer"
+                f"model.chat_template to {' or '.join(CHAT_TEMPLATES)}, a name, whose tokens are added and the model "
+                "grown for them; or take a template made for this tokenizer"
             )
     set_template_arguments(tokenizer, model)
     if tokenizer.pad_token_id is None:  # any will do: padding is never attended to and never a target
@@ -114,6 +116,7 @@ def base_tokenizer(
         return load_tokenizer(model)
     folder = run_dir / TOKENIZER
     if rt.is_main and not folder.exists():
+        # Renamed when it is whole: a start that ends here leaves no half of a tokenizer for the next one.
         temporary = folder.with_name(f".{folder.name}.tmp")
         new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
         os.rename(temporary, folder)
@@ -144,9 +147,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
     """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PRE_TOKENIZER_PATTERN), behavior="isolated")
+    # Without ByteLevel's own pattern, which is GPT-2's: texts are split by ours alone.
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
+    # A token's characters include the space before a word: the loss mask counts characters.
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

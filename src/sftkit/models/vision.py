@@ -62,7 +62,8 @@ class VisionToText(EncoderDecoder):
         parts = [fields.get(name) for name in ("encoder", "decoder")]
         if not all(isinstance(part, dict) and "model_type" in part for part in parts):
             raise ConfigError(
-                f"model.scratch: {fields['model_type']} needs encoder and decoder, each with model_type and its own fields"
+                f"model.scratch: {fields['model_type']} needs encoder and decoder, each with model_type and its own "
+                "fields"
             )
         decoder = {**ids_of(tokenizer), "is_decoder": True, "add_cross_attention": True, **fields["decoder"]}
         # transformers takes model_type out of both, so they are copies
@@ -156,7 +157,9 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
     except OSError:
         log.warning("%s: no %s there, so pixels are normalised with mean and std %g", path, PROCESSOR, _MIDDLE)
         return
+    # What the processor makes of a pixel of 255, which is 1 here.
     scale = 255 * (said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0)
+    # No normalisation is one by mean 0 and deviation 1.
     if not said.get("do_normalize", True):
         channels = pixels_of(orig_model.config).channels
         said |= {"image_mean": [0.0] * channels, "image_std": [1.0] * channels}

@@ -63,6 +63,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
     """
     vocabulary = tokenizer.get_vocab()
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    # Unless told otherwise, transformers takes the list for all extra ones: those that are there would be special no
+    # more.
     tokenizer.add_special_tokens(
         {"extra_special_tokens": [token for token in tokens if token not in special]},
         replace_extra_special_tokens=False,
@@ -100,8 +102,8 @@ def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         if i in special and special[i].special and token not in written and token not in str(tokenizer.chat_template):
             continue
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows} and has no row for {token} ({i}): take the "
-            "tokenizer that belongs to the model (model.tokenizer=null), or a model.scratch that fits"
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows} and has no row for {token} ({i}): "
+            "take the tokenizer that belongs to the model (model.tokenizer=null), or a model.scratch that fits"
         )
 
 
@@ -161,6 +163,7 @@ def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
     (start, size), *columns = local_region(tensor)
     others = tuple(slice(first, first + number) for first, number in columns)
     there = max(0, min(new.before - start, size))
+    # The file has fewer rows than the model: of this rank's shard only the first ones may be in it.
     if source is not tensor and there:
         shard[:there].copy_(source[(slice(start, start + there), *others)])
     rows = new.among(start, size)
@@ -188,4 +191,7 @@ def describe_added_tokens(orig_model: PreTrainedModel, tokenizer: PreTrainedToke
     rows = vocab_size(orig_model)
     grown = f"grow from {new.before:,} to {rows:,} rows" if rows > new.before else f"have room in their {rows:,} rows"
     tied = output_projection(orig_model).weight is embedding_of(orig_model)
-    return f"added to the tokenizer: {names}; {'tied ' * tied}embedding and head {grown}, new ones are the mean of the first {new.known:,}"
+    return (
+        f"added to the tokenizer: {names}; {'tied ' * tied}embedding and head {grown}, new ones are the mean of the "
+        f"first {new.known:,}"
+    )

@@ -40,6 +40,7 @@ def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
         fill_with_memory(orig_model, device)
     else:
         orig_model.to(device)  # type: ignore[arg-type]
+    # Memory for a weight on the meta device is made by each module that has it, so tied ones are two by now.
     orig_model.tie_weights()
 
 
@@ -93,10 +94,13 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     wanted = _wanted(orig_model)
     new = new or rows_of_files(orig_model)
     grown = {id(tensor): new for tensor in vocabulary_of(orig_model)} if new is not None else {}
+    # One name that the files lack, and all weights go the slow way: what transformers converts may take several of
+    # them.
     others = [name for name in wanted if name not in files]
     if others:
         _load_full(orig_model, wanted, others, folder, grown)
         return
+    # By file, so that each is opened once.
     for path, names in itertools.groupby(sorted(wanted, key=files.__getitem__), files.__getitem__):
         with _named_errors(path), safe_open(path, "pt") as file:
             for name in names:
@@ -108,6 +112,7 @@ def _files(folder: Path) -> dict[str, Path]:
     if (folder / INDEX_FILE).is_file():
         with _named_errors(folder / INDEX_FILE):
             names = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+        # The index came with the model: a name with a folder in it would read whatever file it points at.
         outside = [file for file in names.values() if Path(file).name != file]
         if outside:
             raise ConfigError(
@@ -136,6 +141,7 @@ def _named_errors(path: Path) -> Iterator[None]:
 def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return name -> tensor to fill, a shared one under its first name; without those of other
     ranks (on the meta device)."""
+    # keep_vars: the parameters themselves, which are filled where they lie.
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in orig_model.state_dict(keep_vars=True).items():
         if not tensor.is_meta:

@@ -31,6 +31,7 @@ class Balanced:
         """Return the sums of a batch with the auxiliary loss of its rows; None, as in an evaluation, counts as 0."""
         if aux_loss is None:
             return Sums(sums.loss, {**sums.measured, AUX_LOSS: sums.loss.new_zeros(())})
+        # With weight 0 the auxiliary loss must not enter the graph at all: 0 times infinity is NaN.
         loss = sums.loss + self._weight * aux_loss.to(sums.loss.dtype) if self._weight else sums.loss
         return Sums(loss, {**sums.measured, AUX_LOSS: aux_loss.detach().to(sums.loss.dtype)})
 

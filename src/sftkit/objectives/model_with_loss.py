@@ -56,12 +56,13 @@ class ModelWithLoss(torch.nn.Module):
         return self.sums_of_chosen(chosen, batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
-        """Return the hidden states that the head projects: [B, C, H]; of a pipeline on all its ranks, without gradient."""
+        """Return the hidden states that the head projects: [B, C, H]; of a pipeline on all its ranks, without
+        gradient."""
         return from_last(self.orig_model, self._hidden(batch, backend))
 
     def sums_of_chosen(self, chosen: torch.Tensor, batch: Batch) -> Sums:
-        """Return the sums of a batch from the hidden states that its objective selects, [N, H]; of a pipeline zeros but in
-        the last stage, so that the sum over ranks is that of the rows."""
+        """Return the sums of a batch from the hidden states that its objective selects, [N, H]; of a pipeline zeros
+        but in the last stage, so that the sum over ranks is that of the rows."""
         stages = stages_of(self.orig_model)
         if stages is not None and not stages.last:
             nothing = chosen.new_zeros((), dtype=torch.promote_types(chosen.dtype, torch.float32))
@@ -76,6 +77,7 @@ class ModelWithLoss(torch.nn.Module):
 
     def _hidden(self, batch: Batch, backend: str) -> torch.Tensor:
         """Return the hidden states [B, C, H] and let the routers count the positions with a token, in training only."""
+        # Routers must not count padding: it would be balanced, too. Chunks of rows have their own positions only.
         if self.routing is not None:
             own = batch.doc_ids if batch.columns is None else batch.doc_ids.index_select(1, batch.columns)
             self.routing.begin(own >= 0 if self.orig_model.training else None)

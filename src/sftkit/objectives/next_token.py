@@ -44,6 +44,7 @@ class NextToken:
         smoothing, is_target = self.config.label_smoothing, targets != IGNORE
         nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
         loss = nll
+        # A call of its own: nll is what is monitored, and is measured without smoothing.
         if smoothing:
             loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
         if self.config.z_loss:

@@ -66,6 +66,7 @@ def _address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constex
     return address
 
 
+# Triton would compile kernels of their own for a number of rows that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["rows"])
 def _adamw(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     table,
@@ -87,6 +88,7 @@ def _adamw(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
         return
     # Whose chunk it is, by a binary search in the table.
     chunk = tl.program_id(0)
+    # Not 0: a variable that a loop assigns must keep its type.
     low = chunk * 0
     high = low + rows
     while high - low > 1:  # the last row whose first chunk is not beyond this one
@@ -127,11 +129,14 @@ def _adamw(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
         g = tl.load(grad + element, mask=inside, other=0.0).to(tl.float32) * factor
         m = tl.load(exp_avg + element, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(exp_avg_sq + element, mask=inside, other=0.0).to(tl.float32)
+        # The operations of optim.formula, in its order. div_rn and sqrt_rn round as torch's operators do, where
+        # Triton's own division is an approximation.
         m = m + (g - m) * rate1
         v = v + (g * g - v) * rate2
         direction = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root2) + eps)
         w = w - (decay * w + step_size * direction)
         if ROUNDED or STOCHASTIC:
+            # As ops.rounding.noise16 draws them, so that every device rounds alike; a draw has bits for two stores.
             draw1 = _mix32((element + first).to(tl.uint32) ^ key0)
             draw2 = _mix32(draw1 ^ key1)
         if STOCHASTIC:
@@ -154,6 +159,8 @@ def update_(rows: Sequence[ParameterShard], clip: torch.Tensor, corrected: torch
         clip: fp32 0-d on the device, multiplies the gradients; nan: nothing changes.
         corrected: fp64 [P, 2] on the device, optim.formula.corrections of each row.
     """
+    # What is a constant of the kernel: dtypes, whether there is a rounded copy, and alignment. Each combination is a
+    # launch.
     alike: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, row in enumerate(rows):
         if row.weight.numel():
@@ -194,10 +201,12 @@ def _aligned(row: ParameterShard) -> bool:
 def _table(rows: Sequence[ParameterShard], numbers: Sequence[int]) -> tuple[np.ndarray, int]:
     """Return int64 [rows, COLUMNS] and the number of chunks in all.
 
-    Columns: number of the first chunk, elements, `offset`, `key`, row of `corrected`, five addresses, four fp32 scalars.
+    Columns: number of the first chunk, elements, `offset`, `key`, row of `corrected`, five addresses, four fp32
+    scalars.
     """
     table = np.zeros((len(rows), COLUMNS), np.int64)
     elements = np.array([row.weight.numel() for row in rows])
+    # A program finds its row by the first chunk of each, so chunks are numbered through all rows.
     ends = np.cumsum(-(-elements // CHUNK))
     table[1:, 0] = ends[:-1]
     table[:, 1] = elements

@@ -85,6 +85,7 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
     Raises:
         ConfigError: the model's code does not take its attention from transformers' registry.
     """
+    # The registry is the process's: registered again it is the same function, whatever the model.
     AttentionInterface.register(_NAME, attend)
     _set_implementation(orig_model, _NAME)
 
@@ -138,6 +139,7 @@ def _attending(orig_model: PreTrainedModel) -> list[PreTrainedModel]:
     """Return the models with a config of their own that a model consists of: itself, or encoder and decoder
     without what holds them."""
     found: dict[int, PreTrainedModel] = {}
+    # Parts are told apart by their configs: a model and the decoder inside it share one, encoder and decoder do not.
     for module in orig_model.modules():
         if isinstance(module, PreTrainedModel):
             found.setdefault(id(module.config), module)
@@ -191,6 +193,7 @@ def attend(  # noqa: PLR0913 - transformers calls it
         RuntimeError: called without documents, as generation does outside `plain_attention`; or with something that the
             backend does not compute.
     """
+    # Where boundaries come from decides the kernel: a mask of the layer's own, or the documents of the row.
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scores = Scores(scale, sliding_window, softcap, dropout, position_bias)
     if not getattr(module, "is_causal", True):
@@ -207,6 +210,7 @@ def attend(  # noqa: PLR0913 - transformers calls it
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention: kernels want one head size
         value = F.pad(value, (0, query.shape[-1] - width))
+    # Which form of the documents is there says which backend it is; with none of them a row is one document.
     if documents.cu_seqlens is not None:
         if softcap is not None or dropout:
             raise RuntimeError(f"attention backend {documents.backend} knows no soft cap or dropout")
@@ -243,6 +247,8 @@ def _flash(
 
     if documents.chunks is None:
         return attended(query, cu_seqlens, cu_seqlens)
+    # The two chunks of a rank lie far apart in the row, so each is a call with boundaries of its own over the whole
+    # keys.
     pairs = zip(query.chunk(2, dim=2), *documents.chunks, strict=True)
     return torch.cat([attended(*pair) for pair in pairs], dim=1)
 
@@ -253,6 +259,7 @@ def _reference(
     """Return attention by a dense mask, [B, T, H, D]."""
     scale, window, softcap, dropout, bias = scores
     if window is not None:
+        # A query always sees itself, one of padding too, so no row of the mask gets empty.
         positions = torch.arange(mask.shape[-1], device=mask.device)
         mask = mask & (positions[:, None] - positions < window)
     grouped = key.shape[1] < query.shape[1]
@@ -282,14 +289,15 @@ def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_order(backend: str) -> AbstractContextManager[None]:
-    """Set the order in which backend sdpa looks for a kernel, within the context: cuDNN's is the fastest on Hopper. Other
-    backends have one."""
+    """Set the order in which backend sdpa looks for a kernel, within the context: cuDNN's is the fastest on Hopper.
+    Other backends have one."""
     return sdpa_kernel(DENSE_KERNELS, set_priority=True) if backend == "sdpa" else nullcontext()
 
 
 @contextmanager
 def short_windows(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Make every sliding window of the model three positions long within the context, in its config and in its layers."""
+    """Make every sliding window of the model three positions long within the context, in its config and in its
+    layers."""
     with ExitStack() as stack:
         for owner in (orig_model.config.get_text_config(), *orig_model.modules()):
             size = getattr(owner, "sliding_window", None)

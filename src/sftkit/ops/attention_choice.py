@@ -73,6 +73,7 @@ def choose_backend(
 def fastest(orig_model: PreTrainedModel, layout: Layout, device: torch.device, execution: Execution) -> tuple[str, str]:
     """Return (backend, why) of the fastest that can serve the run; where there are several, they are timed."""
     problem = partial(unsupported_reason, orig_model=orig_model, layout=layout, device=device, execution=execution)
+    # flex is not timed against these: it would have to be compiled for that. It is taken where none of them serves.
     able = [b for b in ("fa4", "varlen", "sdpa") if problem(b) is None]
     if not able:
         if problem("flex") is None:
@@ -152,6 +153,7 @@ def _measured(
     head_dim, groups = head_sizes(orig_model)
     heads = int(orig_model.config.get_text_config().num_attention_heads)
     rows, row_length = layout.shapes[-1]
+    # A packed row has slots for about twice the mean number of documents (data.pack), so this is their mean length.
     length = max(2 * row_length // layout.docs_per_row, 1) if layout.kind == "packed" else row_length
     shape = (heads, heads // groups, head_dim, rows, row_length, length)
     key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {'/'.join(backends)}, {shape}"
@@ -163,6 +165,7 @@ def _measured(
                 times[name] = _milliseconds(name, shape, device)
             except Exception as error:  # such as an installation that does not fit this GPU or torch
                 log.warning("attention backend %s does not work here: %s", name, " ".join(str(error).split())[:200])
+        # Not kept where one failed: the next start may find it mended.
         if len(times) < len(backends):
             return times
         cached[key] = times

@@ -47,6 +47,7 @@ def attend_cached(  # noqa: PLR0913 - transformers calls it
         assert mask is not None
         assert at is not None
         mask = mask & (torch.arange(key.shape[2], device=key.device) > at - sliding_window)
+    # No keys are repeated: a step of decoding is bound by reading them.
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], width)
     if softcap is None:
         out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)

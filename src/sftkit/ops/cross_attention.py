@@ -37,10 +37,12 @@ def input_boundaries(
     """
     if inputs == 1 and visible is None:
         return None
+    # Padding sees some input, too, since a softmax over nothing is NaN; nobody reads its result.
     own = doc_ids.cummax(1).values.clamp(min=0)
     rows, row_length = own.shape
     numbers = torch.arange(inputs, device=own.device)
     if visible is None and backend in BOUNDED:
+        # A place without a document has no queries: its start is the next one's.
         before = (own[:, None, :] < numbers[None, :, None]).sum(-1)  # [B, K]
         starts = before + row_length * torch.arange(rows, device=own.device)[:, None]
         return F.pad(starts.flatten(), (0, 1), value=rows * row_length).to(torch.int32)[None, None, None]

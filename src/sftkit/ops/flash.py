@@ -87,8 +87,8 @@ def document_attention(  # noqa: PLR0913 - an operator takes tensors and numbers
     Returns:
         (attended values [N, H, D], log-sum-exp fp32 [H, N])
     """
-    # Private, both kernels: an operator with its own gradient needs forward and backward apart, and no public
-    # function gives it the latter.
+    # Private, both kernels: an operator with its own gradient needs forward and backward apart, and the public
+    # functions, flash_attn.cute's and torch's varlen_attn (pytorch/pytorch#164502), give it the forward pass alone.
     if kernel == "fa4":
         out, lse = fa4()._flash_attn_fwd(
             query,
@@ -198,6 +198,7 @@ def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Ten
     query, key, value = grads
     if causal and len(key) == len(query):  # every key has its query
         return grads
+    # Cleared by a mask over all keys, since how many documents have no query is known on the device only.
     document = torch.searchsorted(cu_seqlens_k[1:], torch.arange(len(key), device=key.device), right=True)
     seen = (cu_seqlens.diff() > 0)[document][:, None, None]
     return query, torch.where(seen, key, 0), torch.where(seen, value, 0)

@@ -105,6 +105,7 @@ def attend_flex(
     if whole > row_length:  # flex's backward pass reads past the end of rows that are no multiple of its blocks
         query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))
 
+    # The ids come as an argument: a captured graph has to see them as an input, not as something that a function holds.
     def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         same = (i >= j) & (ids[b, i] == ids[b, j])
         return same if window is None else same & (i - j < window)

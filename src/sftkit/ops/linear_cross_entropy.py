@@ -104,6 +104,7 @@ class _LinearNLL(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Compute the sums and, where wanted, the gradients of their loss."""
         wanted = ctx.needs_input_grad[:3]
+        # The gradients are made here, with the logits at hand, and kept instead of them.
         compute = _called_as_operator if _operator else _sums_and_gradients
         sums, *gradients = compute(hidden, Head(weight, bias, softcap, tokens), targets, options, wanted)
         ctx.save_for_backward(*gradients)
@@ -222,6 +223,8 @@ def _logits_buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
     """Add left @ right to total (or set it if `first`, whatever total held), in total's precision
     however narrow the factors are."""
+    # With beta 0 the total is not read, so it need not be cleared. On a GPU the product itself is stored in fp32; on a
+    # CPU the factors are widened for it.
     beta = 0.0 if first else 1.0
     if total.dtype == right.dtype:
         total.addmm_(left, right, beta=beta)

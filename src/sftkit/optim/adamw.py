@@ -137,7 +137,8 @@ class AdamW(torch.optim.Optimizer):
         """Count an update of these parameters, unless it is left out; return their rows of
         `corrections`, fp64 [P, 2]."""
         steps = [self._state_of(one.param, one.group)["step"] for one in numbered]
-        # Private: one launch for all counts; torch's optimizers use these operators, and there are no public ones.
+        # Private: one launch for all counts. torch's own optimizers use these operators, and torch 2.13 has no public
+        # ones (pytorch/pytorch#145355; #193607 proposes torch.foreach).
         torch._foreach_add_(steps, [(~clip.isnan()).to(steps[0].dtype)] * len(steps))
         runs = [list(same) for _, same in itertools.groupby(numbered, key=lambda one: id(one.group))]
         groups = [members[0].group for members in runs]
@@ -243,6 +244,7 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ConfigError: the states are those of another optimizer.
         """
+        # torch's own takes the groups; the states follow as they are.
         super().load_state_dict({**state_dict, "state": {}})
         self.state.clear()
         saved_ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -267,7 +269,8 @@ class AdamW(torch.optim.Optimizer):
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Optimizer:
     """Build the optimizer of optim.name=adamw: torch's own where all is fp32, else ours, with masters."""
     parameters = list(parameters_of(groups))
-    # torch's fused update does not take `found_inf`, a plain tensor, together with sharded parameters.
+    # torch's fused update does not take `found_inf`, a plain tensor, together with sharded parameters:
+    # pytorch/pytorch#126670 is of a GradScaler, which sets it.
     if all(p.dtype == torch.float32 and not isinstance(p, DTensor) for p in parameters):
         return FusedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     return AdamW(groups, optim, seed=seed)

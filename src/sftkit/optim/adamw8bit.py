@@ -58,6 +58,7 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
         learning_rates = [float(group["lr"]) for group in self.param_groups]
         self._set_lr([torch.tensor(lr, dtype=torch.float32) for lr in learning_rates])
         on_cuda = device.type == "cuda"
+        # torchao takes no generator, so the device's own is seeded for the step and put back after it.
         with torch.random.fork_rng(devices=[device] if on_cuda else []):
             generator = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
             generator.manual_seed(random_key(self.seed, updates) >> 1)

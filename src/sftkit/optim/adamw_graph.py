@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch._higher_order_ops.foreach_map import foreach_map  # no public name, as of torch 2.15
+
+# Private: of pytorch/pytorch#142098, without a public name as of torch 2.15.
+from torch._higher_order_ops.foreach_map import foreach_map
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
@@ -160,6 +162,8 @@ class GraphAdamW(AdamW):
 
     def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
         """Update these parameters by the graph; if another has no gradient, without it."""
+        # The graph is for these very parameters: without one of them it would be compiled again, in the middle of
+        # training.
         whole = all(p.grad is not None for p in parameters_of(self.param_groups))
         run = self._graph if self._compiled and whole else partial(update_all, one_by_one)
         states = [self.state[one.param] for one in numbered]
@@ -168,7 +172,8 @@ class GraphAdamW(AdamW):
         weights = [*masters, *flats[len(masters) :]]
         moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
         grads = [self._gradient(one.param) for one in numbered]
-        # Private, without a public name: CUDA graphs then write to these tensors where they lie, instead of to copies.
+        # Private: of pytorch/pytorch#107154, without a public name. CUDA graphs then write to these tensors where they
+        # lie, instead of to copies.
         for tensor in (*weights, *flats, *moments[0], *moments[1]):
             torch._dynamo.mark_static_address(tensor)
         parameters = FlatParameters(weights, flats[: len(masters)], grads, *moments)
@@ -193,7 +198,8 @@ class GraphAdamW(AdamW):
         kept = self._gradients[param]
         if kept.data_ptr() != grad.data_ptr():
             kept.copy_(grad)
-        # Private: torch.compiler has no name for it. CUDA graphs then read the gradient here and do not copy it (torch 2.13).
+        # Private, as above. CUDA graphs then read the gradient here and do not copy it; torch's own optimizers do not
+        # mark gradients, since their memory stays taken (pytorch/pytorch#107504).
         torch._dynamo.mark_static_address(kept)
         return kept
 
@@ -206,7 +212,7 @@ class GraphAdamW(AdamW):
         if not self._gradients:
             super().zero_grad(set_to_none=set_to_none)
             return
-        torch._foreach_zero_(list(self._gradients.values()))  # private: one launch for all
+        torch._foreach_zero_(list(self._gradients.values()))  # private: one launch for all, see adamw.py
         for param, kept in self._gradients.items():
             param.grad = kept.view(param.shape)
 
@@ -242,7 +248,7 @@ def build(groups: Groups, optim: OptimConfig, *, seed: int, graph: Mapping[str, 
     """
     if any(isinstance(p, DTensor) for p in parameters_of(groups)):
         raise ConfigError(
-            f"optim.implementation={optim.implementation} updates whole weights: set optim.implementation=auto with sharded "
-            "ones, or use accelerate_configs/ddp.yaml"
+            f"optim.implementation={optim.implementation} updates whole weights: set optim.implementation=auto with "
+            "sharded ones, or use accelerate_configs/ddp.yaml"
         )
     return GraphAdamW(groups, optim, seed, graph)

@@ -78,16 +78,18 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     embeddings |= {id(p) for p in model.parameters() if is_table(p)}
     trained = [p for p in model.parameters() if p.requires_grad]
+    # Embeddings are matrices, too, but a table of rows that are looked up: decay would shrink rows that are rarely met.
     matrices = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
     others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
     groups: Groups = [{"params": matrices, "weight_decay": optim.weight_decay}]
+    # Optimizers for matrices alone, as Muon: whatever is no matrix of a block is updated as AdamW does.
     if (elsewhere := OPTIMIZERS[optim.name].elsewhere) is not None:
         inside = {id(p) for block in decoder_blocks(model) for p in block.parameters() if p.ndim == 2}
         in_blocks = [p for p in matrices if id(p) in inside]
         if not in_blocks:
             raise ConfigError(
-                f"optim.name={optim.name}: {type(model).__name__} names no decoder block with matrices (_no_split_modules); "
-                f"use optim.name={elsewhere}"
+                f"optim.name={optim.name}: {type(model).__name__} names no decoder block with matrices "
+                f"(_no_split_modules); use optim.name={elsewhere}"
             )
         outside = [p for p in matrices if id(p) not in inside]
         groups = [

@@ -42,7 +42,7 @@ def squared_norm(
 def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of all squares, 0-d: fp32 on a GPU, fp64 on a CPU."""
     if grads[0].device.type != "cpu":
-        # Private, but what torch's own clip_grad_norm_ uses: one launch for many tensors.
+        # Private, but what torch's own clip_grad_norm_ uses: one launch for many tensors, with no public name in 2.13.
         return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
     # In fp32 torch's sum on a CPU loses 6e-4 of a norm of 2^24 elements, 5e-3 of 2^26.
     chunks = (chunk for grad in grads for chunk in grad.reshape(-1).split(SUM_CHUNK))

@@ -85,6 +85,7 @@ class Muon(AdamW):
         update = local_part(orthogonalized(_full_matrix(grad.lerp(momentum, MOMENTUM), param)), param)
         decayed = weight * (1 - lr * one.group["weight_decay"])
         new = decayed.add_(update, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
+        # Computed even if the step is left out, of which only the device knows: then nothing of it is stored.
         torch.where(usable, momentum, momentum_buffer, out=momentum_buffer)
         torch.where(usable, new, weight, out=weight)
         if "master" in state:

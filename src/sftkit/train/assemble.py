@@ -102,6 +102,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
         from sftkit.graph.distribute import check_device  # experimental, as below
 
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
+    # Empty, on the meta device, where ranks hold parts only: the weights are read when the model is sharded.
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial)
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
@@ -126,6 +127,7 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
         ConfigError, DataError: what is wrong with the sources or the layout.
     """
     cfg = run.cfg
+    # The main rank tokenizes and fills the cache, which the others then read.
     with run.rt.main_first():
         examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
         encode = partial(kind_of(start.orig_model.config).with_inputs, start.orig_model, start.tokenizer)
@@ -163,6 +165,7 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
         ConfigError: what the recipe asks for cannot be done with this model, layout or machine.
     """
 
+    # Called by the engine before anything is moved or compiled, so that a run that then fails has left its report.
     def record(plan: MemoryPlan | None) -> None:
         if not run.rt.is_main:
             return
@@ -185,6 +188,7 @@ def earlier_layers(run: Run) -> tuple[int, ...] | None:
     train, folder, pipeline_size = run.cfg.train, run.resume.folder, run.rt.topology.stages
     if train.pipeline_layers or folder is None or pipeline_size == 1:
         return train.pipeline_layers
+    # Timed again they might differ. A checkpoint's recipe has them written out: see open_checkpoints.
     before = (yaml.safe_load((folder / RECIPE).read_text()).get("train") or {}).get("pipeline_layers")
     stages_per_rank = 2 if train.pipeline_schedule == "interleaved" else 1
     return tuple(before) if before and len(before) == pipeline_size * stages_per_rank else None
@@ -213,8 +217,8 @@ def make_engine(
     if cfg.train.engine == "graph":
         if coefficient(training.orig_model.config, cfg.loss.router_aux_loss_coef):
             raise ConfigError(
-                "train.engine=graph does not add the auxiliary loss of routers: set loss.router_aux_loss_coef=0, or take "
-                "train.engine=blocks"
+                "train.engine=graph does not add the auxiliary loss of routers: set loss.router_aux_loss_coef=0, or "
+                "take train.engine=blocks"
             )
         from sftkit.graph.engine import GraphEngine  # experimental: nothing else of the core knows it
 
@@ -242,6 +246,7 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
         sample_rows=data.samples,
         run_dir=run_dir,
     )
+    # Weights and optimizer states are loaded into the engine's own tensors, as they are sharded by now.
     checkpoints = open_checkpoints(run, start, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     check_steps_left(run, data.batches, resumed["step"])
@@ -263,9 +268,9 @@ def check_steps_left(run: Run, batches: Batches, step: int) -> None:
     last = batches.num_steps(run.cfg.train.epochs, run.cfg.train.max_steps)
     if run.resume.folder is not None and not run.rt.resumes and step >= last:
         raise ConfigError(
-            f"train.resume={run.resume.setting}: it is at step {step}, and this run, a new one in {run.cfg.run.dir}, ends at "
-            f"step {last}: there is nothing left to train. Raise train.max_steps or train.epochs, or start from its "
-            "weights with model.path"
+            f"train.resume={run.resume.setting}: it is at step {step}, and this run, a new one in {run.cfg.run.dir}, "
+            f"ends at step {last}: there is nothing left to train. Raise train.max_steps or train.epochs, or start "
+            "from its weights with model.path"
         )
 
 

@@ -27,6 +27,7 @@ def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minu
     """
     status = rt.open_status(rt.output_dir(services.checkpoints.run_dir))
     status.step, status.total_steps = services.resumed["step"], total_steps
+    # One clock decides: the other ranks learn of its stop from the flags of a step.
     if max_minutes is not None and rt.is_main:
         rt.stopping.deadline = Deadline(max_minutes, save_seconds=services.resumed.get("save_seconds"))
     return status
@@ -48,10 +49,12 @@ def warm_up_engine(
         proof.mask_check(batches.examples, proof.eos_token_ids_of(engine.model.orig_model)),
         proof.resume_check(status.step, services.checkpoints.resumed_from),
     ]
+    # A failed check only warns here: what makes training wrong for certain, the engine has refused. None: not checked.
     for check in checks:
         if check.ok is False:
             text = f"check failed: {check.name}: {check.found} (expected: {check.expected})"
             rt.print(text, "warning")
+    # A start that has nothing left to train leaves the proof of the one that trained.
     if rt.is_main and status.step != status.total_steps:
         proof.write_proof(status.run_dir, checks)
     return ready, checks
@@ -88,6 +91,9 @@ def begin_writing(
         the seconds that this took.
     """
     started = time.perf_counter()
+    # In this order: the directory becomes ours, checkpoints of steps that are trained again go aside, and only then
+    # lines are appended after the resumed step. A start that fails before its first step thus changes nothing of an
+    # earlier run.
     claim_run_dir(rt)
     services.checkpoints.archive_later_steps(step)
     services.tracker.open()
@@ -95,5 +101,6 @@ def begin_writing(
         services.tracker.event("checkpoint_fallback", step, problem)
     if evaluation.metrics or evaluation.samples:
         record_evaluation(services, step, evaluation, axes)
+    # No rank goes on before the directory is as the main rank leaves it.
     rt.barrier()
     return time.perf_counter() - started

@@ -60,6 +60,7 @@ def first_evaluation_due(eval: EvalConfig, step: int, total_steps: int, rt: Runt
         return eval.at_start
     if not evaluation_due(eval, step, total_steps):
         return False
+    # One rank reads the file for all: each must decide alike, and only the main rank's disk is sure to have it.
     return not (rt.resumes and rt.from_main(lambda: has_row(run_dir / EVALS, step)))
 
 

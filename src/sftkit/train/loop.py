@@ -48,7 +48,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     status = open_status(rt, services, total_steps, cfg.train.max_minutes)
     already_done = step == total_steps  # then the proof.json of the start that trained it stays
     with Watchdog(rt, status, cfg.run), closing(engine):
-        # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data go to proof.json.
+        # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data go to
+        # proof.json.
         ready, checks = warm_up_engine(engine, batches, services, status, rt)
         # After it, so that a run that cannot train is refused before an evaluation is spent on it.
         evaluation = first_evaluation(cfg, status, rt, engine, services)
@@ -60,10 +61,13 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         begin = partial(begin_writing, rt, services, step, evaluation, monitor.meter.axes())
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         report_ended_saves = partial(report_saves, checkpoints, tracker, status, rt)
-        # Before the progress bar: data workers are forked, which is not safe beside its thread.
+        # Before the progress bar: data workers are forked, which is not safe beside its thread
+        # (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
         tracker.start_progress(step, total_steps)
         closing_checks = partial(proof.closing_checks, monitor.meter, batches, engine)
+        # Left in the reverse order: an error first lets the checkpoint that is being written finish, then the engine
+        # adds what to do about it, and last it goes into proof.json.
         with (
             proof.write_proof_on_error(status, rt, checks, closing_checks),
             engine.guarded(),
@@ -83,13 +87,15 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 step_batches = next(steps)
                 monitor.meter.waited(time.perf_counter() - started)
 
-                # Step: forward, backward, update. The host should not wait for the device in it: `syncs` counts if it does.
+                # Step: forward, backward, update. The host should not wait for the device in it: `syncs` counts if it
+                # does.
                 status.at(step, "step")
                 lr = learning_rate(step, total_steps, cfg.optim)
                 stop_requested = rt.stopping.stop_requested()
                 with monitor.meter.syncs.watching():
                     outcome = engine.step(step_batches, lr, stop=stop_requested, spikes=monitor.health.spikes)
                 monitor.add(step, step_batches, outcome)
+                # A step is done, so this start can train: from here on the run directory is its own.
                 if step == start_step + 1:
                     float(outcome.grad_norm)  # waits: the device has done the step
                     monitor.meter.paused(pause := begin())
@@ -111,7 +117,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 if due.log:
                     values = {"train/lr": lr, "train/epoch": step_batches.epoch}
                     trained.metrics = log_window(monitor, engine, services, status, values)
-                    collect(1)
+                    collect(1)  # young objects only, and here, where the ranks have just waited for each other
 
                 # Save, then evaluate, so that a failed evaluation loses no step.
                 if due.keeps_weights:

@@ -65,6 +65,7 @@ def log_window(
     """
     assert status.total_steps is not None
     tracker, checkpoints = services.tracker, services.checkpoints
+    # Each of these exchanges sums with the other ranks, so their order must be the same on all.
     loads = monitor.expert_load.read(status.step, checkpoints.run_dir)
     report = engine.report()
     metrics = {**monitor.meter.read(), **values, **loads, **report.metrics}

@@ -19,12 +19,14 @@ def on_device(steps: Iterable[StepBatches], device: torch.device) -> Iterator[St
     if device.type != "cuda":
         yield from steps
         return
+    # On the compute stream a copy would begin only after the steps that are queued there.
     stream = torch.cuda.Stream(device)
     waiting: deque[tuple[StepBatches, torch.cuda.Event]] = deque()
     for step in steps:
         with torch.cuda.stream(stream):
             moved = replace(step, micro_batches=[batch.to(device) for batch in step.micro_batches])
         waiting.append((moved, stream.record_event()))
+        # A step is handed out when the copies of the next ones are launched, so that they run while it computes.
         if len(waiting) > AHEAD:
             yield _arrived(*waiting.popleft())
     while waiting:

@@ -118,6 +118,7 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     between a run that trains with `sdpa` and a new process, and each kernel rounds differently.
     """
     length = min(PROBE_LENGTH, positions(orig_model) or PROBE_LENGTH)
+    # Any fixed row of tokens would do. This one needs no random generator, whose numbers may change between versions.
     ids = [(7 * i + 3) % vocab_size(orig_model) for i in range(length)]
     kind, kernel = kind_of(orig_model.config), sdpa_kernel(SDPBackend.MATH)
     try:
@@ -152,6 +153,7 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
     """
     check_loadable(str(folder))
     dtype = getattr(torch, recorded["dtype"])
+    # Plain transformers, and nothing of ours that a run sets up before: so would a server load it.
     name = auto_classes.auto_class_in(folder)
     model = getattr(transformers, name).from_pretrained(folder, dtype=dtype).to(recorded["device"]).eval()
     found = logits_of(model)

@@ -224,6 +224,7 @@ def tasks(split: Split) -> Iterator[TaskConversation]:
     asked: set[str] = set()
     for i in range(total):
         task = _conversation(FAMILIES[i % len(FAMILIES)], rng, heldout=heldout)
+        # Held-out questions are scored, so each counts once; training may repeat some.
         while heldout and task.messages[-2]["content"] in asked:
             task = _conversation(task.family, rng, heldout=heldout)
         asked.add(task.messages[-2]["content"])

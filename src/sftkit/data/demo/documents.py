@@ -55,6 +55,7 @@ def _read_docs() -> Iterator[str]:
 
 def _every_text() -> Iterator[str]:
     yield from (text.strip() for _, text in sorted(_help_topics().items()))
+    # Sorted, as the order of a folder's files depends on the file system.
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if not any(map(SKIPPED_FOLDERS.fullmatch, path.relative_to(root).parts)):
