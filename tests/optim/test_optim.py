@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from helpers import tiny_llama
 
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
+from sftkit.optim import muon
+from sftkit.optim.adamw import Numbered
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.gradients import clip_coefficient, squared_norm
 from sftkit.optim.muon import Muon
@@ -219,19 +222,60 @@ def test_muon_without_named_blocks_is_refused() -> None:
         make("muon", torch.nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (32, 32)])
-def test_muon_in_fp32_equals_torch_bitwise(shape: tuple[int, int]) -> None:
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    ours, theirs = (torch.nn.Parameter(weight.clone()) for _ in range(2))
-    groups = [{"params": [ours], "weight_decay": 0.1, "block_matrices": True}]
-    optimizer = Muon(groups, OptimConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8))
-    reference = torch.optim.Muon([theirs], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    for step in range(4):
-        for p in (ours, theirs):
-            p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+NOISE = 3e-4
+"A fiftieth of an update: products of bf16 matrices in a batch are not rounded as single ones are."
+MATRICES = [(16, 48), (48, 16), (32, 32), (48, 16), (16, 48), (16, 48)]
+
+
+def muon_steps(
+    dtype: torch.dtype, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+) -> list[torch.nn.Parameter]:
+    """Matrices of a block after four updates."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in MATRICES]
+    optimizer = make(params)
+    for _ in range(4):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
         optimizer.step()
-        reference.step()
-    assert torch.equal(ours, theirs)
+    return params
+
+
+def muon_of(params: list[torch.nn.Parameter]) -> Muon:
+    groups = [{"params": params, "weight_decay": 0.1, "block_matrices": True}]
+    return Muon(groups, OptimConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8))
+
+
+def test_muon_in_fp32_equals_torch() -> None:
+    ours = muon_steps(torch.float32, muon_of)
+    theirs = muon_steps(
+        torch.float32, lambda params: torch.optim.Muon(params, 1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    )
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=NOISE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_updates_a_matrix_alike_whatever_others_are_in_its_batch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[list[int]] = []
+    batches = muon._batches
+
+    def noted(matrices: list[Numbered]) -> Iterator[list[Numbered]]:
+        made = list(batches(matrices))
+        sizes.append([len(batch) for batch in made])
+        return iter(made)
+
+    monkeypatch.setattr(muon, "_batches", noted)
+    trained = []
+    for elements in (2**25, 2 * 16 * 48, 1):
+        monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
+        trained.append(muon_steps(dtype, muon_of))
+    assert [sizes[0], sizes[4], sizes[8]] == [[3, 2, 1], [2, 1, 2, 1], [1, 1, 1, 1, 1, 1]]
+    for others in trained[1:]:
+        for p, q in zip(trained[0], others, strict=True):
+            torch.testing.assert_close(p, q, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=NOISE)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_sr", "muon"])

@@ -21,7 +21,7 @@ from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.ops.rounding import elements, noise16, signed32, stochastic_round
 from sftkit.optim.adamw import AdamW, Numbered, flat
-from sftkit.optim.formula import numbers_of
+from sftkit.optim.formula import numbers_of, on_device
 from sftkit.optim.protocol import Groups, parameters_of
 
 Tensors = Sequence[torch.Tensor]
@@ -184,7 +184,7 @@ class GraphAdamW(AdamW):
         scalars = [numbers_of(one.group) for one in numbered]
         keys = [(signed32(key), signed32(key >> 32)) for key in map(self._key, numbered)]
         device = corrected.device
-        return Tables(_on_device(scalars, torch.float32, device), corrected, _on_device(keys, torch.int32, device))
+        return Tables(on_device(scalars, torch.float32, device), corrected, on_device(keys, torch.int32, device))
 
     def _gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
         """Return the gradient, flat, in the memory that is kept for it if any; a gradient that lies
@@ -232,12 +232,6 @@ class GraphAdamW(AdamW):
             self._update_all(nan)
         for param, grad in before.items():
             param.grad = grad
-
-
-def _on_device(values: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a small table on the device. No host sync."""
-    table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return table.to(device, non_blocking=True)
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int, graph: Mapping[str, Any]) -> GraphAdamW:

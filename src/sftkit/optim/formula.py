@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,7 +71,8 @@ class Coefficients(NamedTuple):
 
 
 class RandomBits(NamedTuple):
-    """The random bits of an update, for stochastic rounding: all follow from these numbers, int32 0-d."""
+    """The random bits of an update, for stochastic rounding: all follow from these numbers, int32 0-d, or [B, 1] for B
+    tensors of one size."""
 
     offset: torch.Tensor
     "index of the first element in the whole parameter"
@@ -83,7 +85,7 @@ class RandomBits(NamedTuple):
         return cls(int32(offset), int32(key), int32(key >> 32))
 
     def noise(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return three draws of 16 bits for each element, int32 [N]."""
+        """Return three draws of 16 bits for each element, int32 [N] or [B, N]. `flat`: one of the tensors, [N]."""
         return noise16(elements(flat) + self.offset, self.key0, self.key1)
 
 
@@ -135,3 +137,9 @@ def update_stochastic(stored: WeightAndMoments, grad: torch.Tensor, by: Coeffici
     usable = ~by.clip.isnan()
     for old, value, noise in zip(stored, new, bits.noise(stored.weight), strict=True):
         old.copy_(torch.where(usable, stochastic_round(value, noise), old))
+
+
+def on_device(values: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a small table on the device. No host sync."""
+    table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)

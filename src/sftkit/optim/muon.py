@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
 from sftkit.ops.dtensor import as_sharded, local, local_part
-from sftkit.ops.rounding import stochastic_round
-from sftkit.optim.adamw import AdamW, Numbered, first_element, flat, no_updates
-from sftkit.optim.formula import RandomBits
+from sftkit.ops.rounding import signed32, stochastic_round
+from sftkit.optim.adamw import AdamW, Numbered, first_element, no_updates
+from sftkit.optim.formula import RandomBits, on_device
 from sftkit.optim.protocol import Group, Groups, State
 
 MOMENTUM = 0.95
+BATCH_ELEMENTS = 2**25
+"Elements of matrices that are updated together: in fp32 six tensors of so many, 768 MiB, exist at a time."
 
 
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Return nearly U V^T of the singular value decomposition.
+def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
+    """Return nearly U V^T of the singular value decomposition of each matrix, bf16 [B, R, C].
 
     It takes five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
 
     Singular values end between 0.5 and 1.5, which serves as well here. The arithmetic is that of torch.optim.Muon,
     whose functional form is private and has changed between releases.
+
+    Args:
+        matrices: [B, R, C]. One launch does a step of all: small matrices one by one would wait for the host.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    tall = matrix.size(0) > matrix.size(1)
-    x = matrix.bfloat16().T if tall else matrix.bfloat16()
-    x = x / x.norm().clamp(min=1e-7)
+    tall = matrices.size(1) > matrices.size(2)
+    x = matrices.bfloat16().mT if tall else matrices.bfloat16()
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def _full_matrix(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -42,6 +48,21 @@ def _full_matrix(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     sharded = as_sharded(shard.bfloat16(), param)
     assert isinstance(sharded, DTensor)
     return sharded.full_tensor()
+
+
+def _batches(matrices: list[Numbered]) -> Iterator[list[Numbered]]:
+    """Yield matrices of one shape, dtype, sharding and group together, at most BATCH_ELEMENTS or a single one.
+
+    By whole shapes, not by those of shards, which may differ between ranks: all must gather in one order.
+    """
+    alike: dict[tuple[object, ...], list[Numbered]] = {}
+    for one in matrices:
+        param = one.param
+        sharding = (param.device_mesh, param.placements) if isinstance(param, DTensor) else ()
+        alike.setdefault((param.shape, param.dtype, id(one.group), *sharding), []).append(one)
+    for members in alike.values():
+        size = max(1, BATCH_ELEMENTS // members[0].param.numel())
+        yield from (members[i : i + size] for i in range(0, len(members), size))
 
 
 class Muon(AdamW):
@@ -58,40 +79,56 @@ class Muon(AdamW):
         return {"step": no_updates(param), "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
 
     def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
-        """Update each run of parameters of one kind: matrices of blocks one by one, the others as AdamW."""
+        """Update matrices of blocks in batches, and each run of other parameters as AdamW."""
         for in_blocks, same in itertools.groupby(range(len(numbered)), lambda i: numbered[i].group["block_matrices"]):
             members = list(same)
             run = slice(members[0], members[-1] + 1)  # indexing by a list would copy and sync with the host
             if not in_blocks:
                 super()._update(numbered[run], clip, corrected[run])
-                continue
-            for one in numbered[run]:
-                self._update_matrix(one, clip)
+        for batch in _batches([one for one in numbered if one.group["block_matrices"]]):
+            self._update_matrices(batch, clip)
 
-    def _update_matrix(self, one: Numbered, clip: torch.Tensor) -> None:
-        """Update one matrix of a block in place: Nesterov momentum, orthogonalized and scaled.
+    def _update_matrices(self, batch: list[Numbered], clip: torch.Tensor) -> None:
+        """Update matrices of one shape in place: Nesterov momentum, orthogonalized and scaled.
 
         The scale gives the update the root mean square of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so
         that one learning rate serves both.
 
         The update needs the whole matrix, so a sharded one is gathered, and each rank computes all of it.
         """
-        param, lr, state = one.param, one.group["lr"], self.state[one.param]
-        assert param.grad is not None
-        shard, grad, usable = local(param), local(param.grad).float() * clip, ~clip.isnan()
-        weight = state.get("master", flat(param)).view(shard.shape)
-        momentum_buffer = state["momentum_buffer"].view(shard.shape)
-        momentum = momentum_buffer.lerp(grad, 1 - MOMENTUM)
-        update = local_part(orthogonalized(_full_matrix(grad.lerp(momentum, MOMENTUM), param)), param)
-        decayed = weight * (1 - lr * one.group["weight_decay"])
-        new = decayed.add_(update, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
+        params, group = [one.param for one in batch], batch[0].group
+        states, shards = [self.state[param] for param in params], [local(param) for param in params]
+        shape = shards[0].shape
+        buffers = [state["momentum_buffer"].view(shape) for state in states]
+        weights = [state.get("master", shard.detach()).view(shape) for state, shard in zip(states, shards, strict=True)]
+
+        grads = torch.stack([local(param.grad) for param in params if param.grad is not None]).float() * clip
+        before = torch.stack(buffers)
+        momentum = before.lerp(grads, 1 - MOMENTUM)
+        direction = grads.lerp(momentum, MOMENTUM)
+        whole = torch.stack([_full_matrix(shard, param) for shard, param in zip(direction, params, strict=True)])
+        parts = [local_part(matrix, param) for matrix, param in zip(orthogonalized(whole), params, strict=True)]
+        weight = torch.stack(weights)
+        decayed = weight * (1 - group["lr"] * group["weight_decay"])
+        new = decayed.add_(torch.stack(parts), alpha=-group["lr"] * 0.2 * max(params[0].shape) ** 0.5)
+
         # Computed even if the step is left out, of which only the device knows: then nothing of it is stored.
-        torch.where(usable, momentum, momentum_buffer, out=momentum_buffer)
-        torch.where(usable, new, weight, out=weight)
-        if "master" in state:
-            noise = RandomBits.of(first_element(param), self._key(one)).noise(state["master"])[0]
-            rounded = stochastic_round(state["master"], noise).view(shard.shape)
-            shard.copy_(torch.where(usable, rounded, shard))
+        usable = ~clip.isnan()
+        new = torch.where(usable, new, weight)
+        # Private: one launch for all copies; torch's optimizers use this operator, and there is no public one.
+        torch._foreach_copy_(buffers, list(torch.where(usable, momentum, before)))
+        torch._foreach_copy_(weights, list(new))
+        if "master" in states[0]:
+            kept = torch.stack([shard.detach() for shard in shards])
+            rounded = stochastic_round(new, self._noise(batch, new))
+            torch._foreach_copy_([shard.detach() for shard in shards], list(torch.where(usable, rounded, kept)))
+
+    def _noise(self, batch: list[Numbered], shards: torch.Tensor) -> torch.Tensor:
+        """Return the random bits that round the shards [B, R, C], int32 of that shape."""
+        keys = [self._key(one) for one in batch]
+        numbers = [[first_element(one.param), key, key >> 32] for one, key in zip(batch, keys, strict=True)]
+        table = on_device([[signed32(number) for number in row] for row in numbers], torch.int32, shards.device)
+        return RandomBits(*table.unsqueeze(1).unbind(2)).noise(shards[0].flatten())[0].view(shards.shape)
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Muon:
