@@ -64,7 +64,8 @@ class Checkpoints:
     recipe: str
     "resolved, as YAML; checkpoints hold it, and a resume compares it"
     identity: Mapping[str, Any] = field(default_factory=dict)
-    "what model, tokenizer and data it trains on, as nested JSON values; a checkpoint of another identity is not resumed"
+    """what model, tokenizer and data it trains on, as nested JSON values; a checkpoint of another identity is not
+    resumed"""
     resumed_from: Path | None = field(default=None, init=False)
     skipped_checkpoints: Sequence[str] = field(default=(), init=False)
     "why newer checkpoints were not resumed"
@@ -203,8 +204,8 @@ class Checkpoints:
         if free < needed:
             raise ConfigError(
                 f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
-                f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, choose a "
-                "run.dir on another disk, or set checkpoint.every=null for the last one only"
+                f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, "
+                "choose a run.dir on another disk, or set checkpoint.every=null for the last one only"
             )
 
     def resume(self, checkpoint: ResumeCheckpoint | str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
@@ -245,8 +246,8 @@ class Checkpoints:
         prefix, here = f"train.resume={checkpoint.setting}: {folder}", self.optimizer.kind
         if checkpoint.state["optimizer"] != here:
             raise ConfigError(
-                f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: resume "
-                "with its optim.name and train.precision, or start from its weights with model.path"
+                f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: "
+                "resume with its optim.name and train.precision, or start from its weights with model.path"
             )
         if not (folder / OPTIMIZER).is_dir():
             raise ConfigError(f"{prefix} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")

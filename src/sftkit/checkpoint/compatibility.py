@@ -33,8 +33,8 @@ OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
 "Keys of optim that are not compared: the states say whether optim.name fits; the others only say how it is computed."
 LENGTH = ("train.max_steps", "train.epochs")
 CHANGED = {
-    "train.global_batch_size": "the documents that this epoch still has to take make batches of that size, and the learning rate "
-    "follows the schedule of the steps that there are now",
+    "train.global_batch_size": "the documents that this epoch still has to take make batches of that size, and the "
+    "learning rate follows the schedule of the steps that there are now",
     "run.seed": "the documents that this epoch still has to take come in another order",
     **dict.fromkeys(("model.path", "model.revision"), "its weights are not loaded: those of the checkpoint are"),
     **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),

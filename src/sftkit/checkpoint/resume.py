@@ -61,9 +61,9 @@ def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint:
         return ResumeCheckpoint(setting, folder, state, _segments(state, folder), skipped)
     except OSError as error:
         raise CheckpointError(
-            f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what can "
-            "be resumed is not known. Nothing was changed: start again when the disk can be read, or name another step "
-            "directory"
+            f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what "
+            "can be resumed is not known. Nothing was changed: start again when the disk can be read, or name "
+            "another step directory"
         ) from None
 
 

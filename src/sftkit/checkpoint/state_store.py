@@ -128,7 +128,8 @@ def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessG
         the files that this rank wrote.
     """
     with warnings.catch_warnings():
-        # A process alone: torch warns that it may not be meant, even with no_dist. No issue is known (torch 2.11 to 2.13).
+        # A process alone: torch warns that it may not be meant, even with no_dist. No issue is known (torch 2.11 to
+        # 2.13).
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             dict(shards),
@@ -153,7 +154,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader of a folder of states, without its plain unpickling: https://github.com/pytorch/pytorch/issues/189308.
+    """torch's reader of a folder of states, without its plain unpickling:
+    https://github.com/pytorch/pytorch/issues/189308.
 
     Shards it reads with weights_only=True.
     """
@@ -220,6 +222,6 @@ def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], fo
             )
     if problems:
         raise ConfigError(
-            f"{folder}: optimizer states do not fit: {first_of(sorted(problems), between='; ')}. Resume with the model, "
-            "optim.name and train.precision of the checkpoint, or start from its weights with model.path"
+            f"{folder}: optimizer states do not fit: {first_of(sorted(problems), between='; ')}. Resume with the "
+            "model, optim.name and train.precision of the checkpoint, or start from its weights with model.path"
         )

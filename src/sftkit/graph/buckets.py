@@ -15,8 +15,8 @@ _MARK = "sftkit_bucket"
 
 
 def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
-    """Return the bucket of each parameter by its name, in the order in which a forward pass uses them: the embedding, each
-    block, then final norm and head. Tied weights belong to the embedding."""
+    """Return the bucket of each parameter by its name, in the order in which a forward pass uses them: the embedding,
+    each block, then final norm and head. Tied weights belong to the embedding."""
     block_of = {id(p): f"block{i}" for i, block in enumerate(decoder_blocks(orig_model)) for p in block.parameters()}
     block_of |= {id(p): EMBEDDING for p in embedding_module(orig_model).parameters()}
     named = dict(orig_model.named_parameters(remove_duplicate=False))
@@ -58,8 +58,8 @@ def _gathers(weight: Node) -> list[Node]:
 
 
 def _reductions(gradient: Node) -> list[Node]:
-    """Return the reduce-scatters that a gradient's local shard comes from, and the all-reduces between copies behind them, through
-    nodes with one input and sums of several."""
+    """Return the reduce-scatters that a gradient's local shard comes from, and the all-reduces between copies behind
+    them, through nodes with one input and sums of several."""
     found, waiting = [], [gradient]
     while waiting:
         node = waiting.pop()

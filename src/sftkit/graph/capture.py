@@ -1,7 +1,8 @@
 """One graph of a micro-batch's forward and backward pass, loss and sharding included, captured once for a shape.
 
-The model's own Python runs once on fake tensors under AOTAutograd, without Dynamo: what it decides on the host is decided for good, what it
-computes is in the graph. Weights, the tensors of a batch, and the weight of the loss go in; named sums and gradients come out.
+The model's own Python runs once on fake tensors under AOTAutograd, without Dynamo: what it decides on the host is
+decided for good, what it computes is in the graph. Weights, the tensors of a batch, and the weight of the loss go in;
+named sums and gradients come out.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class CapturedModel(torch.nn.Module):
         if self._on_other == "error":
             raise RecompileError(
                 f"a training step needs a graph that the warm-up did not capture: {reason}\n"
-                "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket). If this "
-                "step is as it should be, train on with compile.on_recompile=warn (capture it and count) or "
+                "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket). If "
+                "this step is as it should be, train on with compile.on_recompile=warn (capture it and count) or "
                 "compile.on_recompile=eager (run it without a graph)"
             )
         if self._on_other == "eager":
@@ -116,7 +116,8 @@ class CapturedModel(torch.nn.Module):
             return f"a micro-batch of {rows} x {length} positions; captured: {declared}"
         signatures = [dict(one) for one in self._graphs if dict(one)["doc_ids"] == (rows, length)]
         differing = [
-            f"{name} {list(shape)} (captured: {' or '.join(str(list(s[name])) for s in signatures if name in s) or 'none'})"
+            f"{name} {list(shape)} (captured: "
+            f"{' or '.join(str(list(s[name])) for s in signatures if name in s) or 'none'})"
             for name, shape in signature_of(batch)
             if all(s.get(name) != shape for s in signatures)
         ]

@@ -58,7 +58,8 @@ def source_of(node: Node) -> Node:
 
 
 def is_costly(node: Node) -> bool:
-    """Return whether a node is a matrix product, attention, or an operator from outside of torch's core, such as a collective."""
+    """Return whether a node is a matrix product, attention, or an operator from outside of torch's core, such as a
+    collective."""
     node = source_of(node)
     known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry
     target = compat.operator_of(node)
@@ -78,8 +79,8 @@ def tensor_bytes(nodes: Sequence[Node]) -> int:
 
 
 def gathered_from(graph: GraphModule) -> list[Node]:
-    """Return the nodes of a graph that lead from shards of weights to whole ones: casts, all-gathers, their waits, and views of what
-    they give, in order."""
+    """Return the nodes of a graph that lead from shards of weights to whole ones: casts, all-gathers, their waits, and
+    views of what they give, in order."""
     weights: set[Node] = set()
     whole: set[Node] = set()
     for node in graph.graph.nodes:

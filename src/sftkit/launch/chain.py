@@ -37,8 +37,8 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     if not folder.is_dir() and not Path(shipped(str(folder))).is_dir():
         complete = [recipe.parent for recipe in map(Path, shipped_recipes()) if recipe.stem == CHAIN[0]]
         raise ConfigError(
-            f"{folder}: no such folder; the chain takes one with {', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, "
-            f"such as {', '.join(map(str, complete))}"
+            f"{folder}: no such folder; the chain takes one with "
+            f"{', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, such as {', '.join(map(str, complete))}"
         )
     recipes: dict[str, Config] = {}
     problems: list[str] = []

@@ -90,7 +90,8 @@ def init(words: list[str]) -> None:
         raise ConfigError(f"{folder}: {error}") from error
     sftkit = program_path("sftkit", folder.absolute())
     print_text(
-        f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {shlex.quote(str(folder))}\n  {sftkit} chain recipes/smoke\n  {sftkit} chat"
+        f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {shlex.quote(str(folder))}\n  {sftkit} chain "
+        f"recipes/smoke\n  {sftkit} chat"
     )
 
 

@@ -79,8 +79,8 @@ def choose(
         found = f"this machine has {hardware.gpus or 'no'} GPU{'s' * (hardware.gpus > 1)}"
         start = typed(".venv/bin/accelerate launch --config_file accelerate_configs/cpu_ddp.yaml")
         raise ConfigError(
-            f"train.pipeline_stages={stages}: {found}: take fewer stages, or try them on the CPU: ACCELERATE_USE_CPU=true "
-            f"{start} --num_processes {stages} SCRIPT RECIPE ..."
+            f"train.pipeline_stages={stages}: {found}: take fewer stages, or try them on the CPU: "
+            f"ACCELERATE_USE_CPU=true {start} --num_processes {stages} SCRIPT RECIPE ..."
         )
     if hardware.gpus == 0:
         name, processes, found = "cpu.yaml", 1, "no GPU"
@@ -138,7 +138,8 @@ def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
     """Return the argument list of the process to start: `accelerate launch ...`, see accelerate_launch."""
     code = (
         "import os, signal; "
-        "signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'\\nSIGINT: ended\\n'), os._exit(130))); "  # until it passes on
+        # Until accelerate_launch passes signals on: a Ctrl-C in the middle of its imports would print a traceback.
+        "signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'\\nSIGINT: ended\\n'), os._exit(130))); "
         "from sftkit.launch.launch import accelerate_launch; accelerate_launch()"
     )
     options = ["--config_file", str(launch.config_file), "--num_processes", str(launch.num_processes)]

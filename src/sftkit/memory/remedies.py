@@ -181,8 +181,8 @@ def explain_oom(error: BaseException, plan: MemoryPlan, best: Sequence[Remedy], 
         advice += f"\n{_on_resume(best, plan, optim)}"
     elif plan.estimate is None:
         advice = (
-            "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start anew with train.memory=low or "
-            f"optim.name={FALLBACK}"
+            "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start anew with "
+            f"train.memory=low or optim.name={FALLBACK}"
         )
     else:
         advice = "Every setting that saves memory is in use: take a smaller model or a larger GPU"

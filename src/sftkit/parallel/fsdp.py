@@ -1,7 +1,7 @@
 """Weights sharded over the ranks with torch's FSDP2: compiled blocks one by one, then embedding and head.
 
-Every weight is gathered before it is used and its gradient summed over the ranks in fp32, each keeping its shard. The model
-keeps its class and its parameter names; parameters are DTensors from then on.
+Every weight is gathered before it is used and its gradient summed over the ranks in fp32, each keeping its shard. The
+model keeps its class and its parameter names; parameters are DTensors from then on.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     is built.
 
     Args:
-        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_chosen` become methods that gather what they need, as the
-            forward pass of orig_model does from now on.
+        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_chosen` become methods that gather what they
+            need, as the forward pass of orig_model does from now on.
         precision: of the weights; gradients are summed in fp32.
 
     Raises:
@@ -70,7 +70,8 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     blocks = decoder_blocks(orig_model)
     if not blocks:
         raise ConfigError(
-            f"{type(orig_model).__name__} names no decoder block (_no_split_modules), so it cannot be sharded: use ddp.yaml"
+            f"{type(orig_model).__name__} names no decoder block (_no_split_modules), so it cannot be sharded: use "
+            "ddp.yaml"
         )
     if meshes.tensor is not None:
         shard_matrices(orig_model, blocks, meshes.tensor)
@@ -154,6 +155,7 @@ def plain_backward(orig_model: PreTrainedModel) -> Iterator[None]:
 
 
 def reshard(orig_model: torch.nn.Module) -> None:
-    """Free the gathered weights that forward passes without a backward pass leave; nothing for a model that is whole."""
+    """Free the gathered weights that forward passes without a backward pass leave; nothing for a model that is
+    whole."""
     for module in fsdp_modules(orig_model):
         module.reshard()

@@ -67,8 +67,8 @@ class Pipelined(torch.nn.Module):
         return {id(p): replicas * len(holders[name]) for name, p in self.model.orig_model.named_parameters()}
 
     def gradients(self, micro_batches: Sequence[Batch], divisor: int, totals: Totals) -> Tensor:
-        """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged, and add the sums of each to
-        `totals`, in the last stage. No host sync.
+        """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged, and add the sums of
+        each to `totals`, in the last stage. No host sync.
 
         Returns:
             the minimised sum of each micro-batch, 1-d, on the device; zeros but in the last stage
@@ -91,8 +91,8 @@ class Pipelined(torch.nn.Module):
         return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
 
     def seconds(self, batch: Batch, divisor: int) -> list[float]:
-        """Return the seconds that each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
-        times, on every rank; every rank calls it. Gradients are dropped."""
+        """Return the seconds that each stage of the pipeline takes for a micro-batch, forward and backward, without the
+        others: the best of a few times, on every rank; every rank calls it. Gradients are dropped."""
         found = torch.zeros(len(self.placement.layers), dtype=torch.float64, device=next(self.held()).device)
         for stage in self.stages:
             found[stage.number] = stage_seconds(stage, self.model, batch, divisor)
@@ -151,7 +151,8 @@ class Pipelined(torch.nn.Module):
 
 
 def stage_seconds(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> float:
-    """Return the seconds that a stage takes for a micro-batch, forward and backward: the best of a few times. Gradients are dropped."""
+    """Return the seconds that a stage takes for a micro-batch, forward and backward: the best of a few times. Gradients
+    are dropped."""
     weight, device, best = embedding_of(model.orig_model), batch.targets.device, float("inf")
     given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
     for _ in range(TIMES):

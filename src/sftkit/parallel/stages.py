@@ -1,9 +1,9 @@
 """A model split between its layers: each rank of a pipeline keeps the weights of its stages, the others are on the meta
 device.
 
-The transformers model stays as it is, with all its modules and names; a parameter without memory is another rank's. Embedding
-and first layers are the first stage; the last layers, the final norm and the head the last one. A weight that is embedding and
-head at once is on both, and the gradients of the two are added up.
+The transformers model stays as it is, with all its modules and names; a parameter without memory is another rank's.
+Embedding and first layers are the first stage; the last layers, the final norm and the head the last one. A weight that
+is embedding and head at once is on both, and the gradients of the two are added up.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def split_layers(
     orig_model._stages = stages  # type: ignore[assignment]
     names = {id(p): name for name, p in orig_model.named_parameters()}
     made: dict[int, torch.nn.Parameter] = {}
-    # Private, as in models.weights.make_room: register_buffer would make every buffer persistent, and named_parameters leaves out
-    # the second name of a shared parameter (torch 2.13).
+    # Private, as in models.weights.make_room: register_buffer would make every buffer persistent, and named_parameters
+    # leaves out the second name of a shared parameter (torch 2.13).
     for module in orig_model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -138,8 +138,10 @@ class StageModule(torch.nn.Module):
 
 
 def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: bool) -> torch.nn.Module:
-    """Return a decoder with some of the layers of another one: the same modules, in the same forward pass of its class."""
-    # Private: copy.copy shares the table of children, `_modules`, with the full decoder, which must keep all (torch 2.13).
+    """Return a decoder with some of the layers of another one: the same modules, in the same forward pass of its
+    class."""
+    # Private: copy.copy shares the table of children, `_modules`, with the full decoder, which must keep all (torch
+    # 2.13).
     part = copy.copy(full)
     part._modules = dict(full._modules)
     layers = full.layers

@@ -1,8 +1,10 @@
-"""The forward pass of a whole model, stage by stage, on the ranks that hold them: for evaluation, generation and checks.
+"""The forward pass of a whole model, stage by stage, on the ranks that hold them: for evaluation, generation and
+checks.
 
-All ranks of a pipeline call orig_model with the same inputs, as if each had all of it. Each computes its own layers and passes the
-others by; hidden states go from stage to stage, logits from the last stage to all. No weight leaves its stage. Autograd sends
-gradients back the same way. Between passes nothing waits: the first stage is at the next rows while later ones are at these.
+All ranks of a pipeline call orig_model with the same inputs, as if each had all of it. Each computes its own layers and
+passes the others by; hidden states go from stage to stage, logits from the last stage to all. No weight leaves its
+stage. Autograd sends gradients back the same way. Between passes nothing waits: the first stage is at the next rows
+while later ones are at these.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
     """Make parameters of this rank's stages whole within the context, where FSDP gathers none; those of others are NaN
     without memory, so that the model is on its device and nobody reads them unseen."""
     device = next(p.device for p in orig_model.parameters() if not p.is_meta)
-    # Private: `_parameters` is replaced directly, since setting the attribute would call register_parameter and its global hooks.
-    # FSDPModule has no public way to call a module without the hooks that gather its weights; the handles of these hooks are FSDP's
-    # own, so their tables are taken away and put back (torch 2.13).
+    # Private: `_parameters` is replaced directly, since setting the attribute would call register_parameter and its
+    # global hooks. FSDPModule has no public way to call a module without the hooks that gather its weights; the handles
+    # of these hooks are FSDP's own, so their tables are taken away and put back (torch 2.13).
     full = {id(p): _full_parameter(p, device) for p in orig_model.parameters()}
     parameters = {
         module: {name: p if p is None else full[id(p)] for name, p in module._parameters.items()}
@@ -89,8 +91,8 @@ def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Par
 
 
 def _not_repeated(orig_model: PreTrainedModel, stages: Stages) -> dict[torch.nn.Module, bool]:
-    """Return gradient_checkpointing, which transformers sets and reads on each layer, as False for the first layer of each
-    stage but the first: a forward pass that a backward pass repeats would wait for hidden states that nobody sends
+    """Return gradient_checkpointing, which transformers sets and reads on each layer, as False for the first layer of
+    each stage but the first: a forward pass that a backward pass repeats would wait for hidden states that nobody sends
     again."""
     blocks = decoder_blocks(orig_model)
     receiving = [blocks[sum(stages.layers[:stage])] for stage in range(1, len(stages.layers))]
@@ -159,8 +161,8 @@ class _Links:
         return (stage - 1) % pipeline_size, stage % pipeline_size
 
     def moved(self, value: Tensor, sender: int, receiver: int) -> Tensor:
-        """Return the sender's tensor on the receiver, on other ranks the given one, of its shape and dtype. Nothing is waited for
-        where it is sent, unless IN_FLIGHT earlier ones are still on their way."""
+        """Return the sender's tensor on the receiver, on other ranks the given one, of its shape and dtype. Nothing is
+        waited for where it is sent, unless IN_FLIGHT earlier ones are still on their way."""
         if self.stages.pipeline_rank == sender:
             self.finish(IN_FLIGHT - 1)
             sent = value.contiguous()
@@ -176,7 +178,8 @@ class _Links:
             self._in_flight.popleft()[0].wait()
 
     def _work(self, way: Callable[..., Any], value: Tensor, peer: int) -> dist.Work:
-        """Send or receive as torch's schedules do: NCCL then takes the group's communicator, and makes none for the pair."""
+        """Send or receive as torch's schedules do: NCCL then takes the group's communicator, and makes none for the
+        pair."""
         group = self.stages.group
         (work,) = dist.batch_isend_irecv([dist.P2POp(way, value, dist.get_global_rank(group, peer), group)])
         return work
@@ -202,7 +205,8 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, width: int, stages: Stages) -> Tensor:
-        """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [..., H] in others."""
+        """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [..., H] in
+        others."""
         ctx.last, ctx.shape = stages.last, own.shape
         logits = own.contiguous() if stages.last else own.new_empty(*own.shape[:-1], width)
         dist.broadcast(logits, src=stages.last_rank, group=stages.group)

@@ -1,9 +1,9 @@
 """Tensor parallelism: the matrices of a block are sharded over ranks, activations between them by position.
 
-Ranks of a group hold the same rows. Each computes embedding, norms and loss for its own columns of them; attention and the
-feed-forward layer see whole rows and some of the heads and channels: an all-gather before, a reduce-scatter after
-(Megatron's sequence parallelism, arXiv 2205.05198). `without_sequence_parallel`, for decoding and
-checks, turns that off.
+Ranks of a group hold the same rows. Each computes embedding, norms and loss for its own columns of them; attention and
+the feed-forward layer see whole rows and some of the heads and channels: an all-gather before, a reduce-scatter after
+(Megatron's sequence parallelism, arXiv 2205.05198). `without_sequence_parallel`, for decoding and checks, turns that
+off.
 """
 
 from __future__ import annotations

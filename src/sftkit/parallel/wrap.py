@@ -1,4 +1,5 @@
-"""A model with its loss, compiled in place, becomes what a train step calls: replicas (DDP), shards (FSDP2) or stages."""
+"""A model with its loss, compiled in place, becomes what a train step calls: replicas (DDP), shards (FSDP2) or
+stages."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def distribute(
 
 
 def replicate(model: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
-    """Return the model on the device, wrapped by DDP where there are several processes; it keeps its identity inside."""
+    """Return the model on the device, wrapped by DDP where there are several processes; it keeps its identity
+    inside."""
     with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; 2.11 and Accelerate know only this name
         warnings.filterwarnings("ignore", message=".*broadcast_buffers")
         return rt.accelerator.prepare(model)

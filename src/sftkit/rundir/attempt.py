@@ -77,13 +77,14 @@ def _check_room(folder: Path) -> None:
     if has_begun(folder):
         if reason := _unmovable(folder):
             raise ConfigError(
-                f"run.dir={folder} holds an earlier run, which a new one renames, and {reason}. Take a folder inside it "
-                f"(run.dir={folder / 'NAME'}), go on with the earlier run (train.resume=auto), or move its files away"
+                f"run.dir={folder} holds an earlier run, which a new one renames, and {reason}. Take a folder inside "
+                f"it (run.dir={folder / 'NAME'}), go on with the earlier run (train.resume=auto), or move its files "
+                "away"
             )
     elif names := sorted({path.name for name in WRITTEN_OVER for path in folder.glob(name)}):
         raise ConfigError(
-            f"run.dir={folder} holds {', '.join(names)}, which this run would write over, and no run that has done a step. "
-            "Take another folder, or move them away"
+            f"run.dir={folder} holds {', '.join(names)}, which this run would write over, and no run that has done a "
+            "step. Take another folder, or move them away"
         )
 
 

@@ -249,10 +249,10 @@ def _lock_message(path: Path, holder: Holder | None, *, sure: bool = True) -> st
     who = "another process" if holder is None else str(holder)
     if sure:
         return (
-            f"run.dir={path.parent}: a run is at work there ({who}). Two runs in one directory would mix their checkpoints: "
-            "wait for it, stop it, or take another run.dir"
+            f"run.dir={path.parent}: a run is at work there ({who}). Two runs in one directory would mix their "
+            "checkpoints: wait for it, stop it, or take another run.dir"
         )
     return (
-        f"run.dir={path.parent}: a run was at work there ({who}), and whether it still is cannot be seen from here. If it is "
-        f"gone, remove {path} and start again; else wait for it, or take another run.dir"
+        f"run.dir={path.parent}: a run was at work there ({who}), and whether it still is cannot be seen from here. "
+        f"If it is gone, remove {path} and start again; else wait for it, or take another run.dir"
     )

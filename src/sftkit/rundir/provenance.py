@@ -78,9 +78,9 @@ def weights_changed(model: ModelConfig, began: Provenance, now: Provenance) -> s
         return None
     others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return (
-        f"model.path={model.path}: its weights have changed since this run began ({changed[0]}{others}), and the run goes on "
-        "without them. Start without train.resume to train from the new ones, or keep the run as it is, and this line away, "
-        "with train.resume_changes=[model.path]"
+        f"model.path={model.path}: its weights have changed since this run began ({changed[0]}{others}), and the run "
+        "goes on without them. Start without train.resume to train from the new ones, or keep the run as it is, and "
+        "this line away, with train.resume_changes=[model.path]"
     )
 
 

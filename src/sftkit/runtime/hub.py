@@ -99,10 +99,13 @@ def _not_let_in(name: str, kind: HubKind) -> str:
 
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     if get_token() is None:
-        return f"the hub gives this {kind} to those alone who have accepted its licence: accept it at {page}, then {_log_in()}"
+        return (
+            f"the hub gives this {kind} to those alone who have accepted its licence: accept it at {page}, then "
+            f"{_log_in()}"
+        )
     return (
-        f"the hub does not give this {kind} to the account whose token is set here: accept its licence at {page} with that "
-        "account; a fine-grained token must also be allowed to read gated repositories"
+        f"the hub does not give this {kind} to the account whose token is set here: accept its licence at {page} with "
+        "that account; a fine-grained token must also be allowed to read gated repositories"
     )
 
 
@@ -172,6 +175,6 @@ def find_model(path: str, revision: str | None = None) -> str:
 def download_help(path: str) -> str:
     """Return how to bring a model of the hub to a machine that cannot reach it."""
     return (
-        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder in the "
-        f"place of {path}"
+        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder in "
+        f"the place of {path}"
     )

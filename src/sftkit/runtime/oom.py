@@ -66,8 +66,8 @@ def likely_cause(number: int, before: OomKills, root: Path = Path("/"), log: Pat
     if now.own is None and now.machine is None:
         return "not known: no count of the kernel's OOM killer can be read here"
     return (
-        "likely somebody, or a queue or container at its limit: the kernel's OOM killer, as far as can be read here, has ended "
-        "nothing since the start"
+        "likely somebody, or a queue or container at its limit: the kernel's OOM killer, as far as can be read here, "
+        "has ended nothing since the start"
     )
 
 

@@ -27,7 +27,8 @@ _END, _MARK = b"\0", b"\xff"
 
 
 def ignore_signals(numbers: Iterable[int] = SIGNALS) -> None:
-    """Ignore signals: in a worker, whose main process decides when to stop, and where another one must change nothing."""
+    """Ignore signals: in a worker, whose main process decides when to stop, and where another one must change
+    nothing."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
@@ -169,8 +170,8 @@ class Listener:
             self._handlers_before.setdefault(number, signal.signal(number, lambda _number, _frame: None))
 
     def catch_up(self) -> None:
-        """Wait until every signal that has come is received: who ends the process at a signal does so before this returns.
-        In the main thread, once."""
+        """Wait until every signal that has come is received: who ends the process at a signal does so before this
+        returns. In the main thread, once."""
         os.write(self._writing, _MARK)
         self._caught_up.wait(timeout=30.0)
 

@@ -170,8 +170,8 @@ class Runtime:
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item() > 0)
 
     def from_main(self, decide: Callable[[], T]) -> T:
-        """Return on every rank what the main rank decides; `decide` is called there alone, and an error that it raises is
-        raised on every rank: they would else wait forever. Every rank must ask."""
+        """Return on every rank what the main rank decides; `decide` is called there alone, and an error that it raises
+        is raised on every rank: they would else wait forever. Every rank must ask."""
         if self.world_size == 1:
             return decide()
         box: list[T | Exception | None] = [None]

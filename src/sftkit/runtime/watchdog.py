@@ -81,8 +81,8 @@ class Watchdog:
                 self._report_hang(idle)
 
     def _write_heartbeat(self, *, flush: bool = False) -> None:
-        """Show that this rank lives. Machines that share the disk read it when it is flushed, those that share memory at
-        once."""
+        """Show that this rank lives. Machines that share the disk read it when it is flushed, those that share memory
+        at once."""
         if self._status.heartbeat is None:
             self._status.heartbeat = open_heartbeat(self._status)
         self._status.beat()
@@ -166,7 +166,8 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tu
         responds = time.time() - beat["time"] < silent_after
         places.setdefault((responds, beat["step"], order, phase), []).append(rank)
     words = [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at step {step} (in {phase}{'' if responds else ', silent'})"
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at step {step} (in "
+        f"{phase}{'' if responds else ', silent'})"
         for (responds, step, _, phase), ranks in sorted(places.items())
     ]
     behind = places[min(places)] if len(places) > 1 else []

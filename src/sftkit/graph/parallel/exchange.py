@@ -1,7 +1,7 @@
 """Activations between the ranks that share rows, as operators of a graph: each the transpose of its gradient.
 
-So a gradient is that of the sum of all ranks' losses, whatever a rank computes of it: nothing has to be known of which values
-ranks have in common.
+So a gradient is that of the sum of all ranks' losses, whatever a rank computes of it: nothing has to be known of which
+values ranks have in common.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
         sent: int64 [R, E], rows of this rank for each expert of each rank.
 
     Returns:
-        (int64 [R, E], rows of each rank for each expert of this one; int64 [2, R] on the host: rows to and from each rank)
+        (int64 [R, E], rows of each rank for each expert of this one; int64 [2, R] on the host: rows to and from each
+        rank)
     """
     return _exchange_counts(sent, group.group_name)
 
@@ -104,7 +105,8 @@ class _Send(torch.autograd.Function):
         return _all_to_all(gradient, sizes, ctx.room, ctx.group, not ctx.back), None, None, None, None
 
 
-# torch's own all-to-all has sizes that are numbers to whoever traces. Here they are a tensor, and what arrives has room for all.
+# torch's own all-to-all has sizes that are numbers to whoever traces. Here they are a tensor, and what arrives has room
+# for all.
 
 
 @torch.library.custom_op("sftkit::all_to_all", mutates_args=())

@@ -1,5 +1,5 @@
-"""Experts' matrix products as operators of static shapes: rows, each of one expert, by torch's grouped matrix product, which skips
-the rows that no expert of this rank computes.
+"""Experts' matrix products as operators of static shapes: rows, each of one expert, by torch's grouped matrix product,
+which skips the rows that no expert of this rank computes.
 
 Letters: S rows, E experts of a rank, H width.
 """
@@ -58,7 +58,8 @@ class _Ordered(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind the last, anything.
+    """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind the last,
+    anything.
 
     Args:
         rows: [S, in]. matrices: [E, out, in]. ends: int32 [E], ascending.

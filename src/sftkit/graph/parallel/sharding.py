@@ -1,7 +1,8 @@
-"""SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers it by `redistribute`.
+"""SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers it by
+`redistribute`.
 
-No hooks and no state: the gather is an operator among others, its gradient a reduce-scatter, so that both can be traced into a
-graph. Run without one, the model computes the same. It keeps its classes' names and its parameters' names.
+No hooks and no state: the gather is an operator among others, its gradient a reduce-scatter, so that both can be traced
+into a graph. Run without one, the model computes the same. It keeps its classes' names and its parameters' names.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class ShardingSpec(NamedTuple):
 
     mesh: DeviceMesh
     placements: Sequence[Placement]
-    "the last, a shard, is gathered where the weight is read; of the others replicas are copies, and shards stay sharded"
+    """the last, a shard, is gathered where the weight is read; of the others replicas are copies, and shards stay
+    sharded"""
 
 
 class _Gathered(torch.autograd.Function):
-    """A weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks that read it.
+    """A weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks that read
+    it.
 
     Gradients are scattered first, only shards summed over copies; `redistribute` alone sums whole ones over them.
     """

@@ -1,4 +1,5 @@
-"""Tensor parallelism inside the graph: matrices of a block sharded over the ranks that share rows, activations by position.
+"""Tensor parallelism inside the graph: matrices of a block sharded over the ranks that share rows, activations by
+position.
 
 The layout is that of `sftkit.parallel.tensor`, without DTensors between layers: a rank's shard of a matrix is a plain
 tensor, an all-gather stands behind a norm and a reduce-scatter behind the matrix that ends a layer.
@@ -49,7 +50,8 @@ class TensorPlan:
     divided: tuple[str, ...] = DIVIDED
     "numbers of the model's config that the ranks must divide"
     experts: tuple[str, ...] = ()
-    "routed experts, of which each rank has a share; nothing beside them is sharded, and every rank computes its own positions"
+    """routed experts, of which each rank has a share; nothing beside them is sharded, and every rank computes its own
+    positions"""
 
 
 _DEEPSEEK_V3 = TensorPlan(
@@ -116,7 +118,8 @@ def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
 def weight_placement(
     orig_model: PreTrainedModel, meshes: GraphMeshes
 ) -> Callable[[torch.nn.Module, str], ShardingSpec]:
-    """Return how every weight of a model lies over the ranks: a function of a module and the name of one of its own parameters."""
+    """Return how every weight of a model lies over the ranks: a function of a module and the name of one of its own
+    parameters."""
     sharded: dict[tuple[torch.nn.Module, str], ShardingSpec] = {}
     if (mesh := meshes.tensor_parallel) is not None:
         plan, sizes = PLANS[orig_model.config.model_type], (mesh["tensor"].size(), mesh.size(-1))
@@ -162,8 +165,8 @@ def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
 def _block_placements(
     plan: TensorPlan, block: torch.nn.Module, ranks: int, shards: int
 ) -> dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]]:
-    """Return the parameters of a block that are sharded over `ranks` tensor-parallel ranks, by module and name, and along
-    which dimensions."""
+    """Return the parameters of a block that are sharded over `ranks` tensor-parallel ranks, by module and name, and
+    along which dimensions."""
     placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
     for module in _of_plan(block, plan.columns).values():
         placements |= {(module, name): (Shard(0), Shard(0)) for name, _ in module.named_parameters()}

@@ -1,7 +1,7 @@
 """One collective for all weights of a decoder block, and for all their gradients, without a copy of either.
 
-The tensors of a bucket go into one coalesced operator, which NCCL runs as one group: each is read and written where it lies. Buffers
-that a bucket is copied into and out of would cost memory traffic in every micro-batch.
+The tensors of a bucket go into one coalesced operator, which NCCL runs as one group: each is read and written where it
+lies. Buffers that a bucket is copied into and out of would cost memory traffic in every micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sftkit.graph.passes.order import order_of_waits, overlap_buckets
 
 
 def block_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
-    """Merge the collectives of each bucket; gather a bucket while the one before it is used, reduce it while the next one is."""
+    """Merge the collectives of each bucket; gather a bucket while the one before it is used, reduce it while the next
+    one is."""
     for nodes in _mergeable(graph.graph):
         _merge(graph.graph, nodes)
     overlap_buckets(graph)

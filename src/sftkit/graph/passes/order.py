@@ -1,4 +1,5 @@
-"""Where in a graph collectives start and are waited for, so that compute hides them; what is computed does not change."""
+"""Where in a graph collectives start and are waited for, so that compute hides them; what is computed does not
+change."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ Positions = dict[Node, float]
 
 
 def overlap_buckets(graph: GraphModule) -> None:
-    """Put the collectives of a half in order: a bucket is gathered while the one before it is used, and reduced while the next one is."""
+    """Put the collectives of a half in order: a bucket is gathered while the one before it is used, and reduced while
+    the next one is."""
     index = _numbered(graph)
     _sort(graph, index, _started_early(index) | _awaited_late(index, "reduce-scatter"))
     index = _numbered(graph)
@@ -25,8 +27,8 @@ def overlap_buckets(graph: GraphModule) -> None:
 
 
 def order_of_waits(graph: GraphModule) -> dict[Node, list[Node]]:
-    """Return, of each wait for a bucket, what must come before it for the order of the graph to stay as it is: collectives that start
-    before it, and the last matrix product or attention."""
+    """Return, of each wait for a bucket, what must come before it for the order of the graph to stay as it is:
+    collectives that start before it, and the last matrix product or attention."""
     after: dict[Node, list[Node]] = {}
     started: list[Node] = []
     computed: Node | None = None
@@ -65,8 +67,8 @@ def _buckets(index: dict[Node, int], kind: str) -> list[list[Node]]:
 
 
 def _started_early(index: dict[Node, int]) -> Positions:
-    """Return where all-gathers, and what leads to them, should be: those of a bucket just before the first wait for the bucket before.
-    Waits for one operator are together."""
+    """Return where all-gathers, and what leads to them, should be: those of a bucket just before the first wait for the
+    bucket before. Waits for one operator are together."""
     buckets, wanted = _buckets(index, "all-gather"), Positions()
     first_wait = [min(index[wait] for node in bucket for wait in waits_for(node)) for bucket in buckets]
     for number, bucket in enumerate(buckets):
@@ -91,7 +93,8 @@ def _ancestors(node: Node) -> Iterator[Node]:
 
 
 def _awaited_late(index: dict[Node, int], kind: str) -> Positions:
-    """Return where waits for reduced gradients should be: those of a bucket just before the next bucket's reduction starts."""
+    """Return where waits for reduced gradients should be: those of a bucket just before the next bucket's reduction
+    starts."""
     return {
         wait: max(index[wait], index[after[0]] - 0.5)
         for bucket, after in pairwise(_buckets(index, kind))

@@ -1,7 +1,9 @@
-"""Regions of a half of a graph that Inductor compiles, while the rest stays a call per operator, in the order that it has.
+"""Regions of a half of a graph that Inductor compiles, while the rest stays a call per operator, in the order that it
+has.
 
-A region is a run of operators of one decoder block with nothing else between: collectives, the kernels of this project and random
-numbers end it. So what a pass before it chose to overlap stays as it was. Blocks that are alike are compiled once.
+A region is a run of operators of one decoder block with nothing else between: collectives, the kernels of this project
+and random numbers end it. So what a pass before it chose to overlap stays as it was. Blocks that are alike are compiled
+once.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ NodeRun = list[Node]
 
 
 def regional_inductor(graph: GraphModule, *, for_inductor: bool) -> None:
-    """Compile what Inductor can fuse, block by block, in place; FlexAttention, too, but on a CPU, which has no kernel of its
-    backward pass."""
+    """Compile what Inductor can fuse, block by block, in place; FlexAttention, too, but on a CPU, which has no kernel
+    of its backward pass."""
     _compile(graph, [run for run in _runs(graph, _fusible) if _worth(run)])
 
 
@@ -33,7 +35,8 @@ def full_inductor(graph: GraphModule, examples: Sequence[Any], half: str) -> com
 
 
 def flex_attention(graph: GraphModule) -> bool:
-    """Compile the calls of FlexAttention alone, in place, where there are some on a GPU: call by call they would keep all scores.
+    """Compile the calls of FlexAttention alone, in place, where there are some on a GPU: call by call they would keep
+    all scores.
 
     Returns:
         whether there were.
@@ -78,7 +81,8 @@ def _worth(run: NodeRun) -> bool:
 
 
 def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[NodeRun]:
-    """Return the longest runs of such nodes that are of one block, or of none; sums of gradients belong to what is before them."""
+    """Return the longest runs of such nodes that are of one block, or of none; sums of gradients belong to what is
+    before them."""
     for node in [n for n in graph.graph.nodes if n.target is operator.getitem]:
         node.args[0].append(node)  # beside what it is of, so that no tuple leaves a region
     runs: list[NodeRun] = [[]]
@@ -110,8 +114,8 @@ def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
 
 
 def _outputs(run: NodeRun) -> NodeRun:
-    """Return what a region has to hand out. Views of a run that others read stay in the graph, as calling them is cheaper than handing
-    them out."""
+    """Return what a region has to hand out. Views of a run that others read stay in the graph, as calling them is
+    cheaper than handing them out."""
     inside, left = set(run), set[Node]()
 
     def read_outside(node: Node) -> bool:

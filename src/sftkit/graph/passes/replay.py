@@ -1,10 +1,11 @@
 """Replaying the halves of a graph as CUDA graphs: no launch costs the host anything, collectives included.
 
-A half runs once as it is, which lets libraries and communicators allocate what they keep; the second call records it, and the others
-replay the record. It reads its inputs where they were when it was recorded: weights, and what the forward half left in the graphs'
-memory, lie there anyway; a batch is copied there. What is handed out is copied too, as the next replay writes over it; only what the
-forward half keeps for the backward half is not, so a backward pass must come before the next forward pass, of another shape too, as
-records of all shapes share a memory pool. A step of several micro-batches keeps this order.
+A half runs once as it is, which lets libraries and communicators allocate what they keep; the second call records it,
+and the others replay the record. It reads its inputs where they were when it was recorded: weights, and what the
+forward half left in the graphs' memory, lie there anyway; a batch is copied there. What is handed out is copied too, as
+the next replay writes over it; only what the forward half keeps for the backward half is not, so a backward pass must
+come before the next forward pass, of another shape too, as records of all shapes share a memory pool. A step of several
+micro-batches keeps this order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from sftkit.graph import compat
 
 RecordGraph = Callable[[Callable[[], Sequence[Any]]], tuple[Callable[[], None], Sequence[Any]]]
-"Runs a function once, and returns what repeats its work, and what it returned, whose memory each repetition fills anew."
+"""Runs a function once, and returns what repeats its work, and what it returned, whose memory each repetition fills
+anew."""
 
 
 class Replayed:
@@ -88,8 +90,9 @@ class Recorder:
         return graph.replay, outputs
 
     def close(self) -> None:
-        """Destroy the graphs: none can be replayed any more. NCCL waits for those with collectives of a communicator before it
-        ends that, and dropping who replays them is not enough: the classes that AOTAutograd makes are in reference cycles."""
+        """Destroy the graphs: none can be replayed any more. NCCL waits for those with collectives of a communicator
+        before it ends that, and dropping who replays them is not enough: the classes that AOTAutograd makes are in
+        reference cycles."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
