@@ -19,6 +19,7 @@ def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
     each block, then final norm and head. Tied weights belong to the embedding."""
     block_of = {id(p): f"block{i}" for i, block in enumerate(decoder_blocks(orig_model)) for p in block.parameters()}
     block_of |= {id(p): EMBEDDING for p in embedding_module(orig_model).parameters()}
+    # A tied weight has two names, and the captured graph may know it by either.
     named = dict(orig_model.named_parameters(remove_duplicate=False))
     return {f"{prefix}{name}": block_of.get(id(p), HEAD) for name, p in named.items()}
 
@@ -30,6 +31,8 @@ def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
         ConfigError: no input of the graph says that it is a weight, as this torch describes inputs otherwise.
     """
     inputs = [(compat.parameter_of(node), node) for node in graph.graph.find_nodes(op="placeholder")]
+    # The name in an input is all that ties it to a weight. Without any, every pass that merges or moves collectives
+    # would do nothing, and nobody would see why.
     if buckets.keys().isdisjoint(name for name, _ in inputs):
         raise compat.missing_name_error('ParamAOTInput in node.meta["desc"]')
     collectives = [(name, _gathers(node)) for name, node in inputs]

@@ -149,8 +149,8 @@ def stage_text(stage: str, *, by_name: bool) -> str:
     others = " or ".join(name for name in DATA_OF_STAGES if name != stage)
     origin = "by the recipe's name" if by_name else "as asked"
     return (
-        f"{'stage':<10}{stage}, {origin}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} for "
-        "another"
+        f"{'stage':<10}{stage}, {origin}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} "
+        "for another"
     )
 
 

@@ -74,6 +74,8 @@ def shard_for_graph(
         own = dict(module.named_parameters(recurse=False))
         for name, param in own.items():
             if id(param) not in sharded:
+                # No rank sends: each has the same values, or none yet (meta), so that shards are cut without an
+                # exchange.
                 distributed = distribute_tensor(param.data, *spec_of(module, name), src_data_rank=None)
                 sharded[id(param)] = torch.nn.Parameter(distributed, requires_grad=param.requires_grad)
             module.register_parameter(name, sharded[id(param)])
@@ -85,6 +87,7 @@ def shard_for_graph(
 
 def _gather_head(model: ModelWithLoss) -> None:
     """Gather the head's weight for the loss, which reads it without calling the head."""
+    # Around the method of this one object, not of its class: another model in the process may be whole.
     inner: Callable[..., Any] = model.sums_of_chosen
 
     def sums_of_chosen(*args: Any) -> Any:
@@ -113,13 +116,15 @@ def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch
         with reading(self):
             return cls.forward(self, *args, **kwargs)
 
+    # Properties of a subclass, since a module's __getattr__ is asked only for names that its class does not have. No
+    # parametrization of torch.nn.utils: that renames parameters, and with them the files of a checkpoint.
     members = {name: property(partial(_read, name)) for name in names}
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
 
 
 def _read(name: str, module: torch.nn.Module) -> Tensor | None:
-    # Private: the name is a property of the class by now, so getattr and get_parameter would come back to this
-    # function.
+    # Private, and without a public way: the name is a property of the class by now, so getattr and get_parameter would
+    # come back to this function.
     param = module._parameters[name]
     if module.__dict__.get(_READS) and isinstance(param, DTensor):
         return _Gathered.apply(param, module.__dict__[_REDUCE_DTYPE])

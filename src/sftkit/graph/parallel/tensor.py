@@ -109,8 +109,11 @@ def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
     every = every["shards"] if t.replicas == 1 else every
     if t.tensor == 1:
         return GraphMeshes(every, None)
+    # Ranks that share rows are neighbours, so that their exchanges stay within a machine. In the mesh their dimension
+    # comes before that of shards: a matrix is divided by tensor first, and each part sharded.
     ranks = torch.arange(t.world_size).view(t.replicas, t.shards, t.tensor).transpose(1, 2)
     # As a list: a transposed tensor keeps odd strides where a size is 1, and torch 2.11 then refuses to slice the mesh.
+    # No issue is known.
     tensor_parallel = DeviceMesh(device_type, ranks.tolist(), mesh_dim_names=("replicas", "tensor", "shards"))
     return GraphMeshes(every, tensor_parallel["tensor", "shards"] if t.replicas == 1 else tensor_parallel)
 
@@ -137,9 +140,11 @@ def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
         mesh: that has a dimension "tensor".
     """
     plan, exchange = PLANS[orig_model.config.model_type], Exchange(mesh.get_group("tensor"))
+    # Where without_sequence_parallel finds it, as of a model that parallel/tensor.py has sharded.
     orig_model._activations = exchange  # type: ignore[assignment]
     for block in decoder_blocks(orig_model):
         for name, module in _of_plan(block, plan.gathered).items():
+            # A block with experts gathers before attention alone: its feed-forward layer exchanges tokens by itself.
             if name == NORMS[0] or not _of_plan(block, plan.experts):
                 module.register_forward_hook(lambda _, __, output: exchange.gather(output))
         for module in _of_plan(block, plan.rows).values():
@@ -156,6 +161,7 @@ def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
     """Return a class of the same name that adds the ranks' parts up before its bias, which is one."""
 
     def forward(self: torch.nn.Linear, input: Tensor) -> Tensor:
+        # Before the bias, which each rank has whole: in the parts it would be added once for each rank.
         summed: Tensor = self.__dict__[_EXCHANGE].add_up(F.linear(input, self.weight))
         return summed if self.bias is None else summed + self.bias
 

@@ -62,6 +62,8 @@ class Passes:
             _function(spec)(graph, for_inductor=self.for_inductor)
             graph.recompile()
             self._record(half, spec.name, graph, kept)  # no pass changes what a half takes
+        # Without a pass that compiles it: run call by call, FlexAttention materialises the whole score matrix, which no
+        # memory plan counts.
         if not self._at("regions") and not self.for_inductor and flex_attention(graph):
             self._record(half, "flex_attention", graph, kept)
 

@@ -45,11 +45,13 @@ def _mergeable(graph: Graph) -> list[list[Node]]:
 
 def _merge(graph: Graph, nodes: Sequence[Node]) -> None:
     """Put one operator in the place of the last of them."""
+    # Behind the last, where all inputs are there; overlap_buckets then moves it to where it should start.
     with graph.inserting_after(nodes[-1]):
         inputs = [node.args[0] for node in nodes]
         merged = graph.call_function(compat.coalesced(nodes[0].target), (inputs, *nodes[0].args[1:]))
     merged.meta = {**nodes[0].meta, "val": [node.meta["val"] for node in nodes]}
     last = merged
+    # Each wait keeps its own tensor: only what starts is merged.
     for number, node in enumerate(nodes):
         with graph.inserting_after(last):
             last = graph.call_function(operator.getitem, (merged, number))

@@ -20,6 +20,8 @@ Positions = dict[Node, float]
 def overlap_buckets(graph: GraphModule) -> None:
     """Put the collectives of a half in order: a bucket is gathered while the one before it is used, and reduced while
     the next one is."""
+    # In two rounds: an all-reduce between replicas follows its reduce-scatter, so where it is wanted is known when that
+    # one has moved.
     index = _numbered(graph)
     _sort(graph, index, _started_early(index) | _awaited_late(index, "reduce-scatter"))
     index = _numbered(graph)
@@ -36,6 +38,8 @@ def order_of_waits(graph: GraphModule) -> dict[Node, list[Node]]:
         wait for node in graph.graph.nodes if bucket_of(node) and collective(node) for wait in waits_for(node)
     }
     for node in graph.graph.nodes:
+        # Inductor is free to move what nothing holds. Two ties hold the order: a bucket's wait comes after all that was
+        # to start before it, and after the compute that was to hide it.
         if node in of_buckets:
             after[node] = [*started, *([computed] if computed else [])]
             started = [node]  # others of its bucket come with it
@@ -48,6 +52,7 @@ def order_of_waits(graph: GraphModule) -> dict[Node, list[Node]]:
 
 def _computes(node: Node) -> bool:
     """Return whether a node is a tensor that a matrix product or attention gives."""
+    # Collectives and their waits are costly too, and hide nothing.
     exchanges = "c10d_functional" in str(source_of(node).target)
     return not exchanges and is_costly(node) and isinstance(node.meta.get("val"), torch.Tensor)
 
@@ -72,6 +77,7 @@ def _started_early(index: dict[Node, int]) -> Positions:
     buckets, wanted = _buckets(index, "all-gather"), Positions()
     first_wait = [min(index[wait] for node in bucket for wait in waits_for(node)) for bucket in buckets]
     for number, bucket in enumerate(buckets):
+        # The first bucket has none before it, and starts where it is.
         start = first_wait[number - 1] if number else index[bucket[0]]
         for node in bucket:
             waits = waits_for(node)
@@ -105,6 +111,8 @@ def _awaited_late(index: dict[Node, int], kind: str) -> Positions:
 
 def _sort(graph: GraphModule, index: dict[Node, int], wanted: Positions) -> None:
     """Order the nodes by where they are wanted, in place, each as early as what it reads allows."""
+    # Kahn's algorithm with a heap: among the nodes that may come next, the one whose wanted place is the earliest; the
+    # number breaks ties, so that the order is the same on every rank, as that of collectives must be.
     missing = {node: len(node.all_input_nodes) for node in index}
     ready = [(wanted.get(node, number), number, node) for node, number in index.items() if not missing[node]]
     heapq.heapify(ready)

@@ -55,6 +55,7 @@ class Replayed:
             for mine, given in zip(self._inputs, args, strict=True):
                 if isinstance(given, Tensor) and given.data_ptr() != mine.data_ptr():
                     mine.copy_(given)
+        # The boxed convention: the caller has given its inputs away, and here nobody needs them any more.
         args.clear()
         assert self._replay is not None
         self._replay()
@@ -83,7 +84,8 @@ class Recorder:
     def __call__(self, work: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
         """Record a function's work and return it, see RecordGraph. Recording runs nothing on the device."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog and the loader call CUDA from threads of their own.
+        # thread_local: NCCL's watchdog (pytorch #104555) and the loader call CUDA from threads of their own, which in
+        # the default mode would invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = work()
         self._graphs.append(graph)
@@ -93,6 +95,7 @@ class Recorder:
         """Destroy the graphs: none can be replayed any more. NCCL waits for those with collectives of a communicator
         before it ends that, and dropping who replays them is not enough: the classes that AOTAutograd makes are in
         reference cycles."""
+        # pytorch #115388: destroy_process_group hangs while such a graph is there.
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
