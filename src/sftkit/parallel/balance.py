@@ -29,6 +29,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
     num_layers = len(decoder_blocks(orig_model))
     stages_per_rank = 2 if train.pipeline_schedule == "interleaved" else 1
     configured = train.pipeline_layers
+    # Interleaved stages may be more than two for each process, where the recipe lists their layers.
     stages = len(configured) if configured and stages_per_rank > 1 else pipeline_size * stages_per_rank
     _check_model(orig_model, num_layers, stages, pipeline_size)
     if configured is None:
@@ -75,10 +76,13 @@ def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batc
     Args:
         seconds: of each stage.
     """
+    # The head is known only by what the last stage takes longer than its layers would; below 0 is noise.
     *others, last = seconds
     layer = sum(others) / sum(layers[:-1])
     head = max(last - layer * layers[-1], 0.0)
     slowest = max(sum(seconds[rank::pipeline_size]) for rank in range(pipeline_size))
+    # A pipeline fills and drains once a step, in (ranks - 1) micro-batches of its slowest rank; with several stages on
+    # each rank in that fraction of it.
     idle = 1.0 - micro_batches * sum(seconds) / pipeline_size / (
         slowest * (micro_batches + (pipeline_size - 1) * pipeline_size / len(layers))
     )

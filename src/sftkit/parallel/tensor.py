@@ -61,10 +61,14 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
             divide.
     """
     check_tensor_parallel(orig_model, mesh.size())
+    # On the model, where without_sequence_parallel finds it.
     activations = Activations()
     orig_model._activations = activations  # type: ignore[assignment]
+    # Placements are asked at each call, as without_sequence_parallel changes that of activations. Heads are dimension 2.
     channels, heads = _as_dtensor(mesh, lambda: Shard(-1)), _as_dtensor(mesh, lambda: Shard(2))
     between, add_up = _as_dtensor(mesh, lambda: activations.placement), _add_up(activations)
+    # By hooks: the model's own code then computes on plain tensors of this rank's heads and channels, in whatever
+    # attention backend.
     for names, placement, pre_hook, hook in (
         (COLUMNWISE, Shard(0), None, _to_local),
         (ROWS, Shard(1), channels, add_up),
@@ -115,7 +119,9 @@ def check_split(orig_model: PreTrainedModel, size: int, divided: Collection[str]
 
 def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, param in list(module.named_parameters(recurse=False)):
+        # A bias behind a sum over ranks is added once: DTensor does so with a replicated one.
         along = Replicate() if name == "bias" and placement == Shard(1) else placement
+        # No rank sends: each has the same values, or none yet (meta).
         distributed = distribute_tensor(param.data, mesh, [along], src_data_rank=None)
         module.register_parameter(name, torch.nn.Parameter(distributed, requires_grad=param.requires_grad))
 
