@@ -196,6 +196,7 @@ def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
         return
+    # Replicas all hold the same: only the other processes divide it.
     shards = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
     ways = [text for text, after in smaller_states(s) if held_bytes(after) <= total_bytes]
     # What one process holds times the shards is the whole model; rounded up to whole GPUs.
