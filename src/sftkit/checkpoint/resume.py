@@ -79,6 +79,7 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
         if problem is None:
             return folder
         log.warning("checkpoint skipped: %s", problem)
+        # Noted too: the run writes down why it went back further than its newest checkpoint.
         skipped.append(f"checkpoint skipped: {problem}")
     if skipped:
         lines = "\n  ".join(skipped)
@@ -92,6 +93,8 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
 def _segments(state: dict[str, Any], folder: Path) -> Sequence[PlanSegment]:
     """Return the segments of the steps before the checkpoint. A checkpoint of a version that kept none has one,
     which its identity tells."""
+    # The key is the word that files have for segments. A segment that began at this step has made no batch yet: this
+    # start makes its own.
     if "stretches" in state:
         kept = [PlanSegment(**segment) for segment in state["stretches"]]
         return [segment for segment in kept if segment.after_step < state["step"]]
