@@ -64,7 +64,8 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
     # On the model, where without_sequence_parallel finds it.
     activations = Activations()
     orig_model._activations = activations  # type: ignore[assignment]
-    # Placements are asked at each call, as without_sequence_parallel changes that of activations. Heads are dimension 2.
+    # Placements are asked at each call, as without_sequence_parallel changes that of activations. Heads are dimension
+    # 2.
     channels, heads = _as_dtensor(mesh, lambda: Shard(-1)), _as_dtensor(mesh, lambda: Shard(2))
     between, add_up = _as_dtensor(mesh, lambda: activations.placement), _add_up(activations)
     # By hooks: the model's own code then computes on plain tensors of this rank's heads and channels, in whatever
