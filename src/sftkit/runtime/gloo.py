@@ -30,6 +30,8 @@ def use_one_worker_per_group() -> None:
     def with_one_worker(
         self: object, store: dist.Store, rank: int, size: int, timeout: Any = timedelta(minutes=30), **kwargs: Any
     ) -> None:
+        # Private: the options of a gloo group have no public names. What torch would fill in is filled in the same way,
+        # but for the number of threads.
         if kwargs or isinstance(timeout, group._Options):  # the caller chose its options
             plain(self, store, rank, size, timeout, **kwargs)
             return

@@ -45,6 +45,7 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
         except Exception as error:
             ended.append(error)
 
+    # A daemon: one that still waits for a name server must not hold the process at its end.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(MAX_SECONDS)
@@ -70,6 +71,7 @@ def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) ->
     if not hub_answers():
         return f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
     error = _error_of(lambda: _ask(name, kind, revision))
+    # This order, since a gated repository is to the client a kind of one that is not found.
     if isinstance(error, errors.GatedRepoError):
         raise ConfigError(f"{name}: {_not_let_in(name, kind)}") from error
     if isinstance(error, errors.RevisionNotFoundError):
@@ -131,6 +133,7 @@ def _is_cached(name: str, kind: HubKind) -> bool:
     """Return whether the hub's cache, or that of `datasets`, has anything of a repository but a model's config. That
     one may have been fetched alone, to know the model's size."""
     files = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").glob("snapshots/*/*")
+    # Links to downloaded files: what was begun and not finished is not there.
     if any(file.name != "config.json" for file in files):
         return True
     made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()

@@ -130,8 +130,10 @@ class Stopping:
     def _on_signal(self, number: int) -> None:
         """Handle a signal, in the thread that reads them."""
         now = time.monotonic()
+        # The terminal is gone: a print to it would be the next error.
         if number == signal.SIGHUP:
             leave_lost_terminal()
+        # Asked of a process that seems to hang: the answer comes at once, whatever its main thread waits for.
         if number == signal.SIGQUIT:
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback()
@@ -155,6 +157,7 @@ class Listener:
         self._handlers_before: dict[int, Any] = {}
         self._caught_up = threading.Event()
         self._reading, self._writing = os.pipe()
+        # As Python demands: its handler in C must not wait for a pipe that is full.
         os.set_blocking(self._writing, False)
         # Python writes a signal's number to this pipe at once; a handler would wait for the main thread's next
         # bytecode.
@@ -166,6 +169,8 @@ class Listener:
 
     def take_signals(self) -> None:
         """Have signals come here; to be called again after somebody else may have taken them."""
+        # A handler that does nothing: by default the signal would end the process before the thread reads it, and of
+        # one that is ignored Python writes nothing.
         for number in heeded():
             self._handlers_before.setdefault(number, signal.signal(number, lambda _number, _frame: None))
 
@@ -177,6 +182,7 @@ class Listener:
 
     def close(self) -> None:
         """Put handlers and wake-up descriptor back, end the thread. In the main thread."""
+        # Handlers first: a signal that comes in between finds the one before us, not a pipe without a reader.
         for number, handler in self._handlers_before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set from Python
         signal.set_wakeup_fd(self._wakeup_before)
@@ -216,8 +222,8 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
         ignore_signals(numbers)
         raise api.SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
 
-    # Private: the launcher installs this function as the handler of each signal that it takes, and takes no other.
-    # No issue is known (torch 2.11 to 2.13).
+    # Private: the launcher installs this function as the handler of each signal that it takes (pytorch #61602), and
+    # takes no other. Of the second signal no issue is known (torch 2.11 to 2.13).
     api._terminate_process_handler = once
     try:
         yield
@@ -272,6 +278,7 @@ def starting_processes() -> Iterator[None]:
 def end_process(code: int) -> NoReturn:
     """End this process and all that it has started (data workers, tokenizers, compilers). It waits for nothing but
     children that are just being started."""
+    # With a limit: a start that hangs must not keep the process from ending.
     _starting.acquire(timeout=5.0)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -282,4 +289,5 @@ def end_process(code: int) -> NoReturn:
             with suppress(OSError, ValueError):  # a log on a full disk, a terminal that is gone
                 stream.flush()
     finally:
+        # No sys.exit: this may be another thread than the main one, which may wait in a collective for ever.
         os._exit(code)

@@ -225,6 +225,7 @@ class Runtime:
 
     def signal_of_any_rank(self) -> int | None:
         """Return the signal that any rank has received, the same on every rank; None: none has. Every rank must ask."""
+        # One sum for all signals: a number for each rank would need a gather.
         counts = self.sum(torch.tensor([float(self.stopping.signal == n) for n in SIGNALS], device=self.device))
         return next((number for number, count in zip(SIGNALS, counts.tolist(), strict=True) if count), None)
 
@@ -266,6 +267,7 @@ def start(
     # of its own.
     check_variables(os.environ)
     precision = resolve_precision(train.precision)
+    # Before the first group, kernel and compilation: each of these is read once.
     use_one_worker_per_group()
     use_ptxas_of_workers()
     name_vector_width()
@@ -283,6 +285,7 @@ def start(
     )
     check_group(os.environ, accelerator.num_processes, gpu_unavailable_reason)
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    # Another seed on each rank, as rows are others; what must be equal on all, such as new weights, seeds again.
     seed_everything(run.seed + accelerator.process_index)
     rt = Runtime(accelerator, precision, topology, page=page)
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
@@ -316,6 +319,7 @@ def seed_everything(seed: int) -> None:
 def garbage_collected_between_steps() -> Iterator[Callable[..., int]]:
     """Within the context, let Python's cycle collector run only when the yielded function, gc.collect, is called: in
     the middle of a step it would stop one rank, and with it all. Objects that exist already are not examined."""
+    # torchtitan #148. Frozen are modules, weights and compiled code, of which a collection would look at every object.
     gc.collect()
     gc.freeze()
     gc.disable()
