@@ -35,6 +35,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
         ConfigError: what is wrong with, and missing for, any of the three.
     """
     if not folder.is_dir() and not Path(shipped(str(folder))).is_dir():
+        # A folder counts as complete by its first stage: examples for the message, no check.
         complete = [recipe.parent for recipe in map(Path, shipped_recipes()) if recipe.stem == CHAIN[0]]
         raise ConfigError(
             f"{folder}: no such folder; the chain takes one with "

@@ -73,7 +73,9 @@ def choose(
     Raises:
         ConfigError: the GPUs together have no room for it, or they are fewer than the stages.
     """
-    env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}  # seconds to save after SIGTERM
+    # Without the first, tokenizers warns and uses one thread once the process has forked. The second: seconds to save
+    # after SIGTERM, in place of 30 (pytorch #119856).
+    env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
     cores = counted(hardware.cpu_cores, "CPU core")
     if (stages or 1) > max(hardware.gpus, 1):
         found = f"this machine has {hardware.gpus or 'no'} GPU{'s' * (hardware.gpus > 1)}"
@@ -149,9 +151,9 @@ def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
 def accelerate_launch() -> None:
     """Run `accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
 
-    By itself, with a single process, it ends at a signal and leaves the script running. With several processes torch's
-    elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a process, the exit code says
-    which.
+    By itself, with a single process, it ends at a signal and leaves the script running (accelerate #929). With several
+    processes torch's elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a process, the
+    exit code says which.
     """
     import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main
@@ -177,6 +179,7 @@ def accelerate_launch() -> None:
         sys.exit(exit_code([error.returncode]))
     except ChildFailedError as error:
         traceback.print_exc()
+        # Those that failed first: later ones were ended by the launcher, or lost a connection.
         first = min(failure.timestamp for failure in error.failures.values())
         sys.exit(exit_code([failure.exitcode for failure in error.failures.values() if failure.timestamp == first]))
 
@@ -259,6 +262,7 @@ def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
 def demo() -> int:
     """Run parallel/primer.py on two processes, without a GPU, and return the exit code."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "sftkit.parallel.primer"]
+    # No GPU, so that it shows the same on every machine; one thread for each process, as they share its cores.
     return call(words, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **signal_env(os.environ)})
 
 
