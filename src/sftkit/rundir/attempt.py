@@ -104,6 +104,7 @@ def put_back(folder: Path) -> None:
     Raises:
         ConfigError: that start is still at work.
     """
+    # A start that was killed between the renames lies inside the run that it has put aside, with its lock.
     begun = folder.parent.glob(f"{escape(folder.name)}{ARCHIVED}*/{ATTEMPT}/{LOCK}")
     if folder.exists() or not (aside := next((path.parents[1] for path in begun), None)):
         return

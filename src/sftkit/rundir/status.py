@@ -112,6 +112,7 @@ class RunStatus:
     def end(self, status: Outcome, **more: Any) -> None:
         """Write how the run ended, once: a rank that writes later, say when a signal wakes it, changes nothing. But a
         cause replaces what was only its symptom."""
+        # By every rank: which one comes first is not known, and the launcher may end the main rank before.
         before = read_status(self.run_dir)
         symptoms = [str(failure) for failure in self.failures() if failure.symptom]
         if before.get("status") in (None, "running") or before.get("error") in symptoms:
@@ -152,6 +153,8 @@ class RunStatus:
                 return first, None
             if self.failures():
                 return name, None
+            # A rank that was killed by the kernel wrote nothing, and the launcher then ends the others by a signal: the
+            # signal is not the cause.
             if gone := self.gone():
                 text = f"rank {gone[0]} ended without a word (killed? out of memory?) before the first step"
                 self.end("failed", first_failing_rank=gone[0], error=text)
@@ -292,6 +295,7 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
         return setting
     import torch.distributed as dist  # torch is not imported with this module, which the launcher reads too
 
+    # The main rank decides for all: it alone is sure to see the files that it wrote itself.
     main = environ.get("RANK") == "0"
     begun = main and read_status(Path(run_dir)).get("launch") == launch_id(environ)
     again = [begun and (setting is None or bool(step_dirs(Path(run_dir))))]
