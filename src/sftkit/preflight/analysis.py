@@ -79,6 +79,7 @@ def analyse(
     """
     examples, validation, layout, epoch = data.examples, data.validation, data.layout, data.epoch
     conversations = facts.of_conversations(examples)
+    # Of the data, counted; of the machine, estimated; of time, only what an earlier run has measured.
     sources, lengths = facts.source_facts(examples), examples.lengths
     for source, one in zip(cfg.data.train, sources, strict=True):
         one["split_turns"] = turns.estimate_turns(source, one, cfg.data, tokenizer, layout.max_length)
@@ -255,6 +256,7 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
 
 
 def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
+    # Percentages of rows, as read: a source of bad rows has few documents, or none.
     rows, found = max(source["rows"], 1), []
     skipped = ", ".join(f"{one['rows']:,} {one['reason']}" for one in source["findings"] if one["kind"] == "skipped")
     if 100.0 * source["truncated"] > TRUNCATED_PCT * rows:

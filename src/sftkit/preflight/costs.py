@@ -70,6 +70,7 @@ def layout_facts(
         layout if kind == layout.kind else _other_layout(data, train, layout, kind, some)
         for kind in ("packed", "bucketed", "fixed", "dynamic")
     ]
+    # The other layouts are planned on a sample, whose positions are scaled up by its share of all tokens.
     plans = [epoch if one is layout else plan_epoch(some, one, seed=0, epoch=0) for one in every]
     scales = [1.0 if one is layout else scale for one in every]
     positions = [num_positions(plan, one) * s for plan, one, s in zip(plans, every, scales, strict=True)]
@@ -102,6 +103,7 @@ def _taken_pct(plan: Sequence[GlobalBatch], layout: Layout) -> float:
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
     """Return another layout for the same data and processes; settings that only go with one layout hold for that
     one."""
+    # A multiple that goes with the run's own layout may not divide max_length in another, which would be refused.
     asked = data.pad_multiple or PAD_MULTIPLE
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
@@ -167,6 +169,7 @@ def _comparable(config: Path, cfg: Config) -> str | None:
         return None
     mine = json.loads(json.dumps(asdict(cfg)))  # tuples become lists
     kind = _get(earlier, "data.layout")
+    # Only packed rows have a length of their own.
     keys = (*_SAME, "data.row_length") if kind == cfg.data.layout == "packed" else _SAME
     return kind if all(_get(earlier, key) == _get(mine, key) for key in keys) else None
 

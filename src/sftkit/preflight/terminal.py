@@ -70,6 +70,7 @@ def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBa
     example = examples[document]
     is_special = np.isin(example.ids, special)
     spans = []
+    # Two flags in one number, so that a run ends where either changes.
     for start, end in runs(2 * example.is_target.astype(int) + is_special):
         text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
         spans.append(TextSpan(text, bool(example.is_target[start]), bool(is_special[start])))
