@@ -59,6 +59,7 @@ def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint:
             return ResumeCheckpoint(setting)
         state = json.loads((folder / TRAINING_STATE).read_text())
         return ResumeCheckpoint(setting, folder, state, _segments(state, folder), skipped)
+    # A disk that cannot be read is not an empty one: a new start would put the run aside that is there.
     except OSError as error:
         raise CheckpointError(
             f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what "
@@ -81,6 +82,7 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
         log.warning("checkpoint skipped: %s", problem)
         # Noted too: the run writes down why it went back further than its newest checkpoint.
         skipped.append(f"checkpoint skipped: {problem}")
+    # None verifies although some are there: what to give up is for a person to decide.
     if skipped:
         lines = "\n  ".join(skipped)
         raise ConfigError(

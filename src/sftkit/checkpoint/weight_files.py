@@ -129,6 +129,7 @@ def plan_files(
         size += count
     if len(groups) == 1:
         return {SINGLE_FILE: groups[0]}
+    # The names of transformers, by which from_pretrained and servers find them.
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 

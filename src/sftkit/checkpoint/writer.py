@@ -125,6 +125,8 @@ class Writer:
         with self._lock:
             if (self.run_dir / best.folder).is_dir():
                 self._record(best)
+            # An evaluation may end before the checkpoint of its step is published: BEST must not name what is not
+            # there.
             elif self._writing is not None and best.folder == step_dir(self.run_dir, self._writing).name:
                 self._best_in_writing = best
 

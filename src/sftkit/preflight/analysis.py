@@ -282,6 +282,7 @@ def _padding_warning(analysis: dict[str, Any]) -> list[str]:
     own = own_layout(analysis)
     if own["padding_pct"] <= PADDING_PCT:
         return []
+    # Advice by padding alone: whether another layout is faster is in the table, where it was measured.
     best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
     if own["steps"] == 1:
         advice = "The data fills no global batch: lower train.global_batch_size, or bring more data"

@@ -246,6 +246,7 @@ def disk_facts(
     Args:
         orig_model: on any device, also meta; None: sizes are unknown.
     """
+    # The directory need not be there yet: the disk is that of its nearest parent.
     absolute = run_dir.absolute()
     folder = next(each for each in (absolute, *absolute.parents) if each.exists())
     free = shutil.disk_usage(folder).free
@@ -264,6 +265,7 @@ def disk_facts(
 def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
     """Return the most checkpoints that are on disk together: those kept, the best, pinned ones, and the one being
     written."""
+    # One more than by the interval: a run ends with a checkpoint.
     saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
     pinned = steps // checkpoint.pin_every if checkpoint.pin_every else 0
     return min(checkpoint.keep + 1 + bool(checkpoint.best) + pinned, saves)

@@ -104,6 +104,7 @@ def duplicate_facts(
         duplicate_pct, of the training documents; validation_in_train, by source how many documents occur in training.
     """
     seen = _fingerprints(training, _first_passes(training, sources))
+    # By 64-bit hashes: two documents of millions that agree by chance do not change a percentage.
     distinct = set(seen)
     found = {
         name: sum(print_ in distinct for print_ in _fingerprints(examples, np.arange(len(examples))))

@@ -63,6 +63,8 @@ def make_attempt_dir(folder: Path, *, resumes: bool) -> Path:
     if not resumes:
         _check_room(folder)
     ours.mkdir()
+    # Until the first step whoever reads the run directory looks here, for the tokenizer that a base run has trained
+    # too.
     if resumes and (folder / TOKENIZER).is_dir():
         shutil.copytree(folder / TOKENIZER, ours / TOKENIZER)
     return ours
@@ -91,6 +93,7 @@ def _check_room(folder: Path) -> None:
 def _unmovable(folder: Path) -> str | None:
     """Return why a directory cannot be renamed; None: nothing is known against it."""
     found = Path(os.path.realpath(folder))
+    # ismount does not see a bind mount of a folder on the same disk: the table of mounts does.
     if os.path.ismount(found) or any(Path(part.mountpoint) == found for part in psutil.disk_partitions(all=True)):
         return "a mount point cannot be renamed"
     if not os.access(found.parent, os.W_OK | os.X_OK):

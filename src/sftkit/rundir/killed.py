@@ -54,6 +54,7 @@ def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
 def last_step(run_dir: Path) -> int | None:
     """Return the step of the last whole line of METRICS_FILE; None without one."""
     try:
+        # From the end, backwards: the file may be large, and its last line a half one.
         with (run_dir / METRICS_FILE).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))
             lines = file.read().decode(errors="replace").split("\n")

@@ -103,6 +103,7 @@ class RunStatus:
             step: of the save.
             failure: why it failed; None: it was written.
         """
+        # Only where it changes: a run that saves often would write the file each time.
         failed = None if failure is None else {"step": step, "error": failure}
         before = read_status(self.run_dir)
         with suppress(OSError):  # on a full disk the event is what tells of it
@@ -246,6 +247,7 @@ def _report_error(error: BaseException, status: RunStatus | None) -> int:
     """Write the error down and print what caused it; another rank's cause only where it is not the same error. Return
     the exit code."""
     code = 2 if isinstance(error, ConfigError | DataError) else 1
+    # An error that is made for people says all there is; any other is a mistake of ours, whose place is needed.
     expected = isinstance(error, ConfigError | DataError | RunError)
     prefix, cause = "", None
     if status is not None:

@@ -26,6 +26,7 @@ def replaced_in_each(name: str, values: Mapping[Any, object]) -> Iterator[None]:
     Args:
         values: object -> value.
     """
+    # vars, not getattr: a value of the class must not become the object's own.
     before = {owner: vars(owner)[name] for owner in values if name in vars(owner)}
     try:
         for owner, value in values.items():

@@ -69,6 +69,7 @@ class Deadline:
         Args:
             now: Unix time; None: the present one.
         """
+        # The slowest of the last 64: one of the next may wait for data, or for another rank, as long as that one did.
         needed = 1.1 * (3 * max(self._step_seconds) + self._save_seconds)
         return (time.time() if now is None else now) + needed >= self._end
 

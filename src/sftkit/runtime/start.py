@@ -138,6 +138,7 @@ class Runtime:
     @property
     def data_rank(self) -> int:
         """Return which of the `data_world_size` groups this rank belongs to, from 0."""
+        # Ranks are numbered by stage, within it by rows, and those that share a row are neighbours.
         return self.rank // self.topology.ranks_per_row % self.data_world_size
 
     @property

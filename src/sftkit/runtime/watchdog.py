@@ -58,6 +58,7 @@ class Watchdog:
     def limit(self) -> float:
         """Return the seconds that the present phase may take."""
         status = self._status
+        # Evaluations, saves and the first step take as long as they take; a step of the loop has one duration.
         if status.phase not in _LOOP_PHASES or status.step <= self._first_step:
             return self._run.start_timeout_seconds
         if self._rt.stopping.signal is not None:  # the launcher may end us because another rank is dead

@@ -58,6 +58,7 @@ class Passes:
         """Change the forward or the backward half, in place."""
         kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
+        # Regions last: they are compiled as they are then, so what merges and moves collectives has to be done.
         for spec in (*self._at("split"), *self._at("regions")):
             _function(spec)(graph, for_inductor=self.for_inductor)
             graph.recompile()
