@@ -105,7 +105,9 @@ def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
     """Return whether save_pretrained renames or reshapes tensors of this class on their way to the file."""
     # Private: set by from_pretrained, how it changed tensors of the checkpoint, which save_pretrained reverses.
     conversions = getattr(orig_model, "_weight_conversions", None)
-    if conversions is None:  # not from a checkpoint: what transformers would do for the class
+    # Undocumented, but without another way: of a model that is not from a checkpoint, what transformers would do for
+    # its class.
+    if conversions is None:
         conversions = get_model_conversion_mapping(orig_model, add_legacy=False)
     return bool(conversions)
 

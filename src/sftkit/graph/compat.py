@@ -72,6 +72,7 @@ def export_joint(stack: ExitStack, module: torch.nn.Module, inputs: Sequence[Ten
     # Documented (pytorch #159006), but in no public module. The compilers come with the second call, compile_joint:
     # pytorch #164584.
     export = private("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
+    # Without a public way: torch.compile hands this table over by itself.
     table = private("torch._inductor.decomposition", "select_decomp_table")() if for_inductor else None
     return export(stack, module, tuple(inputs), decompositions=table)
 
@@ -264,6 +265,7 @@ def overlap_collectives(
             estimate.
         for_inductor: the order is written into the graph as dependencies, as Inductor orders anew what has none.
     """
+    # Private: torch.compile runs it by a setting of Inductor, on the graphs of Dynamo alone.
     schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
     # torch 2.11 has no such option. Its scheduler keeps the time of a matrix product or of attention on disk, under
     # operator, sizes, strides and dtype (fx_passes/overlap_scheduling.py benchmark_node_with_cache_key), in a folder by
@@ -310,6 +312,7 @@ def _quiet() -> Iterator[None]:
 def _without_gpu() -> Iterator[None]:
     """Keep the schedulers from asking for a GPU's bandwidth or speed where there is none, and they fail."""
     scheduling = "torch._inductor.fx_passes.overlap_scheduling"
+    # Any number will do: on a CPU products and collectives are estimated in passes/overlap.py.
     stand_ins: dict[tuple[str, str], Callable[..., float]] = {
         ("torch.utils._runtime_estimation", "get_gpu_dram_gbps"): lambda: 10.0,  # torch 2.13
         (scheduling, "get_gpu_dram_gbps"): lambda: 10.0,
@@ -331,6 +334,7 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
         for_inductor: what is cheap when it is fused is computed again.
         saves_memory: the budget is asked.
     """
+    # The splits behind torch.compile, of which Inductor takes the second, and what it does to a joint graph before.
     default = private("torch._functorch.partitioners", "default_partition")
     least = private("torch._functorch.partitioners", "min_cut_rematerialization_partition")
     simplify = private("torch._inductor.fx_passes.joint_graph", "joint_graph_passes")

@@ -15,5 +15,6 @@ def use_ptxas_of_workers() -> None:
     In torch 2.13 both take Triton's, and this does nothing: pytorch #163988, which says that only this function finds
     it, put the program into wheels, and #174716 took it out again.
     """
-    # Private: what the workers call, and without a public name.
+    # Private: what the workers call, and without a public name. It sets TRITON_PTXAS_PATH, for this process and all
+    # that it starts.
     _set_triton_ptxas_path()
