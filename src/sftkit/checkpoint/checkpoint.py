@@ -64,7 +64,8 @@ class Checkpoints:
     recipe: str
     "resolved, as YAML; checkpoints hold it, and a resume compares it"
     identity: Mapping[str, Any] = field(default_factory=dict)
-    "what model, tokenizer and data it trains on, as nested JSON values; a checkpoint of another identity is not resumed"
+    """what model, tokenizer and data it trains on, as nested JSON values; a checkpoint of another identity is not
+    resumed"""
     resumed_from: Path | None = field(default=None, init=False)
     skipped_checkpoints: Sequence[str] = field(default=(), init=False)
     "why newer checkpoints were not resumed"
@@ -93,6 +94,8 @@ class Checkpoints:
             CheckpointError: with `wait`, on every rank: it could not be written.
         """
         began = time.perf_counter()
+        # One at a time: host memory has room for one snapshot, and the writers of all ranks take part in the same
+        # exchanges.
         self._writer.finish()
         folder = step_dir(self.run_dir, step)
         if step != self._writer.published:  # a published directory is never rewritten
@@ -129,6 +132,8 @@ class Checkpoints:
         """Copy what this rank writes to host memory. Shards are gathered here, in the main thread: the background
         thread has no part in training's process group."""
         rank, world_size = self.rt.rank, self.rt.world_size
+        # A failure is noted, not raised: the other ranks are on their way into the gathers below and would wait for
+        # this one. The writers then fail together.
         problem = None
         if self.rt.is_main and not self._small_files:
             try:
@@ -139,6 +144,7 @@ class Checkpoints:
         generation = self.orig_model.generation_config
         if generation is not None:
             generation.pad_token_id = self.tokenizer.pad_token_id
+        # Collectives, in this order on all ranks.
         weights = snapshot_weights(self.orig_model, rank, world_size)
         named, stages = named_states(self.optimizer, self.orig_model), stages_of(self.orig_model)
         among = (rank, world_size)
@@ -167,6 +173,7 @@ class Checkpoints:
             folder: where they lie for a moment, on the disk that checkpoints need anyway; another could be full.
         """
         try:
+            # In the main thread: "Already borrowed" (tokenizers #537) where another thread encodes meanwhile.
             self.tokenizer.save_pretrained(folder)
             make_tokenizer_portable(folder / "tokenizer_config.json")
             files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -203,8 +210,8 @@ class Checkpoints:
         if free < needed:
             raise ConfigError(
                 f"run.dir={self.run_dir}: {in_mb(free)} free on its disk, and the checkpoints of this run need "
-                f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, choose a "
-                "run.dir on another disk, or set checkpoint.every=null for the last one only"
+                f"{in_mb(needed)} ({in_mb(estimated_bytes)} each, at most {at_once} at a time). Free some space, "
+                "choose a run.dir on another disk, or set checkpoint.every=null for the last one only"
             )
 
     def resume(self, checkpoint: ResumeCheckpoint | str | None, changes: Sequence[str] = ()) -> dict[str, Any]:
@@ -228,7 +235,9 @@ class Checkpoints:
         if folder is None:
             return state
         self.resumed_from, self.skipped_checkpoints = folder, checkpoint.skipped_checkpoints
+        # Before anything is loaded: a checkpoint of another run leaves this one as it was.
         lines = self.rt.from_main(lambda: self._check_fit(checkpoint, folder, changes))
+        # Weights, then states, which are named after them; random states last, as what comes before may draw numbers.
         load_weights(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         stages = stages_of(self.orig_model)
@@ -245,8 +254,8 @@ class Checkpoints:
         prefix, here = f"train.resume={checkpoint.setting}: {folder}", self.optimizer.kind
         if checkpoint.state["optimizer"] != here:
             raise ConfigError(
-                f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: resume "
-                "with its optim.name and train.precision, or start from its weights with model.path"
+                f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: "
+                "resume with its optim.name and train.precision, or start from its weights with model.path"
             )
         if not (folder / OPTIMIZER).is_dir():
             raise ConfigError(f"{prefix} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
@@ -256,6 +265,7 @@ class Checkpoints:
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
         """Load this rank's random state if processes and topology are those of the checkpoint; else seed it from
         run.seed, step and rank."""
+        # A random state belongs to a rank and to what that rank computed; with other ranks there is none to go on from.
         there = (state["world_size"], state["topology"])
         if there == (self.rt.world_size, self.rt.topology.describe()):
             file = random_state_file(folder, self.rt.rank)
@@ -290,7 +300,7 @@ class Checkpoints:
 
 def make_tokenizer_portable(config_file: Path) -> None:
     """Rewrite tokenizer_config.json for servers built on transformers 4: version 5 writes a class and a field that
-    version 4 refuses, and both read these."""
+    version 4 refuses (transformers #47553), and both read these."""
     config = json.loads(config_file.read_text())
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"

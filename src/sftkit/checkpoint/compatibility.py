@@ -33,8 +33,8 @@ OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
 "Keys of optim that are not compared: the states say whether optim.name fits; the others only say how it is computed."
 LENGTH = ("train.max_steps", "train.epochs")
 CHANGED = {
-    "train.global_batch_size": "the documents that this epoch still has to take make batches of that size, and the learning rate "
-    "follows the schedule of the steps that there are now",
+    "train.global_batch_size": "the documents that this epoch still has to take make batches of that size, and the "
+    "learning rate follows the schedule of the steps that there are now",
     "run.seed": "the documents that this epoch still has to take come in another order",
     **dict.fromkeys(("model.path", "model.revision"), "its weights are not loaded: those of the checkpoint are"),
     **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),
@@ -55,6 +55,7 @@ def run_identity(
 ) -> dict[str, Any]:
     """Return what optimizer states and position in the data belong to, at any number of ranks: model,
     tokenizer, template, data, rows."""
+    # With the defaults, which the short form leaves out: they are part of the model, and change between versions.
     model = json.loads(orig_model.config.to_json_string(use_diff=False))
     if padding_rows(orig_model):  # optimizer states have those rows too
         model["padding_rows"] = padding_rows(orig_model)
@@ -81,6 +82,7 @@ def _encoder_sources(examples: Examples) -> dict[str, str]:
     digests = {"given": _digest("\0".join(names).encode())} if names else {}
     if examples.encoder_inputs is not None:
         rows = [array.reshape(len(array), -1) for _, array in sorted(examples.encoder_inputs.arrays.items())]
+        # From the middle: pictures and sounds begin and end alike, with borders and silence.
         starts = [max(0, (row.shape[1] - _MIDDLE) // 2) for row in rows]
         middles = [row[:, start : start + _MIDDLE] for row, start in zip(rows, starts, strict=True)]
         digests["encoded"] = _digest(*(np.ascontiguousarray(middle).tobytes() for middle in middles))
@@ -89,12 +91,14 @@ def _encoder_sources(examples: Examples) -> dict[str, str]:
 
 def _sample_digest(examples: Examples) -> str:
     """Return a digest of all lengths and of up to 16 million tokens, evenly spread, with their target flags."""
+    # Ceiling division, so that at most 2^24 are left.
     every = slice(None, None, -(-len(examples.ids) // 2**24) or 1)
     arrays = (examples.offsets, examples.ids[every], examples.is_target[every])
     return _digest(*(np.ascontiguousarray(array).tobytes() for array in arrays))
 
 
 def _digest(*parts: bytes) -> str:
+    # 64 bits tell apart what was mistaken for one another; it is no signature.
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
@@ -144,6 +148,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
     """
     _check_keys(allowed)
     old, new = (dict(flattened(yaml.load(text, Loader=RecipeLoader) or {})) for text in (there, here))
+    # A key of one side alone came or went with a version of sftkit: that is no change of the recipe.
     changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
     optim = {key for key in changed if key.startswith("optim.") and key not in OPTIM_FREE}
     kept = {key: values for key, values in sorted(changed.items()) if key in _FIXED or key in optim}
@@ -154,6 +159,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
             + "".join(f"  ({key}: {CHANGED[key]})\n" for key in refused if key in CHANGED)
             + f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
         )
+    # The length may change without being allowed; as the learning rate follows it, it is told.
     kept |= {key: changed[key] for key in LENGTH if key in changed}
     return [
         f"{key} is now {_shortened(b)} (was {_shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")

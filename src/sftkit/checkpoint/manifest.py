@@ -51,6 +51,8 @@ def write_manifest(folder: Path, step: int, files: Entries) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Rename a flushed directory: readers see a whole checkpoint or none, also after a power failure."""
     flush(temporary / MANIFEST)
+    # Names of files are in their directories: without this a power failure could leave the rename, and not what was
+    # renamed.
     for path in (*(p for p in temporary.rglob("*") if p.is_dir()), temporary):
         flush(path)
     if final.exists():  # the same step, of an earlier start whose later steps were given up
@@ -76,6 +78,7 @@ def sweep(run_dir: Path) -> None:
 def prune(run_dir: Path, keep: int, pin_every: int | None) -> None:
     """Delete all but the newest `keep` checkpoints, the best one, the pinned ones and the one that LATEST names."""
     latest, best = run_dir / LATEST, read_best(run_dir)
+    # LATEST and BEST name directories, which have to be there at any moment, however old they are.
     spared = {latest.read_text().strip() if latest.exists() else None, best and best.folder}
     for folder in step_dirs(run_dir)[:-keep]:
         pinned = (folder / PINNED).exists() or bool(pin_every and step_number(folder) % pin_every == 0)

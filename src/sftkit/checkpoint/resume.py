@@ -59,11 +59,12 @@ def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint:
             return ResumeCheckpoint(setting)
         state = json.loads((folder / TRAINING_STATE).read_text())
         return ResumeCheckpoint(setting, folder, state, _segments(state, folder), skipped)
+    # A disk that cannot be read is not an empty one: a new start would put the run aside that is there.
     except OSError as error:
         raise CheckpointError(
-            f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what can "
-            "be resumed is not known. Nothing was changed: start again when the disk can be read, or name another step "
-            "directory"
+            f"train.resume={setting}: {run_dir if setting == 'auto' else setting} cannot be read ({error}), so what "
+            "can be resumed is not known. Nothing was changed: start again when the disk can be read, or name "
+            "another step directory"
         ) from None
 
 
@@ -79,7 +80,9 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
         if problem is None:
             return folder
         log.warning("checkpoint skipped: %s", problem)
+        # Noted too: the run writes down why it went back further than its newest checkpoint.
         skipped.append(f"checkpoint skipped: {problem}")
+    # None verifies although some are there: what to give up is for a person to decide.
     if skipped:
         lines = "\n  ".join(skipped)
         raise ConfigError(
@@ -92,6 +95,8 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
 def _segments(state: dict[str, Any], folder: Path) -> Sequence[PlanSegment]:
     """Return the segments of the steps before the checkpoint. A checkpoint of a version that kept none has one,
     which its identity tells."""
+    # The key is the word that files have for segments. A segment that began at this step has made no batch yet: this
+    # start makes its own.
     if "stretches" in state:
         kept = [PlanSegment(**segment) for segment in state["stretches"]]
         return [segment for segment in kept if segment.after_step < state["step"]]

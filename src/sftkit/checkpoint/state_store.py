@@ -83,11 +83,12 @@ def snapshot_states(tensors: Mapping[str, torch.Tensor], rank: int, world_size: 
     for position, (name, tensor) in enumerate(tensors.items()):
         if isinstance(tensor, DTensor):
             local = tensor.to_local()
+            # A rank without a part of a short dimension writes nothing; a tensor that is empty as a whole has an entry.
             if _writes_shard(tensor) and (local.numel() or not tensor.numel()):
-                # torch.distributed.checkpoint's own protocol for where a local shard lies in the whole tensor; there is
-                # no public one
+                # Where a local shard lies in the whole tensor: documented for writers of checkpoints (pytorch #144100).
                 (chunk,) = tensor.__create_chunk_list__()
                 mine[name] = HostShard(to_host(local), tuple(chunk.offsets), tensor.shape)
+        # In turn, so that all ranks share the writing of what they hold alike.
         elif position % world_size == rank:
             mine[name] = HostShard(to_host(tensor), (0,) * tensor.dim(), tensor.shape)
     return mine
@@ -128,7 +129,8 @@ def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessG
         the files that this rank wrote.
     """
     with warnings.catch_warnings():
-        # A process alone: torch warns that it may not be meant, even with no_dist. No issue is known (torch 2.11 to 2.13).
+        # A process alone: torch warns that it may not be meant, even with no_dist. No issue is known (torch 2.11 to
+        # 2.13).
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             dict(shards),
@@ -137,7 +139,8 @@ def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessG
             process_group=group,
             no_dist=group is None,
         )
-    # torch's own names: files of a rank begin with __RANK_, and the coordinator, rank 0, writes the index
+    # torch's own names, which no function tells: files of a rank begin with __RANK_, and the coordinator, rank 0,
+    # writes the index.
     return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
 
 
@@ -153,7 +156,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader of a folder of states, without its plain unpickling: https://github.com/pytorch/pytorch/issues/189308.
+    """torch's reader of a folder of states, without its plain unpickling:
+    https://github.com/pytorch/pytorch/issues/189308.
 
     Shards it reads with weights_only=True.
     """
@@ -200,7 +204,8 @@ def load_states(
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-        except dcp.CheckpointException as error:  # no Exception, and a traceback over many lines
+        # A BaseException, which nobody above would take for an error, with a traceback over many lines.
+        except dcp.CheckpointException as error:
             inner = next(iter(error.failures.values()))[0]
             raise ConfigError(f"{folder}: {type(inner).__name__}: {inner}; resume from another checkpoint") from None
 
@@ -220,6 +225,6 @@ def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], fo
             )
     if problems:
         raise ConfigError(
-            f"{folder}: optimizer states do not fit: {first_of(sorted(problems), between='; ')}. Resume with the model, "
-            "optim.name and train.precision of the checkpoint, or start from its weights with model.path"
+            f"{folder}: optimizer states do not fit: {first_of(sorted(problems), between='; ')}. Resume with the "
+            "model, optim.name and train.precision of the checkpoint, or start from its weights with model.path"
         )

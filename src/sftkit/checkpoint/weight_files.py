@@ -51,6 +51,8 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not is_sharded or stored_in_another_form(orig_model):
         return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
+    # Planned by all before anything is gathered: each then gathers a tensor once and keeps it only if the file is its
+    # own.
     sizes = {
         name: t[0].numel() * saved_rows[id(t)] if id(t) in saved_rows else t.numel() for name, t in tensors.items()
     }
@@ -88,7 +90,7 @@ def _gathered(
 def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads."""
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
-    # transformers keeps here what save_pretrained leaves out; shards are written without save_pretrained
+    # Private: transformers keeps here what save_pretrained leaves out; shards are written without save_pretrained.
     ignored = set(orig_model._keys_to_ignore_on_save or ())
     names: dict[int, str] = {}
     state = orig_model.state_dict(keep_vars=True)
@@ -101,9 +103,11 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
     """Return whether save_pretrained renames or reshapes tensors of this class on their way to the file."""
-    # set by from_pretrained: how it changed tensors of the checkpoint, which save_pretrained reverses
+    # Private: set by from_pretrained, how it changed tensors of the checkpoint, which save_pretrained reverses.
     conversions = getattr(orig_model, "_weight_conversions", None)
-    if conversions is None:  # not from a checkpoint: what transformers would do for the class
+    # Undocumented, but without another way: of a model that is not from a checkpoint, what transformers would do for
+    # its class.
+    if conversions is None:
         conversions = get_model_conversion_mapping(orig_model, add_legacy=False)
     return bool(conversions)
 
@@ -127,13 +131,14 @@ def plan_files(
         size += count
     if len(groups) == 1:
         return {SINGLE_FILE: groups[0]}
+    # The names of transformers, by which from_pretrained and servers find them.
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
 def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
     """Write config.json, generation_config.json and the code of remote models: save_pretrained writes
-    these alone when it gets no weights. It also deletes numbered weight files that it finds, so this comes
-    before any rank writes one."""
+    these alone when it gets no weights. It also deletes numbered weight files that it finds (transformers #16947), so
+    this comes before any rank writes one."""
     orig_model.save_pretrained(folder, state_dict={})
 
 
@@ -145,7 +150,8 @@ def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder:
         written = [*folder.glob("*.safetensors")]
     for name, tensors in snapshot.files.items():
         save_file(tensors, folder / name, metadata={"format": "pt"})
-    for path in written:  # safetensors makes files that only their owner may read
+    # safetensors makes files that only their owner may read (safetensors #782): they get the mode that others have.
+    for path in written:
         path.chmod(stat.S_IMODE((folder / "config.json").stat().st_mode))
     if snapshot.index is not None:
         (folder / INDEX_FILE).write_text(json.dumps(snapshot.index, indent=2))

@@ -104,6 +104,8 @@ class Writer:
 
     def start(self, snapshot: Snapshot) -> None:
         """Begin to write; the one before has to be finished."""
+        # Made by the main threads, which all come here for the same step: new_group is a collective of training's
+        # group.
         if self.rt.world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=SLOWEST)
         self._token = self._token or self.rt.from_main(lambda: secrets.token_hex(4))
@@ -123,6 +125,8 @@ class Writer:
         with self._lock:
             if (self.run_dir / best.folder).is_dir():
                 self._record(best)
+            # An evaluation may end before the checkpoint of its step is published: BEST must not name what is not
+            # there.
             elif self._writing is not None and best.folder == step_dir(self.run_dir, self._writing).name:
                 self._best_in_writing = best
 
@@ -158,6 +162,7 @@ class Writer:
         total = sum(self._together(snapshot.num_bytes))
         self._on_main(lambda: self._open(temporary, snapshot, total))
         mine = self._together(lambda: self._write_own(snapshot, temporary))[self.rt.rank]
+        # A collective of torch, over the same group.
         mine += save_states(snapshot.states, temporary / OPTIMIZER, self._group, self.rt.rank)
         claimed = self._together(lambda: mine)
         if self.rt.is_main:  # all that no other rank wrote: transformers names its files itself
@@ -174,6 +179,8 @@ class Writer:
             mine: tuple[T | None, str | None] = (do(), None)
         except Exception as error:
             mine = (None, reason(error))
+        # A failure travels like a result: a rank that raised before this would leave the others waiting for hours
+        # (SLOWEST).
         gathered: list[Any] = [mine]
         if self._group is not None:
             gathered = [None] * self.rt.world_size
@@ -194,6 +201,7 @@ class Writer:
         if free < num_bytes:
             raise OSError(f"{self.run_dir} has {in_mb(free)} free and it takes {in_mb(num_bytes)}")
         (temporary / OPTIMIZER).mkdir(parents=True)
+        # Of a model in one piece write_weights writes it.
         if snapshot.weights.full is None:
             write_config(self.orig_model, temporary)
 
@@ -215,6 +223,7 @@ class Writer:
         write_manifest(temporary, step, files)
         publish(temporary, final)
         replace_text(self.run_dir / LATEST, final.name + "\n")
+        # An evaluation of this step may end at the same moment: it is recorded in BEST before pruning looks there.
         with self._lock:
             if self._best_in_writing is not None:
                 self._record(self._best_in_writing)

@@ -15,10 +15,11 @@ _MARK = "sftkit_bucket"
 
 
 def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
-    """Return the bucket of each parameter by its name, in the order in which a forward pass uses them: the embedding, each
-    block, then final norm and head. Tied weights belong to the embedding."""
+    """Return the bucket of each parameter by its name, in the order in which a forward pass uses them: the embedding,
+    each block, then final norm and head. Tied weights belong to the embedding."""
     block_of = {id(p): f"block{i}" for i, block in enumerate(decoder_blocks(orig_model)) for p in block.parameters()}
     block_of |= {id(p): EMBEDDING for p in embedding_module(orig_model).parameters()}
+    # A tied weight has two names, and the captured graph may know it by either.
     named = dict(orig_model.named_parameters(remove_duplicate=False))
     return {f"{prefix}{name}": block_of.get(id(p), HEAD) for name, p in named.items()}
 
@@ -30,6 +31,8 @@ def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
         ConfigError: no input of the graph says that it is a weight, as this torch describes inputs otherwise.
     """
     inputs = [(compat.parameter_of(node), node) for node in graph.graph.find_nodes(op="placeholder")]
+    # The name in an input is all that ties it to a weight. Without any, every pass that merges or moves collectives
+    # would do nothing, and nobody would see why.
     if buckets.keys().isdisjoint(name for name, _ in inputs):
         raise compat.missing_name_error('ParamAOTInput in node.meta["desc"]')
     collectives = [(name, _gathers(node)) for name, node in inputs]
@@ -58,8 +61,8 @@ def _gathers(weight: Node) -> list[Node]:
 
 
 def _reductions(gradient: Node) -> list[Node]:
-    """Return the reduce-scatters that a gradient's local shard comes from, and the all-reduces between copies behind them, through
-    nodes with one input and sums of several."""
+    """Return the reduce-scatters that a gradient's local shard comes from, and the all-reduces between copies behind
+    them, through nodes with one input and sums of several."""
     found, waiting = [], [gradient]
     while waiting:
         node = waiting.pop()

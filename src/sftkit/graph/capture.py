@@ -1,7 +1,8 @@
 """One graph of a micro-batch's forward and backward pass, loss and sharding included, captured once for a shape.
 
-The model's own Python runs once on fake tensors under AOTAutograd, without Dynamo: what it decides on the host is decided for good, what it
-computes is in the graph. Weights, the tensors of a batch, and the weight of the loss go in; named sums and gradients come out.
+The model's own Python runs once on fake tensors under AOTAutograd, without Dynamo: what it decides on the host is
+decided for good, what it computes is in the graph. Weights, the tensors of a batch, and the weight of the loss go in;
+named sums and gradients come out.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class _Traced(torch.nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(tensors_of(self.batch), tensors, strict=True))
         own: dict[str, Any] = {name: given[name] for name in OWN}
+        # The positions of targets in the batch are as many as there are targets: in a graph that would be one more
+        # shape.
         everywhere = torch.arange(given["targets"].numel(), device=given["targets"].device)
         inputs = {name: given[name] for name in self.batch.inputs}
         sums = self.model(replace(self.batch, inputs=inputs, target_index=everywhere, **own))
@@ -91,13 +94,18 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
         ConfigError: this torch lacks something that it takes.
     """
     started, traced = time.perf_counter(), _Traced(model, batch)
+    # Held until both halves are compiled. Within, loss and attention are one operator each: a trace would unroll the
+    # loop over chunks of logits, and torch's own flex_attention would start Dynamo in the middle of it.
     with ExitStack() as stack:
         stack.enter_context(loss_as_operator())
         stack.enter_context(blocks_tagged(model.orig_model))
         stack.enter_context(attention_as_operator(compat.flex_operator))
         joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), for_inductor=passes.for_inductor)
+        # While weights and gradients have their names, and before any pass: the marks travel with the nodes into both
+        # halves.
         mark_buckets(joint.graph_module, buckets_of(model.orig_model, "model.orig_model."))
         passes.on_joint(joint.graph_module)
+        # Known after the trace alone, which is what asks the objective for its sums.
         num_sums = 1 + len(traced.measured)
         split = compat.partition(for_inductor=passes.for_inductor, saves_memory=passes.saves_memory)
         halves = [partial(passes.compile_half, name, num_sums) for name in ("forward", "backward")]

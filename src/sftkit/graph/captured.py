@@ -50,6 +50,7 @@ class CapturedModel(torch.nn.Module):
 
     def capture(self, batch: Batch) -> None:
         """Capture the graph of batches like this one. No collective runs."""
+        # One for all shapes, so that their CUDA graphs share a memory pool: only one shape runs at a time.
         if "cuda_graphs" in self._passes and self._recorder is None:
             self._recorder = Recorder()
         passes = Passes(self._passes, self._saves_memory, self._recorder)
@@ -86,6 +87,7 @@ class CapturedModel(torch.nn.Module):
         graph = self._graphs.get(signature_of(batch))
         if graph is not None:
             return graph(batch)
+        # Checks and evaluations, outside of the contract, may bring any shape.
         if not self._graphs or self._on_other is None:
             return self.model(batch, self._eager)
         return self._other(batch)
@@ -95,13 +97,14 @@ class CapturedModel(torch.nn.Module):
         if self._on_other == "error":
             raise RecompileError(
                 f"a training step needs a graph that the warm-up did not capture: {reason}\n"
-                "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket). If this "
-                "step is as it should be, train on with compile.on_recompile=warn (capture it and count) or "
+                "The warm-up covers the shapes of data.layout (packed and fixed: one; bucketed: one per bucket). If "
+                "this step is as it should be, train on with compile.on_recompile=warn (capture it and count) or "
                 "compile.on_recompile=eager (run it without a graph)"
             )
         if self._on_other == "eager":
             self.fallbacks.append(reason)
             return self.model(batch, self._eager)
+        # Each rank for itself: a capture runs no collective, so ranks that have the graph only wait for this one.
         self.late.append(reason)
         log.warning("capturing a graph inside training: %s", reason)
         self.capture(batch)
@@ -114,9 +117,11 @@ class CapturedModel(torch.nn.Module):
         declared = ", ".join(f"{r} x {t}" for r, t in known)
         if (rows, length) not in known:
             return f"a micro-batch of {rows} x {length} positions; captured: {declared}"
+        # The size is known, so it is another tensor of the batch that is there, or has a shape, as in no captured one.
         signatures = [dict(one) for one in self._graphs if dict(one)["doc_ids"] == (rows, length)]
         differing = [
-            f"{name} {list(shape)} (captured: {' or '.join(str(list(s[name])) for s in signatures if name in s) or 'none'})"
+            f"{name} {list(shape)} (captured: "
+            f"{' or '.join(str(list(s[name])) for s in signatures if name in s) or 'none'})"
             for name, shape in signature_of(batch)
             if all(s.get(name) != shape for s in signatures)
         ]

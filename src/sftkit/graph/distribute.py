@@ -24,8 +24,8 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
         dispatcher: graph.token_dispatcher.
 
     Raises:
-        ConfigError: replicas of whole models, context parallelism, a model with an encoder, what tensor parallelism does
-            not know or cannot divide, or an exchange of tokens where no experts are shared out.
+        ConfigError: replicas of whole models, context parallelism, a model with an encoder, what tensor parallelism
+            does not know or cannot divide, or an exchange of tokens where no experts are shared out.
     """
     # What is asked of the model alone comes first: it is refused alike on one GPU and on many.
     if orig_model.config.is_encoder_decoder:
@@ -38,8 +38,8 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
     topology = rt.topology
     if rt.world_size > 1 and not topology.sharded:
         raise ConfigError(
-            f"train.engine=graph shards weights over its {rt.world_size} processes, and {topology.describe()} keeps them "
-            "whole: start it with accelerate_configs/fsdp2.yaml or hsdp.yaml"
+            f"train.engine=graph shards weights over its {rt.world_size} processes, and {topology.describe()} keeps "
+            "them whole: start it with accelerate_configs/fsdp2.yaml or hsdp.yaml"
         )
     # Ranks that share a row would have to exchange keys and values within attention, for which a graph has no operator.
     if topology.context > 1:
@@ -55,14 +55,14 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
         return
     if not any(is_experts(module) for module in orig_model.modules()):
         raise ConfigError(
-            f"graph.token_dispatcher=alltoall sends tokens to experts, and {orig_model.config.model_type} has none here: leave "
-            "it out"
+            f"graph.token_dispatcher=alltoall sends tokens to experts, and {orig_model.config.model_type} has none "
+            "here: leave it out"
         )
     if topology.tensor == 1:
         raise ConfigError(
-            "graph.token_dispatcher=alltoall exchanges tokens between processes that share experts out, and here each has all "
-            f"({topology.describe()}): start it with accelerate_configs/tp.yaml and a parallelism_config_tp_size above 1, or "
-            "leave it out"
+            "graph.token_dispatcher=alltoall exchanges tokens between processes that share experts out, and here "
+            f"each has all ({topology.describe()}): start it with accelerate_configs/tp.yaml and a "
+            "parallelism_config_tp_size above 1, or leave it out"
         )
 
 
@@ -84,15 +84,16 @@ def check_device(passes: Sequence[str], attention: str, device: torch.device) ->
         )
     if "full_inductor" in passes and attention == "flex":
         raise ConfigError(
-            f"graph.passes: full_inductor has no backward pass of FlexAttention on {device.type}: set attention.backend="
-            "reference, or take regional_inductor, which leaves it as it is"
+            f"graph.passes: full_inductor has no backward pass of FlexAttention on {device.type}: set "
+            "attention.backend=reference, or take regional_inductor, which leaves it as it is"
         )
 
 
 def distribute_for_graph(
     model: ModelWithLoss, source: ModelConfig | None, rt: Runtime, dispatcher: str = "allgather"
 ) -> None:
-    """Put weights on the device, sharded where the launcher asks for it, and experts as a graph takes them; every rank calls it.
+    """Put weights on the device, sharded where the launcher asks for it, and experts as a graph takes them; every rank
+    calls it.
 
     Args:
         source: where the weights of an empty model come from (models.load).

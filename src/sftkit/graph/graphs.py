@@ -41,6 +41,7 @@ class Counts(NamedTuple):
 def collective(node: Node) -> str | None:
     """Return the kind of a collective; None for any other node."""
     namespace, _, name = compat.schema_name(node).partition("::")
+    # Two kinds have a collective's name: torch's functional ones, and exchanges that are an operator of this project.
     if namespace != "sftkit" and "c10d_functional" not in namespace:
         return None
     return next((kind for prefix, kind in KINDS.items() if name.lstrip("_").startswith(prefix)), None)
@@ -58,8 +59,11 @@ def source_of(node: Node) -> Node:
 
 
 def is_costly(node: Node) -> bool:
-    """Return whether a node is a matrix product, attention, or an operator from outside of torch's core, such as a collective."""
+    """Return whether a node is a matrix product, attention, or an operator from outside of torch's core, such as a
+    collective."""
     node = source_of(node)
+    # torch counts the operations of what is worth counting: its table of formulas is the list of products and
+    # attention.
     known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry
     target = compat.operator_of(node)
     return known or (target is not None and target.namespace not in ("aten", "prims"))
@@ -78,8 +82,10 @@ def tensor_bytes(nodes: Sequence[Node]) -> int:
 
 
 def gathered_from(graph: GraphModule) -> list[Node]:
-    """Return the nodes of a graph that lead from shards of weights to whole ones: casts, all-gathers, their waits, and views of what
-    they give, in order."""
+    """Return the nodes of a graph that lead from shards of weights to whole ones: casts, all-gathers, their waits, and
+    views of what they give, in order."""
+    # Two sets grow in one pass over the nodes, which are in the order of their dependencies: what is only a form of a
+    # shard, and what is only a form of a whole weight. A node with any other input is neither.
     weights: set[Node] = set()
     whole: set[Node] = set()
     for node in graph.graph.nodes:
@@ -87,6 +93,8 @@ def gathered_from(graph: GraphModule) -> list[Node]:
         if node.op == "placeholder":
             weights.add(node)  # an input; a batch's are never all-gathered
         elif collective(node) == "all-gather" and weights.issuperset(inputs):
+            # The cast before the gather goes too: the backward pass starts again from the shard, which is in memory
+            # anyway.
             whole |= {node, *_leading_to(inputs[0])}
         elif inputs and whole.issuperset(inputs) and _keeps_values(node):
             whole.add(node)

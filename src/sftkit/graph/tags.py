@@ -20,12 +20,14 @@ _MARK = "sftkit_block"
 
 def blocks_tagged(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
     """Tag what a decoder block computes with the number of the block, for whoever traces within the context."""
+    # In the place of `forward`, not by hooks: those run outside of it, and a context has to be open while it runs.
     blocks = enumerate(decoder_blocks(orig_model))
     return replaced_in_each("forward", {block: _tagged(block.forward, number) for number, block in blocks})
 
 
 def block_of(node: Node) -> int | None:
-    """Return the number of the block that a node belongs to, of the backward pass, too; None: to none, or it sums gradients."""
+    """Return the number of the block that a node belongs to, of the backward pass, too; None: to none, or it sums
+    gradients."""
     return compat.annotation(node, _MARK)
 
 

@@ -35,10 +35,11 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
         ConfigError: what is wrong with, and missing for, any of the three.
     """
     if not folder.is_dir() and not Path(shipped(str(folder))).is_dir():
+        # A folder counts as complete by its first stage: examples for the message, no check.
         complete = [recipe.parent for recipe in map(Path, shipped_recipes()) if recipe.stem == CHAIN[0]]
         raise ConfigError(
-            f"{folder}: no such folder; the chain takes one with {', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, "
-            f"such as {', '.join(map(str, complete))}"
+            f"{folder}: no such folder; the chain takes one with "
+            f"{', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, such as {', '.join(map(str, complete))}"
         )
     recipes: dict[str, Config] = {}
     problems: list[str] = []
@@ -77,6 +78,8 @@ def is_evaluated(run: RunConfig, eval: EvalConfig) -> bool:
     """Return whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
     run_dir = Path(run.dir)
     try:
+        # By the manifest, which stands for the bytes of the checkpoint: its name alone is the same after another
+        # training.
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
         manifest = digest(newest) if (newest := latest_checkpoint(run_dir)) is not None else None
         same_limit = settings["max_examples"] == eval.max_examples

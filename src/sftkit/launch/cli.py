@@ -63,6 +63,7 @@ def python_arguments(word: str) -> list[str]:
         hint = f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them"
         fail(f"sftkit {word}: no such word. {hint}")
     script = f"scripts/{SCRIPTS[word]}"
+    # Stages alone go through the launcher: all others are one process.
     launcher, flags = ["-m", "sftkit.launch"] * (word in STAGES), ["--preview", "0"] * (word == "prepare")
     return [*launcher, script if is_ours(script) else str(ROOT / script), *flags]
 
@@ -81,6 +82,7 @@ def init(words: list[str]) -> None:
         fail(usage)
     folder = Path(expanded(words[0]))
     try:
+        # All of it is looked at before anything is copied: a folder that is half there would be refused the next time.
         for name in SHIPPED:
             if (folder / name).exists():
                 raise ConfigError(f"{folder / name} is there already: name another folder, or move it away")
@@ -90,7 +92,8 @@ def init(words: list[str]) -> None:
         raise ConfigError(f"{folder}: {error}") from error
     sftkit = program_path("sftkit", folder.absolute())
     print_text(
-        f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {shlex.quote(str(folder))}\n  {sftkit} chain recipes/smoke\n  {sftkit} chat"
+        f"{folder}: {', '.join(SHIPPED)}: yours to change\n\n  cd {shlex.quote(str(folder))}\n  {sftkit} chain "
+        f"recipes/smoke\n  {sftkit} chat"
     )
 
 

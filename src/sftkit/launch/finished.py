@@ -30,6 +30,7 @@ def finished(cfg: Config) -> str | None:
     if cfg.train.resume != "auto" or read_status(run_dir).get("status") != "finished" or at_work(run_dir):
         return None
     try:
+        # From the cheapest question to the dearest: the last one reads every byte of the checkpoint.
         summary, newest = json.loads((run_dir / SUMMARY).read_text()), latest_checkpoint(run_dir)
         step, total_steps = summary["step"], summary["total_steps"]
         if newest is None or newest.name != step_name(total_steps) or step != total_steps or summary["stopped"]:

@@ -33,10 +33,12 @@ class Hardware:
 
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     """Return this machine's visible GPUs and usable CPU cores."""
+    # By nvidia-smi: torch takes seconds to import, and a context on each GPU.
     listing = nvidia_smi("-L")
     names = [line.split(":", 1)[1].split("(UUID")[0].strip() for line in listing if line.startswith("GPU ")]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = count_visible(listing, visible)
+    # Only a run on cores needs to know which are idle, and waits half a second for it.
     if not gpus:
         return Hardware(0, cpu_cores(), idle_cores=idle_cores())
     in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only

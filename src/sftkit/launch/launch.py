@@ -73,14 +73,16 @@ def choose(
     Raises:
         ConfigError: the GPUs together have no room for it, or they are fewer than the stages.
     """
-    env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}  # seconds to save after SIGTERM
+    # Without the first, tokenizers warns and uses one thread once the process has forked. The second: seconds to save
+    # after SIGTERM, in place of 30 (pytorch #119856).
+    env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
     cores = counted(hardware.cpu_cores, "CPU core")
     if (stages or 1) > max(hardware.gpus, 1):
         found = f"this machine has {hardware.gpus or 'no'} GPU{'s' * (hardware.gpus > 1)}"
         start = typed(".venv/bin/accelerate launch --config_file accelerate_configs/cpu_ddp.yaml")
         raise ConfigError(
-            f"train.pipeline_stages={stages}: {found}: take fewer stages, or try them on the CPU: ACCELERATE_USE_CPU=true "
-            f"{start} --num_processes {stages} SCRIPT RECIPE ..."
+            f"train.pipeline_stages={stages}: {found}: take fewer stages, or try them on the CPU: "
+            f"ACCELERATE_USE_CPU=true {start} --num_processes {stages} SCRIPT RECIPE ..."
         )
     if hardware.gpus == 0:
         name, processes, found = "cpu.yaml", 1, "no GPU"
@@ -138,7 +140,8 @@ def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
     """Return the argument list of the process to start: `accelerate launch ...`, see accelerate_launch."""
     code = (
         "import os, signal; "
-        "signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'\\nSIGINT: ended\\n'), os._exit(130))); "  # until it passes on
+        # Until accelerate_launch passes signals on: a Ctrl-C in the middle of its imports would print a traceback.
+        "signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'\\nSIGINT: ended\\n'), os._exit(130))); "
         "from sftkit.launch.launch import accelerate_launch; accelerate_launch()"
     )
     options = ["--config_file", str(launch.config_file), "--num_processes", str(launch.num_processes)]
@@ -148,9 +151,9 @@ def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
 def accelerate_launch() -> None:
     """Run `accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
 
-    By itself, with a single process, it ends at a signal and leaves the script running. With several processes torch's
-    elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a process, the exit code says
-    which.
+    By itself, with a single process, it ends at a signal and leaves the script running (accelerate #929). With several
+    processes torch's elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a process, the
+    exit code says which.
     """
     import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main
@@ -176,6 +179,7 @@ def accelerate_launch() -> None:
         sys.exit(exit_code([error.returncode]))
     except ChildFailedError as error:
         traceback.print_exc()
+        # Those that failed first: later ones were ended by the launcher, or lost a connection.
         first = min(failure.timestamp for failure in error.failures.values())
         sys.exit(exit_code([failure.exitcode for failure in error.failures.values() if failure.timestamp == first]))
 
@@ -258,6 +262,7 @@ def call(words: Sequence[str], env: Mapping[str, str] | None = None) -> int:
 def demo() -> int:
     """Run parallel/primer.py on two processes, without a GPU, and return the exit code."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "sftkit.parallel.primer"]
+    # No GPU, so that it shows the same on every machine; one thread for each process, as they share its cores.
     return call(words, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **signal_env(os.environ)})
 
 

@@ -81,10 +81,12 @@ def topologies(machines: Machines, shape: Shape) -> Iterator[Topology]:
     them; shards over wider groups; rows or matrices split within a machine; layers over machines."""
     gpus, own = machines.gpus, min(machines.per_machine, machines.gpus)
     yield Topology(replicas=gpus)
+    # Groups of a whole machine or of several: a group of a part of one would leave fast connections unused.
     widths = [own * 2**i for i in range(20) if own * 2**i <= gpus and gpus % (own * 2**i) == 0]
     for width in widths:
         yield Topology(shards=width, replicas=gpus // width, sharded=True)
     for kind, parts in itertools.product(("tensor", "context"), (2, 4, 8)):
+        # Tensor ranks divide the key heads; context ranks divide rows, which any number may.
         divides = shape.key // shape.head_dim % parts == 0 or kind == "context"
         for width in widths if parts <= own and divides else ():
             whole = Topology(shards=width // parts, replicas=gpus // width, sharded=True)
@@ -143,10 +145,13 @@ def _exchanging(setup: EstimateInputs, machines: Machines, passes: Mapping[str, 
     Args:
         passes: seconds of the forward and of the backward pass of a micro-batch.
     """
+    # What covers an exchange is used up: passes are filled in turn with the seconds of exchanges, and what does not fit
+    # is waited for.
     t, count, room = setup.topology, setup.layout.accumulation, dict(passes)
     alone = hidden = 0.0
     for each in traffic(setup):
         seconds, gathers = each.sent / _speed(each.among, t, machines), each.kind == "all_gather"
+        # Within a layer, or between stages, the next operation needs the result: nothing hides it.
         if each.among in ("tensor", "context", "stages"):
             alone += seconds
             continue
@@ -165,6 +170,7 @@ def _exchanging(setup: EstimateInputs, machines: Machines, passes: Mapping[str, 
 def _speed(among: str, t: Topology, machines: Machines) -> float:
     """Return the bytes per second of a group: ranks of a copy are neighbours, tensor and context ranks are
     nearest, stages farthest."""
+    # A group is as wide as the ranks from its first to its last: wider than a machine, it sends over the network.
     copy = t.shards * t.ranks_per_row
     sizes = {"tensor": t.tensor, "context": t.context, "shards": copy, "ends": copy, "replicas": t.stage_ranks}
     return machines.inside if sizes.get(among, t.world_size) <= machines.per_machine else machines.between
@@ -181,12 +187,15 @@ def setups(
         micro: the most rows of a micro-batch, those that may be chosen.
     """
     for topology in topologies(machines, shape):
+        # Context ranks take two pieces of a row each, one from either end, so that a causal mask leaves all the same
+        # work.
         if rows % topology.row_ranks or (topology.ranks_per_row > 1 and row_length % (2 * topology.ranks_per_row)):
             continue
         share = rows // topology.row_ranks
         # By the parameters that a token passes, as parallel.balance does.
         layers = balanced(shape.blocks, *_work(shape), topology.stages) if topology.stages > 1 else ()
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
+        # Each number of rows once: limits that lead to the same divisor are one layout.
         held = dict.fromkeys(largest_divisor(share, limit) for limit in micro)
         for in_micro, (memory, budget), sharding in itertools.product(held, BUDGETS.items(), shardings):
             layout = Layout("packed", (row_length,), rows, in_micro, topology.row_ranks, row_length, row_length)
@@ -264,6 +273,7 @@ def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str 
         return None
     rows, micro = cfg.train.global_batch_size, [cfg.train.micro_batch_size]
     fitting = ways(shape, Machines(gpus, gpus, memory_bytes), rows, row_length, micro)
+    # Of other architectures neither matrices nor layers can be spread: layouts that do are no advice.
     if fields["model_type"] not in SHARDABLE:
         fitting = [each for each in fitting if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
     own = next((each for each in fitting if each.config.partition(",")[0] == taken), None)

@@ -151,6 +151,7 @@ def estimate(s: EstimateInputs) -> Estimate:
         return max(pipeline_estimates(s), key=lambda place: place.total)
     if s.topology.sharded:
         return _sharded(s, tokens)
+    # DDP has all of its buckets from the start, whatever gradients are there yet.
     weights = gradients = width * m.parameters
     buckets = gradients if s.layout.world_size > 1 else 0
     earlier = m.parameters * earlier_gradient_width(s.layout, s.precision)
@@ -195,6 +196,7 @@ def held_bytes(s: EstimateInputs) -> int:
         whole = replace(s, topology=replace(s.topology, stages=1))
         shapes = [pipeline_rank_shape(s, place) for place in range(s.topology.stages)]
         return max(held_bytes(replace(whole, shape=shape)) for shape in shapes)
+    # Twice the width: a gradient is as wide as its weight.
     shards = s.topology.shards * s.topology.ranks_per_row if s.topology.sharded else 1
     return (2 * WIDTH[s.precision] * s.shape.parameters + _state_bytes(s)) // shards
 
@@ -208,10 +210,13 @@ def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
     with fp32 copies that are being exchanged.
     """
     m, t, width = s.shape, s.topology, WIDTH[s.precision]
+    # All ranks of a replica divide what is kept; what is gathered for use is whole but for matrices, of which a tensor
+    # rank uses its own part.
     shards = t.shards * t.context * t.tensor
     body = (m.parameters - m.ends) // t.tensor
     block, end = body // max(m.blocks, 1), m.ends
     gathered = body + m.ends if s.sharding.keep_weights else 2 * block + end
+    # What earlier micro-batches leave: FSDP keeps them whole where the exchange waits for the last one, else as shards.
     earlier = s.layout.accumulation > 1
     whole_sums = 4 * (body + m.ends) if earlier and s.sharding.keep_gradients else 0
     shard_sums = 4 * m.parameters // shards if earlier and not s.sharding.keep_gradients else 0
@@ -273,6 +278,7 @@ def pipeline_rank_shape(s: EstimateInputs, pipeline_rank: int) -> Shape:
     m, places = s.shape, s.topology.stages
     blocks = sum(s.stage_layers[pipeline_rank::places])
     embedding = m.vocab * m.hidden
+    # A tied weight is on both ends: there the model counts one, and the last process still has its copy.
     ends = embedding if pipeline_rank == 0 else 0
     ends += max(m.ends - embedding, embedding) if pipeline_rank == places - 1 else 0
     share = blocks / m.blocks

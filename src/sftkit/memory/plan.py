@@ -196,13 +196,15 @@ def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
     held = held_bytes(s)
     if total_bytes is None or held <= total_bytes:
         return
+    # Replicas all hold the same: only the other processes divide it.
     shards = s.topology.world_size // s.topology.replicas if s.topology.partial else 1
     ways = [text for text, after in smaller_states(s) if held_bytes(after) <= total_bytes]
     # What one process holds times the shards is the whole model; rounded up to whole GPUs.
     ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * shards // total_bytes)} such GPUs or more")
     raise ConfigError(
-        f"weights, gradients and states of {s.optimizer} alone take {gib(held)} on each GPU, which has {gib(total_bytes)}: smaller "
-        f"rows make no room for {s.shape.parameters / 1e9:.1f} billion parameters. Take {', or '.join(ways)}, or a smaller model"
+        f"weights, gradients and states of {s.optimizer} alone take {gib(held)} on each GPU, which has "
+        f"{gib(total_bytes)}: smaller rows make no room for {s.shape.parameters / 1e9:.1f} billion parameters. Take "
+        f"{', or '.join(ways)}, or a smaller model"
     )
 
 

@@ -129,6 +129,7 @@ def _more_shards(s: EstimateInputs) -> list[Option]:
     if left:
         return []
     layout = replace(s.layout, world_size=number, micro_batch_size=largest_divisor(share, s.layout.micro_batch_size))
+    # With the smallest sharding: this is for a run that did not fit.
     after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
     engine = "train.engine=blocks and " if s.topology.stages > 1 else ""
     return [(f"{engine}accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
@@ -145,6 +146,7 @@ def automatic_optimizer(preset: str, precision: str, *, too_much: bool, sharded:
     if precision != "bf16":
         return DEFAULT
     if preset == "low":
+        # The smallest that can be built here: a run is not refused for a package that was never named.
         usable = [spec for spec in _smaller_optimizers(sharded=sharded) if _is_installed(spec)]
         return min(usable, key=lambda spec: spec.state_width(precision)).name
     return FALLBACK if too_much else DEFAULT
@@ -181,8 +183,8 @@ def explain_oom(error: BaseException, plan: MemoryPlan, best: Sequence[Remedy], 
         advice += f"\n{_on_resume(best, plan, optim)}"
     elif plan.estimate is None:
         advice = (
-            "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start anew with train.memory=low or "
-            f"optim.name={FALLBACK}"
+            "Lower train.micro_batch_size, with which a checkpoint can be resumed, or start anew with "
+            f"train.memory=low or optim.name={FALLBACK}"
         )
     else:
         advice = "Every setting that saves memory is in use: take a smaller model or a larger GPU"

@@ -47,6 +47,7 @@ def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
     if s.topology.stages > 1:
         of_ranks = [_of_pipeline_rank(s, place) for place in range(s.topology.stages)]
         return max(of_ranks, key=lambda traffic: sum(e.sent for e in traffic))
+    # DDP exchanges gradients in the precision of the weights.
     gradients = WIDTH[s.precision] * s.shape.parameters
     replicas = CollectiveTraffic("all_reduce", "replicas", s.topology.replicas, gradients)
     traffic = _of_weights(s) if s.topology.sharded else [replicas]

@@ -29,6 +29,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
     num_layers = len(decoder_blocks(orig_model))
     stages_per_rank = 2 if train.pipeline_schedule == "interleaved" else 1
     configured = train.pipeline_layers
+    # Interleaved stages may be more than two for each process, where the recipe lists their layers.
     stages = len(configured) if configured and stages_per_rank > 1 else pipeline_size * stages_per_rank
     _check_model(orig_model, num_layers, stages, pipeline_size)
     if configured is None:
@@ -39,8 +40,8 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
             f"{2 * pipeline_size} (or another multiple of {pipeline_size})" if stages_per_rank > 1 else pipeline_size
         )
         raise ConfigError(
-            f"train.pipeline_layers={list(configured)}: must be {several} numbers that add up to the {num_layers} layers of the model, or "
-            "null: then they are measured"
+            f"train.pipeline_layers={list(configured)}: must be {several} numbers that add up to the {num_layers} "
+            "layers of the model, or null: then they are measured"
         )
     return configured
 
@@ -49,13 +50,13 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int, pipe
     config = orig_model.config.get_text_config()
     if config.model_type not in PIPELINE_MODEL_TYPES:
         raise ConfigError(
-            f"train.engine=pipeline: {config.model_type} cannot be cut into stages here, {', '.join(PIPELINE_MODEL_TYPES)} can: take "
-            "train.engine=blocks with accelerate_configs/fsdp2.yaml"
+            f"train.engine=pipeline: {config.model_type} cannot be cut into stages here, "
+            f"{', '.join(PIPELINE_MODEL_TYPES)} can: take train.engine=blocks with accelerate_configs/fsdp2.yaml"
         )
     if len(attention_windows(orig_model) or ()) != 1:
         raise ConfigError(
-            "train.engine=pipeline: some layers of this model have a sliding window and some have none, and transformers "
-            "counts layers from the first one it has: take train.engine=blocks"
+            "train.engine=pipeline: some layers of this model have a sliding window and some have none, and "
+            "transformers counts layers from the first one it has: take train.engine=blocks"
         )
     if stages > num_layers:
         most = num_layers * pipeline_size // stages
@@ -69,21 +70,25 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int, pipe
 
 
 def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, pipeline_size: int) -> str:
-    """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if there is one.
+    """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if
+    there is one.
 
     Args:
         seconds: of each stage.
     """
+    # The head is known only by what the last stage takes longer than its layers would; below 0 is noise.
     *others, last = seconds
     layer = sum(others) / sum(layers[:-1])
     head = max(last - layer * layers[-1], 0.0)
     slowest = max(sum(seconds[rank::pipeline_size]) for rank in range(pipeline_size))
+    # A pipeline fills and drains once a step, in (ranks - 1) micro-batches of its slowest rank; with several stages on
+    # each rank in that fraction of it.
     idle = 1.0 - micro_batches * sum(seconds) / pipeline_size / (
         slowest * (micro_batches + (pipeline_size - 1) * pipeline_size / len(layers))
     )
     line = (
-        f"stages take {' + '.join(f'{each:.3g}' for each in seconds)} s a micro-batch: with {micro_batches} of them in a step a "
-        f"process waits {idle:.0%} of it"
+        f"stages take {' + '.join(f'{each:.3g}' for each in seconds)} s a micro-batch: with {micro_batches} of them "
+        f"in a step a process waits {idle:.0%} of it"
     )
     better = balanced(sum(layers), layer, head, len(layers))
     costs = [layer * count + head * (stage == len(layers) - 1) for stage, count in enumerate(better)]

@@ -1,7 +1,7 @@
 """Weights sharded over the ranks with torch's FSDP2: compiled blocks one by one, then embedding and head.
 
-Every weight is gathered before it is used and its gradient summed over the ranks in fp32, each keeping its shard. The model
-keeps its class and its parameter names; parameters are DTensors from then on.
+Every weight is gathered before it is used and its gradient summed over the ranks in fp32, each keeping its shard. The
+model keeps its class and its parameter names; parameters are DTensors from then on.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ def make_meshes(topology: Topology, device_type: str) -> Meshes:
     """Make the process groups of a topology; every rank calls it."""
     t, mesh, names = topology, partial(init_device_mesh, device_type), ("replicas", "shards")
     if t.tensor > 1:
+        # Ranks of a tensor group are neighbours: they exchange in each layer, so they belong into one machine.
         whole = mesh((t.replicas, t.shards, t.tensor), mesh_dim_names=(*names, "tensor"))
         rest = mesh((t.replicas, t.shards * t.tensor), mesh_dim_names=names)
         return Meshes(without_one_replica(whole, t), without_one_replica(rest, t), whole["tensor"], None)
+    # Context ranks hold other positions of the same rows, and all weights: to FSDP they are further shards.
     blocks = without_one_replica(mesh((t.replicas, t.shards * t.context), mesh_dim_names=names), t)
     rows = (t.replicas * t.shards, t.context)
     context = mesh(rows, mesh_dim_names=("rows", "context"))["context"] if t.context > 1 else None
@@ -58,8 +60,8 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     is built.
 
     Args:
-        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_chosen` become methods that gather what they need, as the
-            forward pass of orig_model does from now on.
+        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_chosen` become methods that gather what they
+            need, as the forward pass of orig_model does from now on.
         precision: of the weights; gradients are summed in fp32.
 
     Raises:
@@ -70,8 +72,10 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     blocks = decoder_blocks(orig_model)
     if not blocks:
         raise ConfigError(
-            f"{type(orig_model).__name__} names no decoder block (_no_split_modules), so it cannot be sharded: use ddp.yaml"
+            f"{type(orig_model).__name__} names no decoder block (_no_split_modules), so it cannot be sharded: use "
+            "ddp.yaml"
         )
+    # Tensor parallelism first: FSDP then shards each rank's part of a matrix, on the other dimension of the mesh.
     if meshes.tensor is not None:
         shard_matrices(orig_model, blocks, meshes.tensor)
     policy = policy_of(precision)
@@ -79,16 +83,25 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     for block in blocks:
         fully_shard(block, mesh=meshes.blocks, mp_policy=policy, reshard_after_forward=not keep)
     alone = _alone(orig_model)
-    for module in alone:  # neither is read in the backward pass: the loss has its gradients by then
+    # Neither is read in the backward pass (pytorch #137922), as the loss has its gradients by then. Where weights are
+    # kept the setting changes nothing (pytorch #144800).
+    for module in alone:
         sharded = fully_shard(module, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=not keep)
         sharded.set_unshard_in_backward(False)
+    # The root last, with what is left: the final norm, and a tied embedding. Kept after the forward pass, as the
+    # backward pass begins with it.
     fully_shard(orig_model, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=False)
     add_up_gradients(orig_model)
+    # On the model, for set_gradient_sync, which is given nothing else.
     orig_model._sharding = sharding  # type: ignore[assignment]
+    # FSDP gathers at `forward` alone, and the train step calls other methods (pytorch #125394). The head is gathered
+    # for the loss, which reads its weight without calling it.
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
     if output_projection(orig_model) in alone:
         _gather_in(output_projection(orig_model), model, "sums_of_chosen")
+    # By itself FSDP learns the order of the backward pass alone: in the forward pass the host would have to run ahead
+    # of the GPU for the next gather to start early.
     for before, after in itertools.pairwise(blocks):
         before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
 
@@ -100,6 +113,8 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
 
 def add_up_gradients(model: torch.nn.Module) -> None:
     """Let the exchange of a sharded model add gradients up, undivided."""
+    # FSDP divides by the ranks, and our loss has been divided by the targets of all. The second call, since a factor of
+    # 1 is a premultiplied sum to NCCL, which has had bugs (pytorch #155915).
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -113,6 +128,7 @@ def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
 
 def _gather_in(owner: torch.nn.Module, model: torch.nn.Module, name: str) -> None:
     """Make model.name a forward method of `owner` for FSDP: its weights are gathered before and freed after."""
+    # torch looks for the method on the module whose weights it gathers; callers keep the wrapper's name for it.
     setattr(owner, name, getattr(model, name))
     register_fsdp_forward_method(owner, name)
     setattr(model, name, getattr(owner, name))
@@ -135,6 +151,8 @@ def set_gradient_sync(model: torch.nn.Module, *, last: bool) -> None:
         return
     sharding = getattr(orig_model, "_sharding", None)
     assert isinstance(sharding, Sharding)
+    # Whole gradients add up in memory until the last micro-batch, or shards of them after each: a trade of memory for
+    # communication, which the memory plan decides.
     orig_model.set_requires_gradient_sync(last or not sharding.keep_gradients)
     orig_model.set_reshard_after_backward(last or not sharding.keep_weights)
 
@@ -154,6 +172,7 @@ def plain_backward(orig_model: PreTrainedModel) -> Iterator[None]:
 
 
 def reshard(orig_model: torch.nn.Module) -> None:
-    """Free the gathered weights that forward passes without a backward pass leave; nothing for a model that is whole."""
+    """Free the gathered weights that forward passes without a backward pass leave; nothing for a model that is
+    whole."""
     for module in fsdp_modules(orig_model):
         module.reshard()

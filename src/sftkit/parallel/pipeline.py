@@ -53,6 +53,8 @@ class Pipelined(torch.nn.Module):
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._sums: dict[torch.nn.Parameter, Tensor] = {}
         self._sums_up = False
+        # By a hook, as a schedule runs many backward passes in one call: nobody else sees the gradient of a single one.
+        # FSDP adds its own up, in fp32.
         for p in self.held():
             if p.requires_grad and p.dtype != torch.float32 and not isinstance(p, DTensor):
                 p.register_post_accumulate_grad_hook(self._take)
@@ -67,8 +69,8 @@ class Pipelined(torch.nn.Module):
         return {id(p): replicas * len(holders[name]) for name, p in self.model.orig_model.named_parameters()}
 
     def gradients(self, micro_batches: Sequence[Batch], divisor: int, totals: Totals) -> Tensor:
-        """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged, and add the sums of each to
-        `totals`, in the last stage. No host sync.
+        """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged, and add the sums of
+        each to `totals`, in the last stage. No host sync.
 
         Returns:
             the minimised sum of each micro-batch, 1-d, on the device; zeros but in the last stage
@@ -78,11 +80,15 @@ class Pipelined(torch.nn.Module):
         for stage in self.stages:
             stage.begin(batches, 1.0 / max(divisor, 1))
         self._sums_up = count >= FEW
+        # One number for each micro-batch, which torch splits: a stage takes its batch by itself, so neither input nor
+        # target is read.
         given = [torch.zeros(count)] if self.stages[0].is_first else []
         target = torch.zeros(count) if self.stages[-1].is_last else None
         try:
             schedule.step(*given, target=target)
-        except RuntimeError as error:  # torch's own words about shapes, with what was raised behind them
+        # torch wraps what a stage raises in an error about shapes; callers look for the error itself, such as that of a
+        # GPU that ran out of memory.
+        except RuntimeError as error:
             raise error.__cause__ or error from None
         self._exchange()
         found = self.stages[-1].totals
@@ -91,8 +97,9 @@ class Pipelined(torch.nn.Module):
         return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
 
     def seconds(self, batch: Batch, divisor: int) -> list[float]:
-        """Return the seconds that each stage of the pipeline takes for a micro-batch, forward and backward, without the others: the best of a few
-        times, on every rank; every rank calls it. Gradients are dropped."""
+        """Return the seconds that each stage of the pipeline takes for a micro-batch, forward and backward, without the
+        others: the best of a few times, on every rank; every rank calls it. Gradients are dropped."""
+        # A sum over ranks, each with zeros for the stages of others.
         found = torch.zeros(len(self.placement.layers), dtype=torch.float64, device=next(self.held()).device)
         for stage in self.stages:
             found[stage.number] = stage_seconds(stage, self.model, batch, divisor)
@@ -105,12 +112,15 @@ class Pipelined(torch.nn.Module):
         if key not in self._schedules:
             stages = [self._torch_stage(stage, batch) for stage in self.stages]
             what = stages if self._schedule == "interleaved" else stages[0]
+            # Gradients stay sums: the divisor is that of the global batch (StageModule.begin).
             made = SCHEDULES[self._schedule](what, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
             self._schedules[key] = made
         return self._schedules[key]
 
     def _torch_stage(self, stage: StageModule, batch: Batch) -> PipelineStage:
         weight, device = embedding_of(self.model.orig_model), next(self.held()).device
+        # Shapes are said beforehand: torch would infer them by a pass through all stages in turn, with exchanges of its
+        # own (pytorch #136912).
         hidden = torch.empty(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device, requires_grad=True)
         loss = torch.empty(1, dtype=torch.promote_types(weight.dtype, torch.float32), device=device, requires_grad=True)
         return PipelineStage(
@@ -138,6 +148,8 @@ class Pipelined(torch.nn.Module):
     def _exchange(self) -> None:
         """Add up what several ranks hold: the tied weight over both ends, all over ranks with the same layers."""
         self._sums_up = False
+        # In the order of names, which all ranks share: these are collectives. First between the ends, then between
+        # copies, so that the tied weight is summed over all that have it.
         for name, p in self.model.orig_model.named_parameters():
             if p.is_meta or not p.requires_grad:
                 continue
@@ -151,8 +163,11 @@ class Pipelined(torch.nn.Module):
 
 
 def stage_seconds(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> float:
-    """Return the seconds that a stage takes for a micro-batch, forward and backward: the best of a few times. Gradients are dropped."""
+    """Return the seconds that a stage takes for a micro-batch, forward and backward: the best of a few times. Gradients
+    are dropped."""
     weight, device, best = embedding_of(model.orig_model), batch.targets.device, float("inf")
+    # Random states in place of those of the stage before, whose values no time depends on. The first stage does not
+    # read them.
     given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
     for _ in range(TIMES):
         stage.begin([batch], 1.0 / max(divisor, 1))
@@ -184,6 +199,7 @@ def into_stages(
     empty = any(p.is_meta for p in orig_model.parameters())
     placement = split_layers(orig_model, layers, rt.topology, rt.device)
     stages = [StageModule(model, layers, number) for number in placement.own]
+    # Weights are read last, when each rank knows which shards of which layers are its own.
     if rt.topology.sharded:
         t, names = rt.topology, ("stages", "replicas", "shards")
         whole = init_device_mesh(rt.device.type, (t.stages, t.replicas, t.shards), mesh_dim_names=names)
@@ -192,6 +208,7 @@ def into_stages(
             shard_stage(stage, mesh, rt.precision)
             if empty:
                 fill_with_memory(stage, rt.device)
+        # Sharding has made new parameters, so that embedding and head are two again.
         orig_model.tie_weights()
     if empty:
         load_model_weights(orig_model, source)

@@ -1,7 +1,7 @@
 """What processes of a group do together, on two processes of this machine's CPU: `python -m sftkit.launch --demo`.
 
-Each step is a call of torch.distributed on a tensor of four numbers, other ones on each process. What a rank has after it is
-gathered and printed by rank 0, beside what training uses the call for.
+Each step is a call of torch.distributed on a tensor of four numbers, other ones on each process. What a rank has after
+it is gathered and printed by rank 0, beside what training uses the call for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sftkit.config.terminal import print_text
 
-# torch 2.13 renames both; 2.11 knows the second names only.
+# torch 2.13 renames both (pytorch #186123) and warns of the old names; 2.11 knows those only.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

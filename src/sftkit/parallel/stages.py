@@ -1,9 +1,9 @@
 """A model split between its layers: each rank of a pipeline keeps the weights of its stages, the others are on the meta
 device.
 
-The transformers model stays as it is, with all its modules and names; a parameter without memory is another rank's. Embedding
-and first layers are the first stage; the last layers, the final norm and the head the last one. A weight that is embedding and
-head at once is on both, and the gradients of the two are added up.
+The transformers model stays as it is, with all its modules and names; a parameter without memory is another rank's.
+Embedding and first layers are the first stage; the last layers, the final norm and the head the last one. A weight that
+is embedding and head at once is on both, and the gradients of the two are added up.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ def split_layers(
     orig_model._stages = stages  # type: ignore[assignment]
     names = {id(p): name for name, p in orig_model.named_parameters()}
     made: dict[int, torch.nn.Parameter] = {}
-    # Private, as in models.weights.make_room: register_buffer would make every buffer persistent, and named_parameters leaves out
-    # the second name of a shared parameter (torch 2.13).
+    # Private, as in models.weights.make_room: register_buffer would make every buffer persistent, and named_parameters
+    # leaves out the second name of a shared parameter (torch 2.13).
     for module in orig_model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
         for name, p in module._parameters.items():
             if p is not None:
-                if id(p) not in made:  # sharded: what has no memory gets it shard by shard
+                # One parameter for both names of a tied weight. Sharded, what has no memory gets it shard by shard.
+                if id(p) not in made:
                     made[id(p)] = _placed(p, device, held=stages.holds(names[id(p)]), later=topology.sharded)
                 module._parameters[name] = made[id(p)]
     return stages
@@ -63,6 +64,7 @@ def _placed(p: torch.nn.Parameter, device: torch.device, *, held: bool, later: b
 
 
 def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], pipeline_size: int) -> dict[str, tuple[int, ...]]:
+    # Interleaved stages go round the ranks in turn.
     of_layer = [stage % pipeline_size for stage, count in enumerate(layers) for _ in range(count)]
     last = pipeline_size - 1
     at: dict[int, tuple[int, ...]] = {}
@@ -78,6 +80,7 @@ def _ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the group of the first and the last rank of this rank's pipeline; None on the ranks between them. Every
     rank calls it."""
     found = None
+    # new_group is a collective of the whole world: every rank makes every group, in the same order, and keeps its own.
     for ranks in mesh.mesh.T.tolist():
         group = dist.new_group([ranks[0], ranks[-1]])
         if dist.get_rank() in (ranks[0], ranks[-1]):
@@ -115,6 +118,7 @@ class StageModule(torch.nn.Module):
 
     def begin(self, batches: list[Batch], scale: float) -> None:
         """Take the micro-batches of a step; the loss is multiplied by `scale`."""
+        # From the end, as pop() is from there; schedules run forward passes in the order of micro-batches.
         self._batches, self._scale, self.totals = batches[::-1], scale, []
 
     def forward(self, received: Tensor) -> Tensor:
@@ -131,15 +135,18 @@ class StageModule(torch.nn.Module):
             inputs["inputs_embeds"] = received
         hidden = decoded(self.decoder, inputs, batch, model.backend)
         if not self.is_last:
-            return hidden.contiguous()  # what is sent, and what torch 2.11 asks for
+            # What is received is: sender and receiver must agree (pytorch #114982), and torch 2.11 checks it.
+            return hidden.contiguous()
         sums = model.sums_of_chosen(model.objective.select(hidden, batch), batch)
         self.totals.append(Totals.of(sums))
         return torch.stack([sums.loss * self._scale])
 
 
 def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: bool) -> torch.nn.Module:
-    """Return a decoder with some of the layers of another one: the same modules, in the same forward pass of its class."""
-    # Private: copy.copy shares the table of children, `_modules`, with the full decoder, which must keep all (torch 2.13).
+    """Return a decoder with some of the layers of another one: the same modules, in the same forward pass of its
+    class."""
+    # Private: copy.copy shares the table of children, `_modules`, with the full decoder, which must keep all (torch
+    # 2.13). A ModuleList of some layers alone would need a forward pass of its own for each architecture.
     part = copy.copy(full)
     part._modules = dict(full._modules)
     layers = full.layers
@@ -161,6 +168,8 @@ def shard_stage(stage: StageModule, mesh: DeviceMesh, precision: str) -> None:
         precision: of the weights.
     """
     policy = policy_of(precision)
+    # Nothing is freed between passes: a schedule mixes forward and backward passes of many micro-batches, each of which
+    # would gather again.
     for block in stage.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

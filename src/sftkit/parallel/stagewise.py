@@ -1,8 +1,10 @@
-"""The forward pass of a whole model, stage by stage, on the ranks that hold them: for evaluation, generation and checks.
+"""The forward pass of a whole model, stage by stage, on the ranks that hold them: for evaluation, generation and
+checks.
 
-All ranks of a pipeline call orig_model with the same inputs, as if each had all of it. Each computes its own layers and passes the
-others by; hidden states go from stage to stage, logits from the last stage to all. No weight leaves its stage. Autograd sends
-gradients back the same way. Between passes nothing waits: the first stage is at the next rows while later ones are at these.
+All ranks of a pipeline call orig_model with the same inputs, as if each had all of it. Each computes its own layers and
+passes the others by; hidden states go from stage to stage, logits from the last stage to all. No weight leaves its
+stage. Autograd sends gradients back the same way. Between passes nothing waits: the first stage is at the next rows
+while later ones are at these.
 """
 
 from __future__ import annotations
@@ -61,10 +63,11 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
     """Make parameters of this rank's stages whole within the context, where FSDP gathers none; those of others are NaN
     without memory, so that the model is on its device and nobody reads them unseen."""
     device = next(p.device for p in orig_model.parameters() if not p.is_meta)
-    # Private: `_parameters` is replaced directly, since setting the attribute would call register_parameter and its global hooks.
-    # FSDPModule has no public way to call a module without the hooks that gather its weights; the handles of these hooks are FSDP's
-    # own, so their tables are taken away and put back (torch 2.13).
+    # In the order of the model, since full_tensor() is a collective of the ranks that share a stage.
     full = {id(p): _full_parameter(p, device) for p in orig_model.parameters()}
+    # Private: `_parameters` is replaced directly, since setting the attribute would call register_parameter and its
+    # global hooks. FSDPModule has no public way to call a module without the hooks that gather its weights; the handles
+    # of these hooks are FSDP's own, so their tables are taken away and put back (torch 2.13). No issue is known.
     parameters = {
         module: {name: p if p is None else full[id(p)] for name, p in module._parameters.items()}
         for module in orig_model.modules()
@@ -81,6 +84,7 @@ def _own_weights(orig_model: PreTrainedModel) -> Iterator[None]:
 
 def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
     if p.is_meta:
+        # One NaN seen at every place: the shape is there, memory is not, and a result that depends on it shows.
         nothing = torch.full((), torch.nan, dtype=p.dtype, device=device).expand(p.shape)
         return torch.nn.Parameter(nothing, requires_grad=False)
     if isinstance(p, DTensor):
@@ -89,8 +93,8 @@ def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Par
 
 
 def _not_repeated(orig_model: PreTrainedModel, stages: Stages) -> dict[torch.nn.Module, bool]:
-    """Return gradient_checkpointing, which transformers sets and reads on each layer, as False for the first layer of each
-    stage but the first: a forward pass that a backward pass repeats would wait for hidden states that nobody sends
+    """Return gradient_checkpointing, which transformers sets and reads on each layer, as False for the first layer of
+    each stage but the first: a forward pass that a backward pass repeats would wait for hidden states that nobody sends
     again."""
     blocks = decoder_blocks(orig_model)
     receiving = [blocks[sum(stages.layers[:stage])] for stage in range(1, len(stages.layers))]
@@ -106,6 +110,8 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
         yield embedding, partial(_no_hidden_states, embedding)
     blocks = iter(enumerate(decoder_blocks(orig_model)))
     for stage, count in enumerate(stages.layers):
+        # The first layer of a stage receives, whoever owns it: ranks that are neither sender nor receiver pass by in
+        # the same place of the graph, so that backward passes meet there too.
         for first in (True, *(False,) * (count - 1)):
             number, block = next(blocks)
             own = block.forward if stage in stages.own else partial(_passed_by, number)
@@ -115,6 +121,8 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
                 yield block, own
     if not stages.last:
         yield norm, _as_it_is
+    # The head is the last that is called; ranks without it give their hidden states, which only have to have a
+    # gradient.
     own_logits = projection.forward if stages.last else _as_it_is
     yield projection, lambda hidden: _Logits.apply(own_logits(hidden), projection.out_features, stages)
 
@@ -136,6 +144,7 @@ def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor
     no keys and values."""
     cache = arguments.get("past_key_values")
     if cache is not None:
+        # [B, 0 heads, T, 0]: transformers reads the length from dimension 2.
         nothing = hidden.new_empty(hidden.shape[0], 0, hidden.shape[1], 0)
         cache.update(nothing, nothing, number)
     return hidden
@@ -159,9 +168,11 @@ class _Links:
         return (stage - 1) % pipeline_size, stage % pipeline_size
 
     def moved(self, value: Tensor, sender: int, receiver: int) -> Tensor:
-        """Return the sender's tensor on the receiver, on other ranks the given one, of its shape and dtype. Nothing is waited for
-        where it is sent, unless IN_FLIGHT earlier ones are still on their way."""
+        """Return the sender's tensor on the receiver, on other ranks the given one, of its shape and dtype. Nothing is
+        waited for where it is sent, unless IN_FLIGHT earlier ones are still on their way."""
         if self.stages.pipeline_rank == sender:
+            # Sent tensors are held until they have arrived; without a limit a first stage would run ahead and keep all
+            # of them.
             self.finish(IN_FLIGHT - 1)
             sent = value.contiguous()
             self._in_flight.append((self._work(dist.isend, sent, receiver), sent))
@@ -176,7 +187,9 @@ class _Links:
             self._in_flight.popleft()[0].wait()
 
     def _work(self, way: Callable[..., Any], value: Tensor, peer: int) -> dist.Work:
-        """Send or receive as torch's schedules do: NCCL then takes the group's communicator, and makes none for the pair."""
+        """Send or receive as torch's schedules do: NCCL then takes the group's communicator, and makes none for the
+        pair."""
+        # pytorch #160342: a single isend makes a communicator for each pair of ranks, with buffers of its own.
         group = self.stages.group
         (work,) = dist.batch_isend_irecv([dist.P2POp(way, value, dist.get_global_rank(group, peer), group)])
         return work
@@ -193,6 +206,7 @@ class _Passed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
         sender, receiver = ctx.links.ends(ctx.stage)
+        # The receiver of the forward pass gives its gradient away: what stood at its input was not used.
         moved = ctx.links.moved(gradients[0], receiver, sender)
         return None, None, torch.zeros_like(moved) if ctx.links.stages.pipeline_rank == receiver else moved
 
@@ -202,7 +216,8 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, width: int, stages: Stages) -> Tensor:
-        """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [..., H] in others."""
+        """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [..., H] in
+        others."""
         ctx.last, ctx.shape = stages.last, own.shape
         logits = own.contiguous() if stages.last else own.new_empty(*own.shape[:-1], width)
         dist.broadcast(logits, src=stages.last_rank, group=stages.group)

@@ -1,9 +1,9 @@
 """Tensor parallelism: the matrices of a block are sharded over ranks, activations between them by position.
 
-Ranks of a group hold the same rows. Each computes embedding, norms and loss for its own columns of them; attention and the
-feed-forward layer see whole rows and some of the heads and channels: an all-gather before, a reduce-scatter after
-(Megatron's sequence parallelism, arXiv 2205.05198). `without_sequence_parallel`, for decoding and
-checks, turns that off.
+Ranks of a group hold the same rows. Each computes embedding, norms and loss for its own columns of them; attention and
+the feed-forward layer see whole rows and some of the heads and channels: an all-gather before, a reduce-scatter after
+(Megatron's sequence parallelism, arXiv 2205.05198). `without_sequence_parallel`, for decoding and checks, turns that
+off.
 """
 
 from __future__ import annotations
@@ -61,10 +61,15 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
             divide.
     """
     check_tensor_parallel(orig_model, mesh.size())
+    # On the model, where without_sequence_parallel finds it.
     activations = Activations()
     orig_model._activations = activations  # type: ignore[assignment]
+    # Placements are asked at each call, as without_sequence_parallel changes that of activations. Heads are dimension
+    # 2.
     channels, heads = _as_dtensor(mesh, lambda: Shard(-1)), _as_dtensor(mesh, lambda: Shard(2))
     between, add_up = _as_dtensor(mesh, lambda: activations.placement), _add_up(activations)
+    # By hooks: the model's own code then computes on plain tensors of this rank's heads and channels, in whatever
+    # attention backend.
     for names, placement, pre_hook, hook in (
         (COLUMNWISE, Shard(0), None, _to_local),
         (ROWS, Shard(1), channels, add_up),
@@ -115,7 +120,9 @@ def check_split(orig_model: PreTrainedModel, size: int, divided: Collection[str]
 
 def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, param in list(module.named_parameters(recurse=False)):
+        # A bias behind a sum over ranks is added once: DTensor does so with a replicated one.
         along = Replicate() if name == "bias" and placement == Shard(1) else placement
+        # No rank sends: each has the same values, or none yet (meta).
         distributed = distribute_tensor(param.data, mesh, [along], src_data_rank=None)
         module.register_parameter(name, torch.nn.Parameter(distributed, requires_grad=param.requires_grad))
 

@@ -1,4 +1,5 @@
-"""A model with its loss, compiled in place, becomes what a train step calls: replicas (DDP), shards (FSDP2) or stages."""
+"""A model with its loss, compiled in place, becomes what a train step calls: replicas (DDP), shards (FSDP2) or
+stages."""
 
 from __future__ import annotations
 
@@ -45,8 +46,11 @@ def distribute(
 
 
 def replicate(model: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
-    """Return the model on the device, wrapped by DDP where there are several processes; it keeps its identity inside."""
-    with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; 2.11 and Accelerate know only this name
+    """Return the model on the device, wrapped by DDP where there are several processes; it keeps its identity
+    inside."""
+    # torch 2.13 deprecates broadcast_buffers for forward_sync_buffers (pytorch #178054); 2.11 and Accelerate know only
+    # this name.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*broadcast_buffers")
         return rt.accelerator.prepare(model)
 
@@ -60,6 +64,7 @@ def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> Abstrac
     if rt.topology.sharded:
         set_gradient_sync(model, last=sync)
         return nullcontext()
+    # Without no_sync DDP would reduce in each micro-batch, and the gradients of earlier ones again.
     return nullcontext() if sync else rt.accelerator.no_sync(model)
 
 

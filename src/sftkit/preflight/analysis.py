@@ -79,6 +79,7 @@ def analyse(
     """
     examples, validation, layout, epoch = data.examples, data.validation, data.layout, data.epoch
     conversations = facts.of_conversations(examples)
+    # Of the data, counted; of the machine, estimated; of time, only what an earlier run has measured.
     sources, lengths = facts.source_facts(examples), examples.lengths
     for source, one in zip(cfg.data.train, sources, strict=True):
         one["split_turns"] = turns.estimate_turns(source, one, cfg.data, tokenizer, layout.max_length)
@@ -120,8 +121,8 @@ def machine_of(rt: Runtime) -> tuple[str, int]:
 
 
 def record_preflight(run_dir: Path, rt: Runtime, analysis: dict[str, Any]) -> None:
-    """Write what `analyse` returned to preflight.json, print what was read in a few lines, and warn of data; for the main
-    rank.
+    """Write what `analyse` returned to preflight.json, print what was read in a few lines, and warn of data; for the
+    main rank.
 
     Memory and disk are in the file alone; the memory plan and the checkpoints print lines of their own.
     """
@@ -169,8 +170,8 @@ def encoder_padding_text(analysis: dict[str, Any]) -> str:
     if not taken:
         return ""
     return (
-        f"Places for what the encoder reads that are taken: {', '.join(taken)}. An empty one costs as much encoder work as a "
-        "taken one; padding, positions, x dynamic and break-even are of the text and leave that out."
+        f"Places for what the encoder reads that are taken: {', '.join(taken)}. An empty one costs as much encoder "
+        "work as a taken one; padding, positions, x dynamic and break-even are of the text and leave that out."
     )
 
 
@@ -229,41 +230,44 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
     warnings += [text for source in analysis["sources"] for text in answers.answer_warnings(source)]
     if analysis["target_pct"] < TARGET_PCT:
         warnings.append(
-            f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step computes what is not learned. "
-            "Look at the samples of scripts/inspect_data.py: are the answers in the assistant's turns?"
+            f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step computes what is not "
+            "learned. Look at the samples of scripts/inspect_data.py: are the answers in the assistant's turns?"
         )
     share = analysis["end_of_turn_pct"]
     if share is not None and share < END_OF_TURN_PCT:
         warnings.append(
-            f"{100 - share:.1f} % of the conversations are cut before the end of their last answer, so they do not teach the "
-            f"model to stop. Raise data.max_length ({analysis['max_length']}), or leave them out with data.too_long=drop"
+            f"{100 - share:.1f} % of the conversations are cut before the end of their last answer, so they do not "
+            f"teach the model to stop. Raise data.max_length ({analysis['max_length']}), or leave them out with "
+            "data.too_long=drop"
         )
     if analysis["duplicate_pct"] > DUPLICATE_PCT:
         warnings.append(
-            f"{analysis['duplicate_pct']:.1f} % of the training documents are exact copies of others, which then weigh more: "
-            "remove them, or use repeat for a source that should"
+            f"{analysis['duplicate_pct']:.1f} % of the training documents are exact copies of others, which then "
+            "weigh more: remove them, or use repeat for a source that should"
         )
     of_validation = {source["name"]: source["documents"] for source in analysis["validation"]}
     for name, count in analysis["validation_in_train"].items():
         if count > OVERLAP_PCT / 100 * of_validation[name]:
             warnings.append(
-                f"validation source {name}: {count:,} of its documents are also trained on, so its loss says too little "
-                "about new data. Take another split for data.val, or slices that do not overlap"
+                f"validation source {name}: {count:,} of its documents are also trained on, so its loss says too "
+                "little about new data. Take another split for data.val, or slices that do not overlap"
             )
     return [*warnings, *_padding_warning(analysis)]
 
 
 def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
+    # Percentages of rows, as read: a source of bad rows has few documents, or none.
     rows, found = max(source["rows"], 1), []
     skipped = ", ".join(f"{one['rows']:,} {one['reason']}" for one in source["findings"] if one["kind"] == "skipped")
     if 100.0 * source["truncated"] > TRUNCATED_PCT * rows:
         found.append(
-            f"source {source['name']}: {source['truncated']:,} of {counted(source['rows'], 'row')} longer than data.max_length "
-            f"({max_length}) and truncated. Raise data.max_length, or set data.too_long=drop"
+            f"source {source['name']}: {source['truncated']:,} of {counted(source['rows'], 'row')} longer than "
+            f"data.max_length ({max_length}) and truncated. Raise data.max_length, or set data.too_long=drop"
         )
     reasons = {
         "dropped_too_long": f"longer than data.max_length ({max_length}): raise it, or set data.too_long=truncate",
-        "dropped_no_target": "without a target: marked by the data, as the answers line says, or cut before the first one; then raise data.max_length or shorten the prompts",
+        "dropped_no_target": "without a target: marked by the data, as the answers line says, or cut before the first "
+        "one; then raise data.max_length or shorten the prompts",
         "skipped_bad": f"bad ({skipped}): data.on_bad_row=error stops at the first",
     }
     dropped = sum(source[key] for key in reasons)
@@ -278,6 +282,7 @@ def _padding_warning(analysis: dict[str, Any]) -> list[str]:
     own = own_layout(analysis)
     if own["padding_pct"] <= PADDING_PCT:
         return []
+    # Advice by padding alone: whether another layout is faster is in the table, where it was measured.
     best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
     if own["steps"] == 1:
         advice = "The data fills no global batch: lower train.global_batch_size, or bring more data"
@@ -294,13 +299,14 @@ def machine_warnings(analysis: dict[str, Any]) -> list[str]:
     if memory and memory["fits"] is False:
         advice = "; ".join(memory["remedies"]) or "a smaller model or a larger GPU"
         warnings.append(
-            f"a step is estimated at {size_text(memory['estimated_gib'])}, and the GPU has {memory['gpu_gib']:.1f} GiB: it may "
-            f"run out of memory. What saves most: {advice}"
+            f"a step is estimated at {size_text(memory['estimated_gib'])}, and the GPU has {memory['gpu_gib']:.1f} "
+            f"GiB: it may run out of memory. What saves most: {advice}"
         )
     if disk["fits"] is False:
         warnings.append(
-            f"{disk['folder']} has {size_text(disk['free_gib'])} free, and {counted(disk['checkpoints'], 'checkpoint')} of "
-            f"{size_text(disk['checkpoint_gib'])} {'needs' if disk['checkpoints'] == 1 else 'need'} {size_text(disk['needed_gib'])}. Free some space, choose another run.dir, "
-            "or set checkpoint.every=null for the last one only"
+            f"{disk['folder']} has {size_text(disk['free_gib'])} free, and "
+            f"{counted(disk['checkpoints'], 'checkpoint')} of {size_text(disk['checkpoint_gib'])} "
+            f"{'needs' if disk['checkpoints'] == 1 else 'need'} {size_text(disk['needed_gib'])}. Free some space, "
+            "choose another run.dir, or set checkpoint.every=null for the last one only"
         )
     return warnings

@@ -70,6 +70,7 @@ def layout_facts(
         layout if kind == layout.kind else _other_layout(data, train, layout, kind, some)
         for kind in ("packed", "bucketed", "fixed", "dynamic")
     ]
+    # The other layouts are planned on a sample, whose positions are scaled up by its share of all tokens.
     plans = [epoch if one is layout else plan_epoch(some, one, seed=0, epoch=0) for one in every]
     scales = [1.0 if one is layout else scale for one in every]
     positions = [num_positions(plan, one) * s for plan, one, s in zip(plans, every, scales, strict=True)]
@@ -102,6 +103,7 @@ def _taken_pct(plan: Sequence[GlobalBatch], layout: Layout) -> float:
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
     """Return another layout for the same data and processes; settings that only go with one layout hold for that
     one."""
+    # A multiple that goes with the run's own layout may not divide max_length in another, which would be refused.
     asked = data.pad_multiple or PAD_MULTIPLE
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
@@ -167,6 +169,7 @@ def _comparable(config: Path, cfg: Config) -> str | None:
         return None
     mine = json.loads(json.dumps(asdict(cfg)))  # tuples become lists
     kind = _get(earlier, "data.layout")
+    # Only packed rows have a length of their own.
     keys = (*_SAME, "data.row_length") if kind == cfg.data.layout == "packed" else _SAME
     return kind if all(_get(earlier, key) == _get(mine, key) for key in keys) else None
 
@@ -243,6 +246,7 @@ def disk_facts(
     Args:
         orig_model: on any device, also meta; None: sizes are unknown.
     """
+    # The directory need not be there yet: the disk is that of its nearest parent.
     absolute = run_dir.absolute()
     folder = next(each for each in (absolute, *absolute.parents) if each.exists())
     free = shutil.disk_usage(folder).free
@@ -261,6 +265,7 @@ def disk_facts(
 def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
     """Return the most checkpoints that are on disk together: those kept, the best, pinned ones, and the one being
     written."""
+    # One more than by the interval: a run ends with a checkpoint.
     saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
     pinned = steps // checkpoint.pin_every if checkpoint.pin_every else 0
     return min(checkpoint.keep + 1 + bool(checkpoint.best) + pinned, saves)

@@ -25,6 +25,7 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
     """
     sources, count = np.asarray(examples.source), len(examples.source_names)
     tokens = np.bincount(sources, weights=examples.lengths, minlength=count)
+    # A sum for each document in one pass: a loop over millions of them would take minutes.
     learned = np.add.reduceat(examples.is_target, examples.offsets[:-1], dtype=np.int64)  # no document is empty
     targets = np.bincount(sources, weights=learned, minlength=count)
     facts = []
@@ -103,6 +104,7 @@ def duplicate_facts(
         duplicate_pct, of the training documents; validation_in_train, by source how many documents occur in training.
     """
     seen = _fingerprints(training, _first_passes(training, sources))
+    # By 64-bit hashes: two documents of millions that agree by chance do not change a percentage.
     distinct = set(seen)
     found = {
         name: sum(print_ in distinct for print_ in _fingerprints(examples, np.arange(len(examples))))
@@ -131,4 +133,5 @@ def _fingerprints(examples: Examples, documents: np.ndarray) -> list[int]:
     ids = np.asarray(examples.ids)
     starts, ends = examples.offsets[:-1][documents].tolist(), examples.offsets[1:][documents].tolist()
     names = [examples.encoder_sources[i] if examples.encoder_sources else "" for i in documents.tolist()]
+    # Python's own hash, which is another in each process: these are compared within one, and never stored.
     return [hash((ids[start:end].tobytes(), name)) for start, end, name in zip(starts, ends, names, strict=True)]

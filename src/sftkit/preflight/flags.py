@@ -49,6 +49,7 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
         return Topology() if one else topology_of(flags.config_file, flags.num_processes, num_stages(train))
 
     try:
+        # Once with the defaults, so that a file that cannot be read is an error of the flag, not of the recipe.
         launched(TrainConfig())
     except ConfigError as error:
         parser.error(str(error))

@@ -102,6 +102,7 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
         require: refuses a row that is not learned from; None: of any row the text is read.
     """
     skips = get("data.on_bad_row") == "skip"
+    # One by one, as another source of the list may be one that cannot be read.
     for i in itertools.count():
         try:
             values = get(f"{part}.{i}")
@@ -146,6 +147,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     reasons = {error.reason for error in errors}
     if not skips and seen > 1 and not reasons & rows.WRONG_COLUMNS:  # rows before it can be used
         raise DataError(f"{errors[0]} ({rows.BAD_ROW_ADVICE})", errors[0].reason)
+    # Fewer than were asked for: there are no others that could be learned from.
     if not skips or len(errors) == seen < FIRST_ROWS:
         raise errors[0]
     if len(errors) == seen and len(reasons) == 1 and reasons <= rows.WRONG_COLUMNS:

@@ -43,6 +43,7 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
     if samples:
         legend = (el("span", "learned", class_="t"), " · context · ", el("span", "special token", class_="s"))
         parts.append(section("samples", "Samples", el("p", legend, class_="soft"), list(map(_sample, samples))))
+    # Of the whole page: names of files and texts of data may hold control characters.
     return visible(html_document(title, join(header, el("main", parts)), _CSS))
 
 

@@ -70,6 +70,7 @@ def memory_plan(
     Raises:
         ConfigError: it cannot run like that: see make_plan, and check_row_shard for rows that ranks share.
     """
+    # Needs no model, so it is refused also where the sizes are unknown.
     check_row_shard(layout, row_shard(topology, rank=0))
     if orig_model is None:
         return None

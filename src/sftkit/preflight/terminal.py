@@ -70,6 +70,7 @@ def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBa
     example = examples[document]
     is_special = np.isin(example.ids, special)
     spans = []
+    # Two flags in one number, so that a run ends where either changes.
     for start, end in runs(2 * example.is_target.astype(int) + is_special):
         text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
         spans.append(TextSpan(text, bool(example.is_target[start]), bool(is_special[start])))
@@ -126,7 +127,9 @@ def preflight_console() -> Console:
 
 
 def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
-    """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets stand in for them."""
+    """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets stand in for
+    them."""
+    # A pipe or file keeps no colours, and what is learned must show there too.
     plain = console.no_color or not console.is_terminal
     costs = f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"
     rows = [f"{'rows':<10}{line}" for line in preflight.finding_lines(analysis)]
@@ -147,7 +150,10 @@ def stage_text(stage: str, *, by_name: bool) -> str:
     """Return which stage is shown, why, and how to see another."""
     others = " or ".join(name for name in DATA_OF_STAGES if name != stage)
     origin = "by the recipe's name" if by_name else "as asked"
-    return f"{'stage':<10}{stage}, {origin}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} for another"
+    return (
+        f"{'stage':<10}{stage}, {origin}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} "
+        "for another"
+    )
 
 
 def memory_text(analysis: dict[str, Any]) -> str:
@@ -164,7 +170,8 @@ def memory_text(analysis: dict[str, Any]) -> str:
     count = memory["processes"]
     where = "one GPU" if count == 1 else f"each of {count} GPUs ({memory['topology']})"
     stages = " + ".join(
-        f"{stage['layers']} layer{'s' * (stage['layers'] != 1)}, {stage['flops_share']:.0%} of the work, {preflight.size_text(stage['estimated_gib'])}"
+        f"{stage['layers']} layer{'s' * (stage['layers'] != 1)}, {stage['flops_share']:.0%} of the work, "
+        f"{preflight.size_text(stage['estimated_gib'])}"
         for stage in memory["stages"]
     )
     return f"about {total} on {where}{size}: {parts}; optimizer {memory['optimizer']}{stages and f'; stages: {stages}'}"
@@ -237,8 +244,8 @@ def layout_notes(analysis: dict[str, Any]) -> str:
 
 
 LAYOUT_NOTES = (
-    "x dynamic: positions over those of dynamic, whose ranks and micro-batches share the length of the longest document "
-    "of the step. break-even: positions over those of an eager loop that pads each micro-batch to its own longest. So "
-    "many times faster per position must the compiled step be for the layout to win; below 1 it wins without any gain "
-    "from compiling. tok/s: what an earlier run of this recipe measured; it is never guessed."
+    "x dynamic: positions over those of dynamic, whose ranks and micro-batches share the length of the longest "
+    "document of the step. break-even: positions over those of an eager loop that pads each micro-batch to its own "
+    "longest. So many times faster per position must the compiled step be for the layout to win; below 1 it wins "
+    "without any gain from compiling. tok/s: what an earlier run of this recipe measured; it is never guessed."
 )

@@ -46,10 +46,12 @@ def estimate_turns(
     Returns:
         conversations: those measured; tokens, documents: what would be added; factor: tokens then over tokens now.
     """
+    # What the stage learns where the recipe does not say: told from the counts, as this is given no stage.
     targets = data.targets or ("all" if facts["targets"] > _ALL_LEARNED * facts["tokens"] else "assistant")
     excluded = facts["answers"].get(_excluded_count_name(targets), 0)
     if data.split_turns or not excluded:
         return None
+    # An estimate must not end at a long document.
     too_long = "truncate" if data.too_long == "error" else data.too_long
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=max_length, too_long=too_long)
     learning = chat.Learning(targets, data.thinking)
@@ -71,6 +73,7 @@ def _sample(source: SourceConfig) -> list[Row]:
     always the same."""
     found = _several_answers(source)
     order = np.random.default_rng(0).permutation(len(found)).tolist()
+    # Answers in the conversations before each: the sample ends with the one that reaches ANSWERS.
     before = accumulate((found[i][1] for i in order), initial=0)
     return [found[i][0] for i, answers in zip(order, before, strict=False) if answers < ANSWERS]
 
@@ -103,6 +106,7 @@ def _added(row: Row, tokenize: Callable[..., Tokenized], learning: chat.Learning
         on = tokenize(row, learning=replace(learning, split_turns=True))
     except DataError:
         return None
+    # One less for each document: its last token is only ever a target, so it takes no position.
     tokens, before = (sum(len(example.ids) - 1 for example in one.examples) for one in (on, off))
     return off.counts[excluded], tokens - before, len(on.examples) - len(off.examples)
 

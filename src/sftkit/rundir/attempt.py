@@ -63,6 +63,8 @@ def make_attempt_dir(folder: Path, *, resumes: bool) -> Path:
     if not resumes:
         _check_room(folder)
     ours.mkdir()
+    # Until the first step whoever reads the run directory looks here, for the tokenizer that a base run has trained
+    # too.
     if resumes and (folder / TOKENIZER).is_dir():
         shutil.copytree(folder / TOKENIZER, ours / TOKENIZER)
     return ours
@@ -77,19 +79,21 @@ def _check_room(folder: Path) -> None:
     if has_begun(folder):
         if reason := _unmovable(folder):
             raise ConfigError(
-                f"run.dir={folder} holds an earlier run, which a new one renames, and {reason}. Take a folder inside it "
-                f"(run.dir={folder / 'NAME'}), go on with the earlier run (train.resume=auto), or move its files away"
+                f"run.dir={folder} holds an earlier run, which a new one renames, and {reason}. Take a folder inside "
+                f"it (run.dir={folder / 'NAME'}), go on with the earlier run (train.resume=auto), or move its files "
+                "away"
             )
     elif names := sorted({path.name for name in WRITTEN_OVER for path in folder.glob(name)}):
         raise ConfigError(
-            f"run.dir={folder} holds {', '.join(names)}, which this run would write over, and no run that has done a step. "
-            "Take another folder, or move them away"
+            f"run.dir={folder} holds {', '.join(names)}, which this run would write over, and no run that has done a "
+            "step. Take another folder, or move them away"
         )
 
 
 def _unmovable(folder: Path) -> str | None:
     """Return why a directory cannot be renamed; None: nothing is known against it."""
     found = Path(os.path.realpath(folder))
+    # ismount does not see a bind mount of a folder on the same disk: the table of mounts does.
     if os.path.ismount(found) or any(Path(part.mountpoint) == found for part in psutil.disk_partitions(all=True)):
         return "a mount point cannot be renamed"
     if not os.access(found.parent, os.W_OK | os.X_OK):
@@ -103,6 +107,7 @@ def put_back(folder: Path) -> None:
     Raises:
         ConfigError: that start is still at work.
     """
+    # A start that was killed between the renames lies inside the run that it has put aside, with its lock.
     begun = folder.parent.glob(f"{escape(folder.name)}{ARCHIVED}*/{ATTEMPT}/{LOCK}")
     if folder.exists() or not (aside := next((path.parents[1] for path in begun), None)):
         return

@@ -17,6 +17,8 @@ def replace_text(path: Path, text: str) -> None:
     """Write a small file so that readers see the old text or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
+    # Flushed before the rename, and the directory after it: else a power failure could leave the new name on an empty
+    # file.
     flush(temporary)
     os.replace(temporary, path)
     flush(path.parent)
@@ -74,6 +76,7 @@ def own_name(path: Path) -> Path:
 
 def archive(folder: Path) -> Path:
     """Rename a folder to the first free NAME.old-1, NAME.old-2, ..., and return that path. Nothing is overwritten."""
+    # Whoever archives holds the lock of the directory, so nobody takes a number in between.
     number = 1
     while (aside := folder.with_name(f"{folder.name}{ARCHIVED}{number}")).exists():
         number += 1

@@ -54,6 +54,7 @@ def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
 def last_step(run_dir: Path) -> int | None:
     """Return the step of the last whole line of METRICS_FILE; None without one."""
     try:
+        # From the end, backwards: the file may be large, and its last line a half one.
         with (run_dir / METRICS_FILE).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))
             lines = file.read().decode(errors="replace").split("\n")
@@ -67,6 +68,7 @@ def last_step(run_dir: Path) -> int | None:
 
 def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
     """Return a status that says `running` as `killed`, with what is known of the end, where its run is gone."""
+    # "Not known" is not "gone": the lock may be of another machine, whose processes are not seen from here.
     if status.get("status") != "running" or at_work(run_dir) is not False:
         return status
     resume, start = (str(status.get(name) or "") for name in ("resume", "start"))
@@ -88,12 +90,15 @@ def report_killed(run_dir: Path, number: signal.Signals, cause: str, started: fl
         words: script and arguments that started it.
     """
     status = read_status(run_dir)
+    # The launcher can be killed alone: then the run goes on, and nothing of it may be overwritten.
     if at_work(run_dir):
         return f"error: the launcher was killed by {number.name}: {cause}\n{run_dir}: the run itself is still at work"
     who = "the run"
+    # What is there is of an earlier run.
     if status.get("time", 0.0) < started:
         end = f"It had not begun to train. Start it again: {start_command(words)}"
         return f"error: {who} was killed by {number.name}: {cause}\n{end}"
+    # Nobody was left to write the end. Where a rank was, it knows more than the exit code does.
     if status.get("status") == "running":
         step = last_step(run_dir)
         values = {"status": "failed", "error": f"killed by {number.name}: {cause}", "time": round(time.time(), 3)}

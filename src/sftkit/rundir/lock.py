@@ -126,10 +126,12 @@ def take_lock(run_dir: Path) -> RunLock:
         ConfigError: another run holds it, or may: with its process, host and time, and what to do.
     """
     path, made = run_dir / LOCK, False
+    # Until the file that is locked is the one at the path: the holder before may remove or rename it in between.
     while True:
         made |= not run_dir.exists()
         run_dir.mkdir(parents=True, exist_ok=True)
         try:
+            # Open to other users, for the message that says who is at work.
             lock = RunLock(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
         except FileNotFoundError:  # renamed by the holder that has just ended
             continue
@@ -226,6 +228,7 @@ def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> Non
 def _write(descriptor: int, path: Path, *, by_kernel: bool) -> None:
     now, started = time.time(), psutil.Process().create_time()
     text = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), started, now))).encode()
+    # In place: a file that is renamed to this path would not be the one that is locked.
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text, 0)
     # Without flock two starts may write at the same time: after a pause, the record of one of them is left.
@@ -238,6 +241,7 @@ def _write(descriptor: int, path: Path, *, by_kernel: bool) -> None:
 
 def _is_local(path: Path) -> bool:
     """Return whether no other machine writes to the file system of a path, as far as is known."""
+    # Of the mounts that hold it the innermost, the one with the longest path.
     folder, found = path.resolve(), ("", "")
     for part in psutil.disk_partitions(all=True):
         if folder.is_relative_to(part.mountpoint) and len(part.mountpoint) >= len(found[0]):
@@ -249,10 +253,10 @@ def _lock_message(path: Path, holder: Holder | None, *, sure: bool = True) -> st
     who = "another process" if holder is None else str(holder)
     if sure:
         return (
-            f"run.dir={path.parent}: a run is at work there ({who}). Two runs in one directory would mix their checkpoints: "
-            "wait for it, stop it, or take another run.dir"
+            f"run.dir={path.parent}: a run is at work there ({who}). Two runs in one directory would mix their "
+            "checkpoints: wait for it, stop it, or take another run.dir"
         )
     return (
-        f"run.dir={path.parent}: a run was at work there ({who}), and whether it still is cannot be seen from here. If it is "
-        f"gone, remove {path} and start again; else wait for it, or take another run.dir"
+        f"run.dir={path.parent}: a run was at work there ({who}), and whether it still is cannot be seen from here. "
+        f"If it is gone, remove {path} and start again; else wait for it, or take another run.dir"
     )

@@ -152,12 +152,12 @@ def _what_to_do(folder: Path) -> str:
     others = [step for step in step_dirs(folder.parent) if step.name != folder.name]
     other = f"take another checkpoint, such as {others[-1]}, or " if others else ""
     return (
-        f"The disk or a copy has damaged it, or somebody changed it: {other}copy it again from where it is whole. If the change "
-        f"is meant, remove {folder / MANIFEST}"
+        f"The disk or a copy has damaged it, or somebody changed it: {other}copy it again from where it is whole. If "
+        f"the change is meant, remove {folder / MANIFEST}"
     )
 
 
-# ---- hashes that were computed before ---------------------------------------------------------------------------------
+# ---- hashes that were computed before --------------------------------------------------------------------------------
 
 
 def _hashes(folder: Path, paths: Sequence[Path]) -> list[str]:

@@ -237,8 +237,8 @@ def resolve(path: str) -> str:
     if path.startswith((".", "/", "runs/")) or path.count("/") > 1:
         meant = similar_paths(path)
         hint = (
-            f"{'' if meant else '.'} A run has not been made there yet: train the recipe whose run.dir is {path} first, or name "
-            "another model (in a recipe: model.path)"
+            f"{'' if meant else '.'} A run has not been made there yet: train the recipe whose run.dir is {path} "
+            "first, or name another model (in a recipe: model.path)"
         )
         raise ConfigError(f"{path}: no such folder{meant}{hint if path.startswith('runs/') else ''}")
     return path

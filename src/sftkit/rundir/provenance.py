@@ -39,6 +39,7 @@ def current_provenance(model: ModelConfig, data: DataConfig) -> Provenance:
     """Return size and time, or hash, of the files that a recipe names, as they are now."""
     training, parent = model.train_tokenizer, _folder(model.path)
     sources = (*data.train, *data.val, *((training and training.sources) or ()))
+    # By size and time, as data may be large; small files below by hash, which a copy keeps.
     inputs: Stamps = {str(path): _stamp(path) for source in sources for path in _files(Path(source.path))}
     for key, folder in (("model.path", parent), ("model.tokenizer", _folder(model.tokenizer))):
         # Not by the folder's name: a later step of a run may say the same of the model.
@@ -58,6 +59,8 @@ def write_provenance(folder: Path, cfg: Config, *, resumes: bool) -> str | None:
         a warning if those weights have changed; None: they have not.
     """
     began = now = current_provenance(cfg.model, cfg.data)
+    # A resumed run does not load these weights again: what it began with stays written down, also if the files are
+    # others by now.
     if resumes and "model.path" not in cfg.train.resume_changes and (before := read_provenance(Path(cfg.run.dir))):
         began = now._replace(weights=before.weights)
     replace_text(folder / MADE_FROM, json.dumps(began._asdict(), indent=1))
@@ -78,9 +81,9 @@ def weights_changed(model: ModelConfig, began: Provenance, now: Provenance) -> s
         return None
     others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return (
-        f"model.path={model.path}: its weights have changed since this run began ({changed[0]}{others}), and the run goes on "
-        "without them. Start without train.resume to train from the new ones, or keep the run as it is, and this line away, "
-        "with train.resume_changes=[model.path]"
+        f"model.path={model.path}: its weights have changed since this run began ({changed[0]}{others}), and the run "
+        "goes on without them. Start without train.resume to train from the new ones, or keep the run as it is, and "
+        "this line away, with train.resume_changes=[model.path]"
     )
 
 

@@ -103,6 +103,7 @@ class RunStatus:
             step: of the save.
             failure: why it failed; None: it was written.
         """
+        # Only where it changes: a run that saves often would write the file each time.
         failed = None if failure is None else {"step": step, "error": failure}
         before = read_status(self.run_dir)
         with suppress(OSError):  # on a full disk the event is what tells of it
@@ -112,6 +113,7 @@ class RunStatus:
     def end(self, status: Outcome, **more: Any) -> None:
         """Write how the run ended, once: a rank that writes later, say when a signal wakes it, changes nothing. But a
         cause replaces what was only its symptom."""
+        # By every rank: which one comes first is not known, and the launcher may end the main rank before.
         before = read_status(self.run_dir)
         symptoms = [str(failure) for failure in self.failures() if failure.symptom]
         if before.get("status") in (None, "running") or before.get("error") in symptoms:
@@ -152,6 +154,8 @@ class RunStatus:
                 return first, None
             if self.failures():
                 return name, None
+            # A rank that was killed by the kernel wrote nothing, and the launcher then ends the others by a signal: the
+            # signal is not the cause.
             if gone := self.gone():
                 text = f"rank {gone[0]} ended without a word (killed? out of memory?) before the first step"
                 self.end("failed", first_failing_rank=gone[0], error=text)
@@ -243,6 +247,7 @@ def _report_error(error: BaseException, status: RunStatus | None) -> int:
     """Write the error down and print what caused it; another rank's cause only where it is not the same error. Return
     the exit code."""
     code = 2 if isinstance(error, ConfigError | DataError) else 1
+    # An error that is made for people says all there is; any other is a mistake of ours, whose place is needed.
     expected = isinstance(error, ConfigError | DataError | RunError)
     prefix, cause = "", None
     if status is not None:
@@ -292,6 +297,7 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
         return setting
     import torch.distributed as dist  # torch is not imported with this module, which the launcher reads too
 
+    # The main rank decides for all: it alone is sure to see the files that it wrote itself.
     main = environ.get("RANK") == "0"
     begun = main and read_status(Path(run_dir)).get("launch") == launch_id(environ)
     again = [begun and (setting is None or bool(step_dirs(Path(run_dir))))]

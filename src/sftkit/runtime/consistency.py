@@ -59,6 +59,7 @@ def neighbours(rt: Runtime) -> dict[int, int]:
 
 def recipe_identity(recipe: str) -> dict[str, str]:
     """Return what must be the same on all ranks before data is read: the resolved recipe, by key, and the versions."""
+    # The versions too: another torch would compute another loss, and only on some ranks.
     ours = installed_version("sftkit") or "not installed"  # run from its sources
     settings = {key: repr(value) for key, value in flattened(yaml.safe_load(recipe))}
     return {"sftkit": ours, "torch": torch.__version__, **settings}
@@ -70,5 +71,6 @@ def data_identity(lengths: np.ndarray) -> dict[str, str]:
     Args:
         lengths: int64 [D], positions of each document.
     """
+    # Lengths alone, as plans follow from them; all tokens would be gigabytes to read at each start.
     digest = hashlib.sha256(np.ascontiguousarray(lengths).tobytes()).hexdigest()
     return {"training documents": f"{len(lengths):,} (sha256 of their lengths {digest[:16]})"}

@@ -14,10 +14,11 @@ import torch.distributed as dist
 def use_one_worker_per_group() -> None:
     """Give each gloo group that this process makes from now on one worker thread; torch gives it two.
 
-    Both note the name of what they run in one std::string of the group without a lock (ProcessGroupGloo::runLoop, torch 2.11 to
-    2.13). A name of over 15 letters is on the heap, such as that of coalesced all-gathers, which every functional all-gather
-    is: two of them in flight free it twice, and the process dies with "malloc(): unaligned tcache chunk detected" some
-    seconds later. No option of init_process_group reaches the number of threads. No issue is known.
+    Both note the name of what they run in one std::string of the group without a lock (ProcessGroupGloo::runLoop, torch
+    2.11 to 2.13). A name of over 15 letters is on the heap, such as that of coalesced all-gathers, which every
+    functional all-gather is: two of them in flight free it twice, and the process dies with "malloc(): unaligned tcache
+    chunk detected" some seconds later. No option of init_process_group reaches the number of threads. No issue is
+    known.
 
     The replaced `__init__` is never put back: groups are made at any time of the process.
     """
@@ -29,6 +30,8 @@ def use_one_worker_per_group() -> None:
     def with_one_worker(
         self: object, store: dist.Store, rank: int, size: int, timeout: Any = timedelta(minutes=30), **kwargs: Any
     ) -> None:
+        # Private: the options of a gloo group have no public names. What torch would fill in is filled in the same way,
+        # but for the number of threads.
         if kwargs or isinstance(timeout, group._Options):  # the caller chose its options
             plain(self, store, rank, size, timeout, **kwargs)
             return

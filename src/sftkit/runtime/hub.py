@@ -45,6 +45,7 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
         except Exception as error:
             ended.append(error)
 
+    # A daemon: one that still waits for a name server must not hold the process at its end.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(MAX_SECONDS)
@@ -70,6 +71,7 @@ def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) ->
     if not hub_answers():
         return f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
     error = _error_of(lambda: _ask(name, kind, revision))
+    # This order, since a gated repository is to the client a kind of one that is not found.
     if isinstance(error, errors.GatedRepoError):
         raise ConfigError(f"{name}: {_not_let_in(name, kind)}") from error
     if isinstance(error, errors.RevisionNotFoundError):
@@ -99,10 +101,13 @@ def _not_let_in(name: str, kind: HubKind) -> str:
 
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     if get_token() is None:
-        return f"the hub gives this {kind} to those alone who have accepted its licence: accept it at {page}, then {_log_in()}"
+        return (
+            f"the hub gives this {kind} to those alone who have accepted its licence: accept it at {page}, then "
+            f"{_log_in()}"
+        )
     return (
-        f"the hub does not give this {kind} to the account whose token is set here: accept its licence at {page} with that "
-        "account; a fine-grained token must also be allowed to read gated repositories"
+        f"the hub does not give this {kind} to the account whose token is set here: accept its licence at {page} with "
+        "that account; a fine-grained token must also be allowed to read gated repositories"
     )
 
 
@@ -128,6 +133,7 @@ def _is_cached(name: str, kind: HubKind) -> bool:
     """Return whether the hub's cache, or that of `datasets`, has anything of a repository but a model's config. That
     one may have been fetched alone, to know the model's size."""
     files = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}").glob("snapshots/*/*")
+    # Links to downloaded files: what was begun and not finished is not there.
     if any(file.name != "config.json" for file in files):
         return True
     made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
@@ -172,6 +178,6 @@ def find_model(path: str, revision: str | None = None) -> str:
 def download_help(path: str) -> str:
     """Return how to bring a model of the hub to a machine that cannot reach it."""
     return (
-        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder in the "
-        f"place of {path}"
+        f"On a machine with network run `hf download {path} --local-dir DIR`, copy DIR here and name that folder in "
+        f"the place of {path}"
     )

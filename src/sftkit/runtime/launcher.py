@@ -15,6 +15,7 @@ GROUP_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD
 
 def signal_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what torch's elastic launcher, which starts several processes, needs to pass every signal on."""
+    # By itself it knows nothing of SIGUSR1, by which queues announce that a job will be preempted: pytorch #154849.
     return {} if HANDLED in environ else {HANDLED: ",".join(number.name for number in heeded())}
 
 
@@ -33,15 +34,15 @@ def check_variables(environ: Mapping[str, str]) -> None:
     missing = [name for name in _PLACES if name not in environ]
     if named == ["WORLD_SIZE"] and environ["WORLD_SIZE"] != "1" and missing:
         raise ConfigError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so "
-            f"this process cannot find the others. {_HOW}; for one process alone unset WORLD_SIZE"
+            f"WORLD_SIZE={environ['WORLD_SIZE']}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+            f"set, so this process cannot find the others. {_HOW}; for one process alone unset WORLD_SIZE"
         )
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if not named and tasks != "1":
         raise ConfigError(
-            f"srun has started {tasks} processes (SLURM_STEP_NUM_TASKS), and none is told of the others: each would train by "
-            "itself and write over the others' run. Let srun start one launcher on each machine (srun --ntasks-per-node=1 "
-            "torchrun ..., docs/multi_node.md)"
+            f"srun has started {tasks} processes (SLURM_STEP_NUM_TASKS), and none is told of the others: each would "
+            "train by itself and write over the others' run. Let srun start one launcher on each machine (srun "
+            "--ntasks-per-node=1 torchrun ..., docs/multi_node.md)"
         )
 
 
@@ -69,7 +70,8 @@ def check_group(environ: Mapping[str, str], processes: int, gpu_unavailable_reas
         cause = "start all processes by one launcher: torchrun or accelerate launch"
     group = f"this process is in a group of {processes}" if processes > 1 else "this process has found no others"
     raise ConfigError(
-        f"{name}={environ[name]}, but {group}: each would train by itself and write over the others' run. Cause: {cause}"
+        f"{name}={environ[name]}, but {group}: each would train by itself and write over the others' run. Cause: "
+        f"{cause}"
     )
 
 
@@ -81,19 +83,23 @@ def check_launcher(environ: Mapping[str, str]) -> str | None:
         if "MASTER_ADDR" not in environ or any(name in environ for name in GROUP_SIZES):
             return None
         return (
-            "warning: MASTER_ADDR is set as for several processes, but no launcher says how many: this one trains alone. "
-            "accelerate launch --cpu --num_processes N starts one process; several on CPUs: torchrun, or "
+            "warning: MASTER_ADDR is set as for several processes, but no launcher says how many: this one trains "
+            "alone. accelerate launch --cpu --num_processes N starts one process; several on CPUs: torchrun, or "
             "--config_file accelerate_configs/cpu_ddp.yaml"
         )
     lines = []
+    # 30 s is its default, and can be changed since pytorch #172596.
     if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in environ:
         lines.append(
-            "warning: the launcher kills this run 30 s after a signal, saved or not, and does not pass SIGUSR1 on: start it "
-            f"with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 {HANDLED}={signal_env({})[HANDLED]} (make and sftkit.launch do)"
+            "warning: the launcher kills this run 30 s after a signal, saved or not, and does not pass SIGUSR1 on: "
+            f"start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 {HANDLED}={signal_env({})[HANDLED]} (make and "
+            "sftkit.launch do)"
         )
+    # pytorch #135712: the store that launcher and ranks share keeps the addresses of the ranks before the restart.
     if int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         lines.append(
-            "warning: after a restart by the launcher the ranks may be given addresses of those that are gone, and fail: "
-            "start it with --rdzv_backend c10d (torchrun: --standalone) and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            "warning: after a restart by the launcher the ranks may be given addresses of those that are gone, and "
+            "fail: start it with --rdzv_backend c10d (torchrun: --standalone) and "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
     return "\n".join(lines) or None

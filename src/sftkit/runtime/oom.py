@@ -56,6 +56,8 @@ def likely_cause(number: int, before: OomKills, root: Path = Path("/"), log: Pat
     """
     if number != signal.SIGKILL:
         return _BY_SIGNAL.get(signal.Signals(number), "sent by somebody, or by the system that runs this")
+    # This control group first: a container is mostly killed at its own limit, and on the machine other containers'
+    # processes are counted too.
     now = oom_kills(root)
     said = last_kill(log, before.time)
     told = f" The kernel's log: {said}." if said else ""
@@ -66,8 +68,8 @@ def likely_cause(number: int, before: OomKills, root: Path = Path("/"), log: Pat
     if now.own is None and now.machine is None:
         return "not known: no count of the kernel's OOM killer can be read here"
     return (
-        "likely somebody, or a queue or container at its limit: the kernel's OOM killer, as far as can be read here, has ended "
-        "nothing since the start"
+        "likely somebody, or a queue or container at its limit: the kernel's OOM killer, as far as can be read here, "
+        "has ended nothing since the start"
     )
 
 

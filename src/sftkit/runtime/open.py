@@ -36,13 +36,16 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
             can begin there.
     """
     assert_same_on_ranks(rt, recipe_identity(recipe))
+    # One lock for all ranks: not every file system shows a lock to other machines, but all can ask the main rank.
     place, rt.resumes = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
     status = rt.open_status(place)
     status.open(place)
+    # Known before anything can fail: by their process ids a rank finds out which one was killed without a word.
     status.neighbours = neighbours(rt)
     if rt.is_main:
         status.begin(os.environ)
     rt.barrier()  # the files of the start before are cleared: no rank may write an end that would go with them
+    # There is a status now for a signal to be written to, and nothing yet that would be worth saving.
     rt.stopping.end_at_once(partial(_end_of_signal, rt))
     if rt.is_main:
         replace_text(place / CONFIG, recipe)
@@ -63,6 +66,7 @@ def claim_run_dir(rt: Runtime) -> None:
     """
     status = rt.status
     assert status is not None
+    # First: there is a step to save now, and a signal must not delete the folder while it is moved.
     rt.stopping.save_first()
     rt.barrier()  # nobody writes to the old place any more
     rt.from_main(lambda: _claim_run_dir(status, rt))
@@ -79,6 +83,7 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool]:
         ConfigError: a run is at work there, or none can begin.
     """
     try:
+        # Before the lock, which would make the directory anew.
         attempt.put_back(folder)
         rt.lock = lock.take_lock(folder)
         resumes = attempt.goes_on(folder, resume)
@@ -125,6 +130,8 @@ def _is_there(status: RunStatus) -> None:
 def _end_of_signal(rt: Runtime, number: int) -> None:
     """End the process on a signal, unless its first step is done by now."""
     assert rt.status is not None
+    # The lock tells whether a claim was under way. Where it does not come in time, the disk hangs and the process ends
+    # all the same.
     if rt.leaving.acquire(timeout=PATIENCE_SECONDS) and rt.status.stepped:
         rt.leaving.release()
         return

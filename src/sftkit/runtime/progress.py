@@ -81,6 +81,7 @@ class TrainingBar(LastLine):
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Yield the line, brought up to date first."""
+        # Called by the drawing thread before each frame: the loop itself only sets two attributes.
         for task in self.task_ids:
             self.update(task, completed=self.step, description=self.newest)
         yield from super().get_renderables()

@@ -24,15 +24,15 @@ def script(main: Callable[[], int | None]) -> None:
     script has nothing to save: an exception in the middle of an import would end as something else, and as a traceback.
 
     The group is closed only here, when main's own objects are gone: a DDP model that outlives its process group can
-    deadlock in its destructor, which waits for a gloo thread that waits for the interpreter lock.
+    deadlock in its destructor, which waits for a gloo thread that waits for the interpreter lock (pytorch #56297).
 
     Args:
         main: returns the exit code; None: 0.
     """
     # Before anything is imported: torch alone takes seconds, in which a Ctrl-C would end as a traceback.
     signal.signal(signal.SIGINT, lambda number, _frame: _end(number, os._exit))
-    # Ranks that share the cores of a machine are not slowed down by each other's waiting threads: see SPINS. Whoever has set
-    # the policy has chosen how threads wait. OpenMP reads the variable once, when it is loaded with torch.
+    # Ranks that share the cores of a machine are not slowed down by each other's waiting threads: see SPINS. Whoever
+    # has set the policy has chosen how threads wait. OpenMP reads the variable once, when it is loaded with torch.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from sftkit.rundir.status import report
@@ -47,7 +47,8 @@ def script(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:  # of a library that has taken the signal
         code = 130
     except Exception as error:
-        listener.catch_up()  # an error that a signal has overtaken is not told beside it, nor does it decide the exit code
+        # An error that a signal has overtaken is not told beside it, nor does it decide the exit code.
+        listener.catch_up()
         code = report(error)
         group = joined_process_group()
         if group is not None and group.get_world_size() > 1:

@@ -27,7 +27,8 @@ _END, _MARK = b"\0", b"\xff"
 
 
 def ignore_signals(numbers: Iterable[int] = SIGNALS) -> None:
-    """Ignore signals: in a worker, whose main process decides when to stop, and where another one must change nothing."""
+    """Ignore signals: in a worker, whose main process decides when to stop, and where another one must change
+    nothing."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
@@ -68,6 +69,7 @@ class Deadline:
         Args:
             now: Unix time; None: the present one.
         """
+        # The slowest of the last 64: one of the next may wait for data, or for another rank, as long as that one did.
         needed = 1.1 * (3 * max(self._step_seconds) + self._save_seconds)
         return (time.time() if now is None else now) + needed >= self._end
 
@@ -129,8 +131,10 @@ class Stopping:
     def _on_signal(self, number: int) -> None:
         """Handle a signal, in the thread that reads them."""
         now = time.monotonic()
+        # The terminal is gone: a print to it would be the next error.
         if number == signal.SIGHUP:
             leave_lost_terminal()
+        # Asked of a process that seems to hang: the answer comes at once, whatever its main thread waits for.
         if number == signal.SIGQUIT:
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback()
@@ -154,6 +158,7 @@ class Listener:
         self._handlers_before: dict[int, Any] = {}
         self._caught_up = threading.Event()
         self._reading, self._writing = os.pipe()
+        # As Python demands: its handler in C must not wait for a pipe that is full.
         os.set_blocking(self._writing, False)
         # Python writes a signal's number to this pipe at once; a handler would wait for the main thread's next
         # bytecode.
@@ -165,17 +170,20 @@ class Listener:
 
     def take_signals(self) -> None:
         """Have signals come here; to be called again after somebody else may have taken them."""
+        # A handler that does nothing: by default the signal would end the process before the thread reads it, and of
+        # one that is ignored Python writes nothing.
         for number in heeded():
             self._handlers_before.setdefault(number, signal.signal(number, lambda _number, _frame: None))
 
     def catch_up(self) -> None:
-        """Wait until every signal that has come is received: who ends the process at a signal does so before this returns.
-        In the main thread, once."""
+        """Wait until every signal that has come is received: who ends the process at a signal does so before this
+        returns. In the main thread, once."""
         os.write(self._writing, _MARK)
         self._caught_up.wait(timeout=30.0)
 
     def close(self) -> None:
         """Put handlers and wake-up descriptor back, end the thread. In the main thread."""
+        # Handlers first: a signal that comes in between finds the one before us, not a pipe without a reader.
         for number, handler in self._handlers_before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set from Python
         signal.set_wakeup_fd(self._wakeup_before)
@@ -215,8 +223,8 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
         ignore_signals(numbers)
         raise api.SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
 
-    # Private: the launcher installs this function as the handler of each signal that it takes, and takes no other.
-    # No issue is known (torch 2.11 to 2.13).
+    # Private: the launcher installs this function as the handler of each signal that it takes (pytorch #61602), and
+    # takes no other. Of the second signal no issue is known (torch 2.11 to 2.13).
     api._terminate_process_handler = once
     try:
         yield
@@ -271,6 +279,7 @@ def starting_processes() -> Iterator[None]:
 def end_process(code: int) -> NoReturn:
     """End this process and all that it has started (data workers, tokenizers, compilers). It waits for nothing but
     children that are just being started."""
+    # With a limit: a start that hangs must not keep the process from ending.
     _starting.acquire(timeout=5.0)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -281,4 +290,5 @@ def end_process(code: int) -> NoReturn:
             with suppress(OSError, ValueError):  # a log on a full disk, a terminal that is gone
                 stream.flush()
     finally:
+        # No sys.exit: this may be another thread than the main one, which may wait in a collective for ever.
         os._exit(code)

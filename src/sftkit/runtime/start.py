@@ -138,6 +138,7 @@ class Runtime:
     @property
     def data_rank(self) -> int:
         """Return which of the `data_world_size` groups this rank belongs to, from 0."""
+        # Ranks are numbered by stage, within it by rows, and those that share a row are neighbours.
         return self.rank // self.topology.ranks_per_row % self.data_world_size
 
     @property
@@ -170,8 +171,8 @@ class Runtime:
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item() > 0)
 
     def from_main(self, decide: Callable[[], T]) -> T:
-        """Return on every rank what the main rank decides; `decide` is called there alone, and an error that it raises is
-        raised on every rank: they would else wait forever. Every rank must ask."""
+        """Return on every rank what the main rank decides; `decide` is called there alone, and an error that it raises
+        is raised on every rank: they would else wait forever. Every rank must ask."""
         if self.world_size == 1:
             return decide()
         box: list[T | Exception | None] = [None]
@@ -225,6 +226,7 @@ class Runtime:
 
     def signal_of_any_rank(self) -> int | None:
         """Return the signal that any rank has received, the same on every rank; None: none has. Every rank must ask."""
+        # One sum for all signals: a number for each rank would need a gather.
         counts = self.sum(torch.tensor([float(self.stopping.signal == n) for n in SIGNALS], device=self.device))
         return next((number for number, count in zip(SIGNALS, counts.tolist(), strict=True) if count), None)
 
@@ -266,6 +268,7 @@ def start(
     # of its own.
     check_variables(os.environ)
     precision = resolve_precision(train.precision)
+    # Before the first group, kernel and compilation: each of these is read once.
     use_one_worker_per_group()
     use_ptxas_of_workers()
     name_vector_width()
@@ -283,6 +286,7 @@ def start(
     )
     check_group(os.environ, accelerator.num_processes, gpu_unavailable_reason)
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    # Another seed on each rank, as rows are others; what must be equal on all, such as new weights, seeds again.
     seed_everything(run.seed + accelerator.process_index)
     rt = Runtime(accelerator, precision, topology, page=page)
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
@@ -316,6 +320,7 @@ def seed_everything(seed: int) -> None:
 def garbage_collected_between_steps() -> Iterator[Callable[..., int]]:
     """Within the context, let Python's cycle collector run only when the yielded function, gc.collect, is called: in
     the middle of a step it would stop one rank, and with it all. Objects that exist already are not examined."""
+    # torchtitan #148. Frozen are modules, weights and compiled code, of which a collection would look at every object.
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,5 @@
-"""One width of vector instructions for the CPU kernels that Inductor writes and for those that it finds in its cache."""
+"""One width of vector instructions for the CPU kernels that Inductor writes and for those that it finds in its
+cache."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ def name_vector_width() -> None:
     its own vectors: of 12 elements written for AVX-512, code for AVX2 leaves the last 4 as they were, without a word.
     A width that is named is in the key. No upstream issue is known.
     """
+    # For the process, and never put back: kernels are written at any time of it.
     cpp = torch._inductor.config.cpp
     if cpp.simdlen is None:
         cpp.simdlen = BITS.get(torch.backends.cpu.get_cpu_capability())

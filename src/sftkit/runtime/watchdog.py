@@ -35,6 +35,7 @@ class Watchdog:
 
     def __init__(self, rt: Runtime, status: RunStatus, run: RunConfig) -> None:
         self._rt, self._status, self._run = rt, status, run
+        # It has the limit of a start: what is compiled late, or read for the first time, is part of it.
         self._first_step = status.step + 1
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="watchdog", daemon=True)
@@ -49,6 +50,7 @@ class Watchdog:
             self._status.failed(error)
         self._stopped.set()
         self._thread.join()
+        # Taken away before it is closed, as the main thread writes to it at each step.
         heartbeat, self._status.heartbeat = self._status.heartbeat, None
         if heartbeat is not None:
             os.close(heartbeat)
@@ -56,6 +58,7 @@ class Watchdog:
     def limit(self) -> float:
         """Return the seconds that the present phase may take."""
         status = self._status
+        # Evaluations, saves and the first step take as long as they take; a step of the loop has one duration.
         if status.phase not in _LOOP_PHASES or status.step <= self._first_step:
             return self._run.start_timeout_seconds
         if self._rt.stopping.signal is not None:  # the launcher may end us because another rank is dead
@@ -81,8 +84,8 @@ class Watchdog:
                 self._report_hang(idle)
 
     def _write_heartbeat(self, *, flush: bool = False) -> None:
-        """Show that this rank lives. Machines that share the disk read it when it is flushed, those that share memory at
-        once."""
+        """Show that this rank lives. Machines that share the disk read it when it is flushed, those that share memory
+        at once."""
         if self._status.heartbeat is None:
             self._status.heartbeat = open_heartbeat(self._status)
         self._status.beat()
@@ -93,6 +96,8 @@ class Watchdog:
     def _check_other_ranks(self) -> None:
         """End this rank some seconds after another one has failed or died. Before, it may notice by itself, in a
         collective that fails. NCCL's do not fail: they wait, and the launcher kills who waits for 30 s."""
+        # Two signs: a rank that failed has written so; one that was killed could not, but once the launcher ends the
+        # others, its process id is gone.
         own = error_file(self._status.run_dir, self._status.rank)
         failed = any(path != own for path in error_files(self._status.run_dir))
         dead = self._status.gone() if self._rt.stopping.signal is not None and not failed else []
@@ -123,6 +128,7 @@ class Watchdog:
             text += f"; {where}"
         if self._stopped.is_set():
             return
+        # A rank that only waits for another one writes so, and its own error counts as a symptom.
         culprit = behind[0] if behind else status.rank
         status.failed(f"{text}\n{stack}", symptom=culprit != status.rank)
         with suppress(OSError):
@@ -158,6 +164,8 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tu
         (the ranks that are silent, else those that are behind the others, none if all are at the same place; where
         every rank is, in words)
     """
+    # Sorted, the first place is the blocking one: silent ranks before those that respond, then by step and by the order
+    # of phases in a step. Phases outside of the loop, such as an evaluation, come after a step.
     places: dict[tuple[bool, int, int, str], list[int]] = {}
     for rank in range(world_size):
         beat = read_object(heartbeat_file(beats, rank)) or {"step": 0, "phase": "start", "time": 0.0}
@@ -166,7 +174,8 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tu
         responds = time.time() - beat["time"] < silent_after
         places.setdefault((responds, beat["step"], order, phase), []).append(rank)
     words = [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at step {step} (in {phase}{'' if responds else ', silent'})"
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at step {step} (in "
+        f"{phase}{'' if responds else ', silent'})"
         for (responds, step, _, phase), ranks in sorted(places.items())
     ]
     behind = places[min(places)] if len(places) > 1 else []

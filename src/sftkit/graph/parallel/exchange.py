@@ -1,7 +1,7 @@
 """Activations between the ranks that share rows, as operators of a graph: each the transpose of its gradient.
 
-So a gradient is that of the sum of all ranks' losses, whatever a rank computes of it: nothing has to be known of which values
-ranks have in common.
+So a gradient is that of the sum of all ranks' losses, whatever a rank computes of it: nothing has to be known of which
+values ranks have in common.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
         sent: int64 [R, E], rows of this rank for each expert of each rank.
 
     Returns:
-        (int64 [R, E], rows of each rank for each expert of this one; int64 [2, R] on the host: rows to and from each rank)
+        (int64 [R, E], rows of each rank for each expert of this one; int64 [2, R] on the host: rows to and from each
+        rank)
     """
     return _exchange_counts(sent, group.group_name)
 
@@ -81,6 +82,7 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Linear, so that nothing of the forward pass has to be kept for it.
         return ctx.transpose(gradient, *ctx.where), None, None, *(None for _ in ctx.where)
 
 
@@ -104,7 +106,8 @@ class _Send(torch.autograd.Function):
         return _all_to_all(gradient, sizes, ctx.room, ctx.group, not ctx.back), None, None, None, None
 
 
-# torch's own all-to-all has sizes that are numbers to whoever traces. Here they are a tensor, and what arrives has room for all.
+# torch's own all-to-all has sizes that are numbers to whoever traces: a graph for each way that a router may choose.
+# Here they are a tensor, and what arrives has room for all.
 
 
 @torch.library.custom_op("sftkit::all_to_all", mutates_args=())
@@ -115,6 +118,7 @@ def _all_to_all(
     group: str,
     back: bool,  # noqa: FBT001 - an operator takes its arguments by place
 ) -> Tensor:
+    # On the host already: _exchange_counts has waited for them, once for tokens, results and the gradients of both.
     given, taken = reversed(sizes.tolist()) if back else sizes.tolist()
     arrived = rows.new_zeros(room, *rows.shape[1:])
     leaving = rows[: sum(given)].contiguous()

@@ -1,11 +1,14 @@
-"""Routed experts inside the graph, and how the tokens of tensor-parallel ranks come to the experts of their own that each has.
+"""Routed experts inside the graph, and how the tokens of tensor-parallel ranks come to the experts of their own that
+each has.
 
-All shapes are known when a graph is captured; it knows no sizes that depend on what a router chooses. Tokens come to experts by
+All shapes are known when a graph is captured; it knows no sizes that depend on what a router chooses. Tokens come to
+experts by
 
-- allgather: the ranks gather each other's tokens and what the router chose for them; each computes its own experts for all of
-  these, and the results are added up where the tokens came from. The host waits for nothing.
-- alltoall: a token is sent once for each expert that it visits, to the rank that has it, and the result comes back. What is sent
-  is what there is to send, so the host waits for its size; what arrives lies in room for all that could, so no token is dropped.
+- allgather: the ranks gather each other's tokens and what the router chose for them; each computes its own experts for
+  all of these, and the results are added up where the tokens came from. The host waits for nothing.
+- alltoall: a token is sent once for each expert that it visits, to the rank that has it, and the result comes back.
+  What is sent is what there is to send, so the host waits for its size; what arrives lies in room for all that could,
+  so no token is dropped.
 
 Letters: N tokens of a rank, R ranks, K experts that each token visits, E experts of a rank, H width.
 """
@@ -79,11 +82,16 @@ def by_all_to_all(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor,
         chosen: as there, no expert twice for one token.
     """
     ranks, count, (tokens, visits) = group.size(), len(experts.gate_up_proj), chosen.shape
+    # Sorted by expert, so that the rows of a rank lie together, as the exchange sends them. Stable: equal numbers keep
+    # the order of tokens, so a result does not depend on the kernel of the sort.
     numbers, order = chosen.flatten().sort(stable=True)
     back = order.argsort()
+    # How many rows each expert gets, as differences of where the next one begins: the size of bincount's result depends
+    # on its input, which a graph cannot have.
     every = torch.arange(-1, ranks * count, device=numbers.device)
     sent = torch.searchsorted(numbers, every, right=True).diff().view(ranks, count)
     received, sizes = exchange_counts(sent, group)
+    # The worst case: every token of every rank visits as many experts of this one as it can. Fewer would drop tokens.
     room = ranks * tokens * min(visits, count)
     arrived = send(rows_in_order(hidden, order, back, visits), sizes, room, group)
     results = computed(experts, arrived, _experts_of(received, room), 1)
@@ -105,6 +113,7 @@ def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first_e
     """
     num_experts, visits = len(experts.gate_up_proj), chosen.shape[1]
     numbers = chosen.flatten() - first_expert
+    # Others than this rank's become one number behind the last: sorted, they come last, where the products skip them.
     numbers = torch.where((numbers >= 0) & (numbers < num_experts), numbers, num_experts)
     return _weighted(computed(experts, hidden, numbers, visits), weights).to(hidden.dtype)
 
@@ -121,6 +130,7 @@ def _experts_of(received: Tensor, room: int) -> Tensor:
         received: int64 [R, E], how many rows of each rank for each expert lie there, in this order.
     """
     ends = received.flatten().cumsum(0)
+    # Blocks lie by rank, then by expert, so the remainder is the expert.
     place = torch.searchsorted(ends, torch.arange(room, device=ends.device), right=True)
     count = received.shape[1]
     return torch.where(place < len(ends), place % count, count)

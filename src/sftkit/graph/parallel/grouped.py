@@ -1,5 +1,5 @@
-"""Experts' matrix products as operators of static shapes: rows, each of one expert, by torch's grouped matrix product, which skips
-the rows that no expert of this rank computes.
+"""Experts' matrix products as operators of static shapes: rows, each of one expert, by torch's grouped matrix product,
+which skips the rows that no expert of this rank computes.
 
 Letters: S rows, E experts of a rank, H width.
 """
@@ -29,6 +29,7 @@ def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tens
     own = (numbers < count)[:, None]
     # Rows of none are never written by the products, nor are their gradients: 0 before the first, and after the last.
     rows = rows_in_order(hidden, order, back, visits).where(own, 0.0)
+    # Private: what transformers calls between its own two products, for which each architecture has its activation.
     rows = grouped_product(experts._apply_gate(grouped_product(rows, gate_up, ends)), down, ends).where(own, 0.0)
     return rows_in_order(rows, back, order, 1)
 
@@ -58,7 +59,8 @@ class _Ordered(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind the last, anything.
+    """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind the last,
+    anything.
 
     Args:
         rows: [S, in]. matrices: [E, out, in]. ends: int32 [E], ascending.
@@ -68,7 +70,8 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return _grouped_product(rows, matrices, ends)
 
 
-# torch computes it in other precisions, but traces it in bf16 only: so it is one operator to whoever traces.
+# torch computes it in other precisions, but traces it in bf16 only: so it is one operator to whoever traces. No issue
+# is known.
 
 
 @torch.library.custom_op("sftkit::grouped_product", mutates_args=())
@@ -79,6 +82,7 @@ def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("sftkit::grouped_product_backward", mutates_args=())
 def _grouped_product_backward(gradient: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows and of matrices."""
+    # The products want a row or a column of stride 1; the gradient of a sum is expanded, with strides of 0.
     gradient = gradient.contiguous()
     return F.grouped_mm(gradient, matrices, offs=ends), F.grouped_mm(gradient.t(), rows, offs=ends)
 

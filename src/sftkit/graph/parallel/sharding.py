@@ -1,7 +1,8 @@
-"""SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers it by `redistribute`.
+"""SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers it by
+`redistribute`.
 
-No hooks and no state: the gather is an operator among others, its gradient a reduce-scatter, so that both can be traced into a
-graph. Run without one, the model computes the same. It keeps its classes' names and its parameters' names.
+No hooks and no state: the gather is an operator among others, its gradient a reduce-scatter, so that both can be traced
+into a graph. Run without one, the model computes the same. It keeps its classes' names and its parameters' names.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class ShardingSpec(NamedTuple):
 
     mesh: DeviceMesh
     placements: Sequence[Placement]
-    "the last, a shard, is gathered where the weight is read; of the others replicas are copies, and shards stay sharded"
+    """the last, a shard, is gathered where the weight is read; of the others replicas are copies, and shards stay
+    sharded"""
 
 
 class _Gathered(torch.autograd.Function):
-    """A weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks that read it.
+    """A weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks that read
+    it.
 
     Gradients are scattered first, only shards summed over copies; `redistribute` alone sums whole ones over them.
     """
@@ -71,6 +74,8 @@ def shard_for_graph(
         own = dict(module.named_parameters(recurse=False))
         for name, param in own.items():
             if id(param) not in sharded:
+                # No rank sends: each has the same values, or none yet (meta), so that shards are cut without an
+                # exchange.
                 distributed = distribute_tensor(param.data, *spec_of(module, name), src_data_rank=None)
                 sharded[id(param)] = torch.nn.Parameter(distributed, requires_grad=param.requires_grad)
             module.register_parameter(name, sharded[id(param)])
@@ -82,6 +87,7 @@ def shard_for_graph(
 
 def _gather_head(model: ModelWithLoss) -> None:
     """Gather the head's weight for the loss, which reads it without calling the head."""
+    # Around the method of this one object, not of its class: another model in the process may be whole.
     inner: Callable[..., Any] = model.sums_of_chosen
 
     def sums_of_chosen(*args: Any) -> Any:
@@ -110,13 +116,15 @@ def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch
         with reading(self):
             return cls.forward(self, *args, **kwargs)
 
+    # Properties of a subclass, since a module's __getattr__ is asked only for names that its class does not have. No
+    # parametrization of torch.nn.utils: that renames parameters, and with them the files of a checkpoint.
     members = {name: property(partial(_read, name)) for name in names}
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
 
 
 def _read(name: str, module: torch.nn.Module) -> Tensor | None:
-    # Private: the name is a property of the class by now, so getattr and get_parameter would come back to this
-    # function.
+    # Private, and without a public way: the name is a property of the class by now, so getattr and get_parameter would
+    # come back to this function.
     param = module._parameters[name]
     if module.__dict__.get(_READS) and isinstance(param, DTensor):
         return _Gathered.apply(param, module.__dict__[_REDUCE_DTYPE])

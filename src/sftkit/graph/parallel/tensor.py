@@ -1,4 +1,5 @@
-"""Tensor parallelism inside the graph: matrices of a block sharded over the ranks that share rows, activations by position.
+"""Tensor parallelism inside the graph: matrices of a block sharded over the ranks that share rows, activations by
+position.
 
 The layout is that of `sftkit.parallel.tensor`, without DTensors between layers: a rank's shard of a matrix is a plain
 tensor, an all-gather stands behind a norm and a reduce-scatter behind the matrix that ends a layer.
@@ -49,7 +50,8 @@ class TensorPlan:
     divided: tuple[str, ...] = DIVIDED
     "numbers of the model's config that the ranks must divide"
     experts: tuple[str, ...] = ()
-    "routed experts, of which each rank has a share; nothing beside them is sharded, and every rank computes its own positions"
+    """routed experts, of which each rank has a share; nothing beside them is sharded, and every rank computes its own
+    positions"""
 
 
 _DEEPSEEK_V3 = TensorPlan(
@@ -107,8 +109,11 @@ def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
     every = every["shards"] if t.replicas == 1 else every
     if t.tensor == 1:
         return GraphMeshes(every, None)
+    # Ranks that share rows are neighbours, so that their exchanges stay within a machine. In the mesh their dimension
+    # comes before that of shards: a matrix is divided by tensor first, and each part sharded.
     ranks = torch.arange(t.world_size).view(t.replicas, t.shards, t.tensor).transpose(1, 2)
     # As a list: a transposed tensor keeps odd strides where a size is 1, and torch 2.11 then refuses to slice the mesh.
+    # No issue is known.
     tensor_parallel = DeviceMesh(device_type, ranks.tolist(), mesh_dim_names=("replicas", "tensor", "shards"))
     return GraphMeshes(every, tensor_parallel["tensor", "shards"] if t.replicas == 1 else tensor_parallel)
 
@@ -116,7 +121,8 @@ def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
 def weight_placement(
     orig_model: PreTrainedModel, meshes: GraphMeshes
 ) -> Callable[[torch.nn.Module, str], ShardingSpec]:
-    """Return how every weight of a model lies over the ranks: a function of a module and the name of one of its own parameters."""
+    """Return how every weight of a model lies over the ranks: a function of a module and the name of one of its own
+    parameters."""
     sharded: dict[tuple[torch.nn.Module, str], ShardingSpec] = {}
     if (mesh := meshes.tensor_parallel) is not None:
         plan, sizes = PLANS[orig_model.config.model_type], (mesh["tensor"].size(), mesh.size(-1))
@@ -134,9 +140,11 @@ def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
         mesh: that has a dimension "tensor".
     """
     plan, exchange = PLANS[orig_model.config.model_type], Exchange(mesh.get_group("tensor"))
+    # Where without_sequence_parallel finds it, as of a model that parallel/tensor.py has sharded.
     orig_model._activations = exchange  # type: ignore[assignment]
     for block in decoder_blocks(orig_model):
         for name, module in _of_plan(block, plan.gathered).items():
+            # A block with experts gathers before attention alone: its feed-forward layer exchanges tokens by itself.
             if name == NORMS[0] or not _of_plan(block, plan.experts):
                 module.register_forward_hook(lambda _, __, output: exchange.gather(output))
         for module in _of_plan(block, plan.rows).values():
@@ -153,6 +161,7 @@ def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
     """Return a class of the same name that adds the ranks' parts up before its bias, which is one."""
 
     def forward(self: torch.nn.Linear, input: Tensor) -> Tensor:
+        # Before the bias, which each rank has whole: in the parts it would be added once for each rank.
         summed: Tensor = self.__dict__[_EXCHANGE].add_up(F.linear(input, self.weight))
         return summed if self.bias is None else summed + self.bias
 
@@ -162,8 +171,8 @@ def _adding_up(cls: type[torch.nn.Linear]) -> type[torch.nn.Linear]:
 def _block_placements(
     plan: TensorPlan, block: torch.nn.Module, ranks: int, shards: int
 ) -> dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]]:
-    """Return the parameters of a block that are sharded over `ranks` tensor-parallel ranks, by module and name, and along
-    which dimensions."""
+    """Return the parameters of a block that are sharded over `ranks` tensor-parallel ranks, by module and name, and
+    along which dimensions."""
     placements: dict[tuple[torch.nn.Module, str], tuple[Shard, Shard]] = {}
     for module in _of_plan(block, plan.columns).values():
         placements |= {(module, name): (Shard(0), Shard(0)) for name, _ in module.named_parameters()}

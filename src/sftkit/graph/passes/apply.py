@@ -58,10 +58,13 @@ class Passes:
         """Change the forward or the backward half, in place."""
         kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
+        # Regions last: they are compiled as they are then, so what merges and moves collectives has to be done.
         for spec in (*self._at("split"), *self._at("regions")):
             _function(spec)(graph, for_inductor=self.for_inductor)
             graph.recompile()
             self._record(half, spec.name, graph, kept)  # no pass changes what a half takes
+        # Without a pass that compiles it: run call by call, FlexAttention materialises the whole score matrix, which no
+        # memory plan counts.
         if not self._at("regions") and not self.for_inductor and flex_attention(graph):
             self._record(half, "flex_attention", graph, kept)
 

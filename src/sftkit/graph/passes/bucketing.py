@@ -1,7 +1,7 @@
 """One collective for all weights of a decoder block, and for all their gradients, without a copy of either.
 
-The tensors of a bucket go into one coalesced operator, which NCCL runs as one group: each is read and written where it lies. Buffers
-that a bucket is copied into and out of would cost memory traffic in every micro-batch.
+The tensors of a bucket go into one coalesced operator, which NCCL runs as one group: each is read and written where it
+lies. Buffers that a bucket is copied into and out of would cost memory traffic in every micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sftkit.graph.passes.order import order_of_waits, overlap_buckets
 
 
 def block_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
-    """Merge the collectives of each bucket; gather a bucket while the one before it is used, reduce it while the next one is."""
+    """Merge the collectives of each bucket; gather a bucket while the one before it is used, reduce it while the next
+    one is."""
     for nodes in _mergeable(graph.graph):
         _merge(graph.graph, nodes)
     overlap_buckets(graph)
@@ -44,11 +45,13 @@ def _mergeable(graph: Graph) -> list[list[Node]]:
 
 def _merge(graph: Graph, nodes: Sequence[Node]) -> None:
     """Put one operator in the place of the last of them."""
+    # Behind the last, where all inputs are there; overlap_buckets then moves it to where it should start.
     with graph.inserting_after(nodes[-1]):
         inputs = [node.args[0] for node in nodes]
         merged = graph.call_function(compat.coalesced(nodes[0].target), (inputs, *nodes[0].args[1:]))
     merged.meta = {**nodes[0].meta, "val": [node.meta["val"] for node in nodes]}
     last = merged
+    # Each wait keeps its own tensor: only what starts is merged.
     for number, node in enumerate(nodes):
         with graph.inserting_after(last):
             last = graph.call_function(operator.getitem, (merged, number))

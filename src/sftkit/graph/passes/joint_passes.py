@@ -33,8 +33,11 @@ def _recompute_blocks(graph: GraphModule, keeps: Callable[[Node], bool]) -> None
     of_weights = set(gathered_from(graph))
     for node in graph.graph.nodes:
         block = block_of(node)
+        # Whole weights are another decision (reshard_after_forward), and sums of gradients belong to no block.
         if block is None or node in of_weights or node.op == "get_attr" or compat.is_backward(node):
             continue
+        # What the next block reads is where recomputation starts: kept, or the first block would be computed again in
+        # the backward pass of each.
         leaves = any(block_of(user) != block and not compat.is_backward(user) for user in node.users)
         compat.save_or_recompute(node, save=leaves or keeps(node), region=block)
 

@@ -1,4 +1,5 @@
-"""Where in a graph collectives start and are waited for, so that compute hides them; what is computed does not change."""
+"""Where in a graph collectives start and are waited for, so that compute hides them; what is computed does not
+change."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ Positions = dict[Node, float]
 
 
 def overlap_buckets(graph: GraphModule) -> None:
-    """Put the collectives of a half in order: a bucket is gathered while the one before it is used, and reduced while the next one is."""
+    """Put the collectives of a half in order: a bucket is gathered while the one before it is used, and reduced while
+    the next one is."""
+    # In two rounds: an all-reduce between replicas follows its reduce-scatter, so where it is wanted is known when that
+    # one has moved.
     index = _numbered(graph)
     _sort(graph, index, _started_early(index) | _awaited_late(index, "reduce-scatter"))
     index = _numbered(graph)
@@ -25,8 +29,8 @@ def overlap_buckets(graph: GraphModule) -> None:
 
 
 def order_of_waits(graph: GraphModule) -> dict[Node, list[Node]]:
-    """Return, of each wait for a bucket, what must come before it for the order of the graph to stay as it is: collectives that start
-    before it, and the last matrix product or attention."""
+    """Return, of each wait for a bucket, what must come before it for the order of the graph to stay as it is:
+    collectives that start before it, and the last matrix product or attention."""
     after: dict[Node, list[Node]] = {}
     started: list[Node] = []
     computed: Node | None = None
@@ -34,6 +38,8 @@ def order_of_waits(graph: GraphModule) -> dict[Node, list[Node]]:
         wait for node in graph.graph.nodes if bucket_of(node) and collective(node) for wait in waits_for(node)
     }
     for node in graph.graph.nodes:
+        # Inductor is free to move what nothing holds. Two ties hold the order: a bucket's wait comes after all that was
+        # to start before it, and after the compute that was to hide it.
         if node in of_buckets:
             after[node] = [*started, *([computed] if computed else [])]
             started = [node]  # others of its bucket come with it
@@ -46,6 +52,7 @@ def order_of_waits(graph: GraphModule) -> dict[Node, list[Node]]:
 
 def _computes(node: Node) -> bool:
     """Return whether a node is a tensor that a matrix product or attention gives."""
+    # Collectives and their waits are costly too, and hide nothing.
     exchanges = "c10d_functional" in str(source_of(node).target)
     return not exchanges and is_costly(node) and isinstance(node.meta.get("val"), torch.Tensor)
 
@@ -65,11 +72,12 @@ def _buckets(index: dict[Node, int], kind: str) -> list[list[Node]]:
 
 
 def _started_early(index: dict[Node, int]) -> Positions:
-    """Return where all-gathers, and what leads to them, should be: those of a bucket just before the first wait for the bucket before.
-    Waits for one operator are together."""
+    """Return where all-gathers, and what leads to them, should be: those of a bucket just before the first wait for the
+    bucket before. Waits for one operator are together."""
     buckets, wanted = _buckets(index, "all-gather"), Positions()
     first_wait = [min(index[wait] for node in bucket for wait in waits_for(node)) for bucket in buckets]
     for number, bucket in enumerate(buckets):
+        # The first bucket has none before it, and starts where it is.
         start = first_wait[number - 1] if number else index[bucket[0]]
         for node in bucket:
             waits = waits_for(node)
@@ -91,7 +99,8 @@ def _ancestors(node: Node) -> Iterator[Node]:
 
 
 def _awaited_late(index: dict[Node, int], kind: str) -> Positions:
-    """Return where waits for reduced gradients should be: those of a bucket just before the next bucket's reduction starts."""
+    """Return where waits for reduced gradients should be: those of a bucket just before the next bucket's reduction
+    starts."""
     return {
         wait: max(index[wait], index[after[0]] - 0.5)
         for bucket, after in pairwise(_buckets(index, kind))
@@ -102,6 +111,8 @@ def _awaited_late(index: dict[Node, int], kind: str) -> Positions:
 
 def _sort(graph: GraphModule, index: dict[Node, int], wanted: Positions) -> None:
     """Order the nodes by where they are wanted, in place, each as early as what it reads allows."""
+    # Kahn's algorithm with a heap: among the nodes that may come next, the one whose wanted place is the earliest; the
+    # number breaks ties, so that the order is the same on every rank, as that of collectives must be.
     missing = {node: len(node.all_input_nodes) for node in index}
     ready = [(wanted.get(node, number), number, node) for node, number in index.items() if not missing[node]]
     heapq.heapify(ready)

@@ -31,11 +31,15 @@ def _milliseconds(node: Node, num_bytes: int | None) -> float | None:
     first = value[0] if isinstance(value, (tuple, list)) and value else value  # attention gives several
     on_gpu = isinstance(first, torch.Tensor) and first.device.type == "cuda"
     if collective(node) is not None:
+        # Known from sizes and the group alone, so the same on every rank.
         if on_gpu:
             return None
+        # On a CPU torch's own estimate would ask for a GPU's bandwidth.
         size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
         return 1e3 * (size if num_bytes is None else num_bytes) / CPU_BYTES
     packet = getattr(node.target, "overloadpacket", node.target)  # FlexAttention has none
+    # By the number of operations, which is the same on every rank and at every start: what is measured is neither, and
+    # ranks that order collectives differently wait for each other for ever.
     formula = flop_counter.flop_registry.get(packet)
     if formula is None:
         return None

@@ -1,7 +1,9 @@
-"""Regions of a half of a graph that Inductor compiles, while the rest stays a call per operator, in the order that it has.
+"""Regions of a half of a graph that Inductor compiles, while the rest stays a call per operator, in the order that it
+has.
 
-A region is a run of operators of one decoder block with nothing else between: collectives, the kernels of this project and random
-numbers end it. So what a pass before it chose to overlap stays as it was. Blocks that are alike are compiled once.
+A region is a run of operators of one decoder block with nothing else between: collectives, the kernels of this project
+and random numbers end it. So what a pass before it chose to overlap stays as it was. Blocks that are alike are compiled
+once.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ NodeRun = list[Node]
 
 
 def regional_inductor(graph: GraphModule, *, for_inductor: bool) -> None:
-    """Compile what Inductor can fuse, block by block, in place; FlexAttention, too, but on a CPU, which has no kernel of its
-    backward pass."""
+    """Compile what Inductor can fuse, block by block, in place; FlexAttention, too, but on a CPU, which has no kernel
+    of its backward pass."""
     _compile(graph, [run for run in _runs(graph, _fusible) if _worth(run)])
 
 
@@ -33,7 +35,8 @@ def full_inductor(graph: GraphModule, examples: Sequence[Any], half: str) -> com
 
 
 def flex_attention(graph: GraphModule) -> bool:
-    """Compile the calls of FlexAttention alone, in place, where there are some on a GPU: call by call they would keep all scores.
+    """Compile the calls of FlexAttention alone, in place, where there are some on a GPU: call by call they would keep
+    all scores.
 
     Returns:
         whether there were.
@@ -52,6 +55,8 @@ def _fusible(node: Node) -> bool:
     target = compat.operator_of(node)
     if target is None or target.namespace not in ("aten", "prims"):
         return False
+    # Inductor's random numbers are others than those of eager operators, and in-place writes could be moved past what
+    # reads them.
     random = torch.Tag.nondeterministic_seeded in target.tags
     return not random and not compat.is_mutable(node) and _gives_tensors(node)
 
@@ -78,9 +83,12 @@ def _worth(run: NodeRun) -> bool:
 
 
 def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[NodeRun]:
-    """Return the longest runs of such nodes that are of one block, or of none; sums of gradients belong to what is before them."""
+    """Return the longest runs of such nodes that are of one block, or of none; sums of gradients belong to what is
+    before them."""
     for node in [n for n in graph.graph.nodes if n.target is operator.getitem]:
         node.args[0].append(node)  # beside what it is of, so that no tuple leaves a region
+    # A run ends at the border of a block: blocks that are alike then have regions that are alike, which are compiled
+    # once.
     runs: list[NodeRun] = [[]]
     for node in graph.graph.nodes:
         if node.op == "get_attr":  # the functions inside of FlexAttention, which go with it
@@ -96,6 +104,7 @@ def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[NodeRun]:
 
 def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
     """Put a call of compiled code in the place of each run."""
+    # By code and by strides: Inductor writes both into the kernel.
     known: dict[Any, Callable[..., Any]] = {}
     for run in runs:
         outputs = _outputs(run)
@@ -110,13 +119,14 @@ def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
 
 
 def _outputs(run: NodeRun) -> NodeRun:
-    """Return what a region has to hand out. Views of a run that others read stay in the graph, as calling them is cheaper than handing
-    them out."""
+    """Return what a region has to hand out. Views of a run that others read stay in the graph, as calling them is
+    cheaper than handing them out."""
     inside, left = set(run), set[Node]()
 
     def read_outside(node: Node) -> bool:
         return any(user not in inside or user in left for user in node.users)
 
+    # Backwards, as a view is left in the graph too where only views that are left read it.
     for node in reversed(run):
         if _is_view(node) and read_outside(node):
             left.add(node)
@@ -125,12 +135,15 @@ def _outputs(run: NodeRun) -> NodeRun:
 
 def _extract(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphModule, NodeRun]:
     """Return a copy of some nodes as a graph of its own, whose names say nothing of where they were; and its inputs."""
+    # From the outputs back, so that nothing is computed in the region only for a view that stays outside.
     needed, inside = dict.fromkeys(outputs), set(run)
     for node in reversed(run):
         if node in needed:
             needed |= dict.fromkeys(node.all_input_nodes)
     read = dict.fromkeys(source for node in run if node in needed for source in node.all_input_nodes)
     inputs = [node for node in read if node not in inside and node.op != "get_attr"]
+    # Inputs are numbered, not named after their nodes: two blocks then give the same text, by which _compile knows
+    # them.
     extracted, copies, functions = Graph(), dict[Node, Node](), dict[str, Any]()
     for number, node in enumerate(inputs):
         copies[node] = extracted.placeholder(f"input_{number}")
@@ -161,11 +174,14 @@ def _replace(graph: Graph, run: NodeRun, inputs: NodeRun, outputs: NodeRun, call
             last = graph.call_function(operator.getitem, (called, number))
         last.meta.update(node.meta)
         node.replace_all_uses_with(last)
+    # Views that others read go behind the region; what nothing reads any more goes altogether, last first, as a node
+    # with readers cannot be erased.
     for node in reversed(run):
         if node.users:
             last.append(node)
         else:
             graph.erase_node(node)
+    # The functions inside of FlexAttention: the region has taken them along.
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:
             graph.erase_node(node)

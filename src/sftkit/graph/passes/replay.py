@@ -1,10 +1,11 @@
 """Replaying the halves of a graph as CUDA graphs: no launch costs the host anything, collectives included.
 
-A half runs once as it is, which lets libraries and communicators allocate what they keep; the second call records it, and the others
-replay the record. It reads its inputs where they were when it was recorded: weights, and what the forward half left in the graphs'
-memory, lie there anyway; a batch is copied there. What is handed out is copied too, as the next replay writes over it; only what the
-forward half keeps for the backward half is not, so a backward pass must come before the next forward pass, of another shape too, as
-records of all shapes share a memory pool. A step of several micro-batches keeps this order.
+A half runs once as it is, which lets libraries and communicators allocate what they keep; the second call records it,
+and the others replay the record. It reads its inputs where they were when it was recorded: weights, and what the
+forward half left in the graphs' memory, lie there anyway; a batch is copied there. What is handed out is copied too, as
+the next replay writes over it; only what the forward half keeps for the backward half is not, so a backward pass must
+come before the next forward pass, of another shape too, as records of all shapes share a memory pool. A step of several
+micro-batches keeps this order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from sftkit.graph import compat
 
 RecordGraph = Callable[[Callable[[], Sequence[Any]]], tuple[Callable[[], None], Sequence[Any]]]
-"Runs a function once, and returns what repeats its work, and what it returned, whose memory each repetition fills anew."
+"""Runs a function once, and returns what repeats its work, and what it returned, whose memory each repetition fills
+anew."""
 
 
 class Replayed:
@@ -53,6 +55,7 @@ class Replayed:
             for mine, given in zip(self._inputs, args, strict=True):
                 if isinstance(given, Tensor) and given.data_ptr() != mine.data_ptr():
                     mine.copy_(given)
+        # The boxed convention: the caller has given its inputs away, and here nobody needs them any more.
         args.clear()
         assert self._replay is not None
         self._replay()
@@ -81,15 +84,18 @@ class Recorder:
     def __call__(self, work: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
         """Record a function's work and return it, see RecordGraph. Recording runs nothing on the device."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog and the loader call CUDA from threads of their own.
+        # thread_local: NCCL's watchdog (pytorch #104555) and the loader call CUDA from threads of their own, which in
+        # the default mode would invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = work()
         self._graphs.append(graph)
         return graph.replay, outputs
 
     def close(self) -> None:
-        """Destroy the graphs: none can be replayed any more. NCCL waits for those with collectives of a communicator before it
-        ends that, and dropping who replays them is not enough: the classes that AOTAutograd makes are in reference cycles."""
+        """Destroy the graphs: none can be replayed any more. NCCL waits for those with collectives of a communicator
+        before it ends that, and dropping who replays them is not enough: the classes that AOTAutograd makes are in
+        reference cycles."""
+        # pytorch #115388: destroy_process_group hangs while such a graph is there.
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
