@@ -32,6 +32,16 @@ def test_a_new_model_has_the_tokenizers_vocabulary_and_the_same_weights_for_the_
     assert any(not torch.equal(states[0][k], states[2][k]) for k in states[0])
 
 
+def test_a_new_model_leaves_the_generator_to_the_rank_that_seeded_it(tokenizer) -> None:
+    """Else all ranks would drop the same positions."""
+    drawn = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        from_scratch({**FIELDS, **HEADS}, tokenizer, 0)
+        drawn.append(torch.rand(8))
+    assert not torch.equal(*drawn)
+
+
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_weights_take_the_precision_of_the_run_whatever_the_checkpoint_holds(

@@ -234,11 +234,13 @@ def from_scratch(
     Raises:
         ConfigError: transformers refuses the config.
     """
-    # Drawn on the CPU and in fp32, then rounded: a seed gives the same weights in any precision and on any device.
-    torch.manual_seed(seed)
     config = scratch_config(fields, tokenizer)
     try:
-        orig_model = from_config(config, torch.float32)
+        # Drawn on the CPU and in fp32, then rounded: a seed gives the same weights in any precision, on any device. The
+        # generators are left as they were: each rank has seeded its own, from which dropout is drawn.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            orig_model = from_config(config, torch.float32)
     except _REFUSALS as error:
         raise ConfigError(f"model.scratch: transformers refuses this config: {' '.join(str(error).split())}") from error
     for parameter in orig_model.parameters():  # not buffers: rotary frequencies stay fp32
