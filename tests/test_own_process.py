@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import own_process
+
 TESTS = """
 import os, pytest
 started_by = os.environ.get("SFTKIT_TEST_STARTED_BY")
@@ -42,7 +44,7 @@ def test_one_that_dies_or_fails_is_told_with_its_output_and_all_others_go_on(tmp
     )
     (tmp_path / "test_it.py").write_text(TESTS)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    env |= {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env |= {"PYTHONPATH": str(Path(own_process.__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rA", "--tb=short"], cwd=tmp_path, env=env, capture_output=True, text=True
     )

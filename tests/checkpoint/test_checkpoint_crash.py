@@ -105,7 +105,7 @@ def published_step(run_dir: Path) -> int:
 
 def forking(function: str, *args: str) -> None:
     """Call a function of this file in a process that has imported everything and has no threads, so that it may fork."""
-    env = {"PYTHONPATH": f"{ROOT}/tests:{ROOT}/src", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    env = {"PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = preloaded.run([__file__, function, *args], env={**os.environ, **env}, timeout=400)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import preloaded
 import pytest
 import torch
-from helpers import ROOT, tiny_llama
+from helpers import tiny_llama
 
 from sftkit.compile import cache as compile_cache
 from sftkit.config.schema import AttentionConfig, CompileConfig, LossConfig, TrainConfig
@@ -51,7 +51,7 @@ def compile_elsewhere(where: str, own_cache: Path, device: str = "cpu") -> list[
     script = own_cache.with_suffix(".py")
     script.write_text(WORKER)
     env = {"TORCHINDUCTOR_CACHE_DIR": str(own_cache), "TRITON_CACHE_DIR": str(own_cache / "triton")}
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")])}
+    env |= {"PYTHONPATH": preloaded.PYTHONPATH}
     done = preloaded.run([script, where, device], env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -14,7 +14,7 @@ from typing import NoReturn
 import preloaded
 import pytest
 from forked import in_fork, kill_before
-from helpers import ROOT, cpu_runtime
+from helpers import cpu_runtime
 from launched import LaunchedRun, Launcher, launching, small_file_system
 
 from sftkit.errors import ConfigError, DataError
@@ -38,9 +38,7 @@ from sftkit.runtime.start import Runtime
 
 ENV = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join(
-        [str(ROOT / "tests"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ),
+    "PYTHONPATH": preloaded.PYTHONPATH,
     "OMP_NUM_THREADS": "1",
     "ACCELERATE_USE_CPU": "true",
 }
@@ -246,7 +244,7 @@ def test_a_folder_whose_files_a_run_would_write_over_is_refused_and_loses_none(
 def test_a_script_that_is_refused_takes_no_file_of_the_folder_it_was_given(tmp_path: Path) -> None:
     folder = project(tmp_path / "mine", *THEIRS, "environment.json")
     before = contents(folder)
-    words = ["tests/faults_worker.py", str(folder), "none"]
+    words = ["tests/workers/faults_worker.py", str(folder), "none"]
     done = preloaded.run(words, env=ENV)
     assert done.returncode == 2, done.stderr[-3000:]
     assert (
@@ -343,7 +341,7 @@ def test_ranks_whose_resume_is_refused_leave_an_earlier_run_as_it_was(tmp_path: 
     folder = earlier_run(tmp_path / "run")
     before = contents(folder)
     env = {**ENV, "FAULT_TOKENIZER": str(tmp_path / "tokenizer" / "tokenizer.json")}
-    done = preloaded.run(["tests/faults_worker.py", str(folder), "none", "train.resume=auto"], 2, env)
+    done = preloaded.run(["tests/workers/faults_worker.py", str(folder), "none", "train.resume=auto"], 2, env)
     assert done.returncode == 1
     assert "no checkpoint in" in done.stderr, done.stderr[-3000:]
     assert contents(folder) == before

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import preloaded
 import pytest
-from helpers import ROOT, cpu_runtime
+from helpers import cpu_runtime
 
 from sftkit.errors import ConfigError, DataError, Stopped
 from sftkit.runtime import start
@@ -178,10 +178,9 @@ def test_one_of_several_ranks_ends_its_process_at_once_while_it_still_listens(tm
 
 
 def test_processes_that_a_launcher_started_and_that_form_no_group_are_refused_with_the_cause(tmp_path: Path) -> None:
-    paths = [str(ROOT / "tests"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("ACCELERATE_USE_CPU", None)  # as for a GPU run whose driver is broken
-    done = preloaded.run(["tests/faults_worker.py", str(tmp_path / "run"), "none"], 2, env)
+    done = preloaded.run(["tests/workers/faults_worker.py", str(tmp_path / "run"), "none"], 2, env)
     assert done.returncode != 0
     assert done.stderr.count("WORLD_SIZE=2, but this process has found no others") == 2
     assert "no GPU can be used" in done.stderr
@@ -197,9 +196,8 @@ def test_processes_that_a_launcher_started_and_that_form_no_group_are_refused_wi
     ],
 )
 def test_a_process_that_cannot_find_the_others_is_refused_before_it_looks_for_them(tmp_path, variables, told) -> None:
-    paths = [str(ROOT / "tests"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "true", **variables}
-    done = preloaded.run(["tests/faults_worker.py", str(tmp_path / "run"), "none"], env=env)
+    env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "ACCELERATE_USE_CPU": "true", **variables}
+    done = preloaded.run(["tests/workers/faults_worker.py", str(tmp_path / "run"), "none"], env=env)
     assert done.returncode == 2, done.stderr
     assert told in done.stderr
     assert "Traceback" not in done.stderr
@@ -258,7 +256,7 @@ def late():
     print("still here", flush=True)
 
 def main():
-    from helpers import ROOT, cpu_runtime
+    from helpers import cpu_runtime
     atexit.register(late)
     with cpu_runtime() as rt:
         rt.stopping.save_first()
@@ -286,7 +284,7 @@ def test_an_error_that_a_signal_has_overtaken_is_neither_told_nor_the_exit_code(
 
 
 def test_a_signal_after_a_run_has_ended_does_not_make_a_failure_of_it() -> None:
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}/src"}
+    env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH}
     done = preloaded.run(["-c", LATE], env=env)
     assert (done.returncode, done.stdout.strip()) == (0, "still here"), done.stderr
 

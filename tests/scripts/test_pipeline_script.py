@@ -12,7 +12,6 @@ import preloaded
 import pytest
 import torch
 import yaml
-from helpers import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sftkit.rundir.names import CONFIG, METRICS_FILE, PROOF, RECIPE
@@ -21,7 +20,7 @@ from sftkit.train.proof import verify_checkpoint
 ENV = {
     **os.environ,
     "ACCELERATE_USE_CPU": "true",
-    "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}",
+    "PYTHONPATH": preloaded.PYTHONPATH,
     "OMP_NUM_THREADS": "1",
 }
 STEPS, SAVED = 4, 2
@@ -64,7 +63,7 @@ def trained(recipe: Path, name: str, *words: str, ranks: int = 1, **env: str) ->
     """The run directory of a run that has ended well; a pipeline's with fresh memory full of NaN."""
     folder = recipe.parent / name
     own = [f"run.dir={folder}", f"data.cache_dir={recipe.parent}/cache", *words]
-    planted = ["tests/planted_worker.py", "yes"] if ranks > 1 else []
+    planted = ["tests/workers/planted_worker.py", "yes"] if ranks > 1 else []
     done = preloaded.run([*planted, "scripts/chat_sft.py", str(recipe), *own], ranks, ENV | env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     (folder / "log").write_text(done.stdout)

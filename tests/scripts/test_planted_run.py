@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from helpers import ROOT
@@ -31,12 +32,11 @@ SETTINGS = (
 
 def run(device: str, fill: str, script: str, recipe: str, folder: Path, *settings: str) -> Path:
     """The last checkpoint of a run with planted memory ("yes") or without ("no")."""
-    paths = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1"}
     env |= {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
     dir = folder / f"{script}-{fill}"
     settings = (*SETTINGS, *settings, f"run.dir={dir}", f"data.cache_dir={folder}/cache")
-    command = [sys.executable, "tests/planted_worker.py", fill, f"scripts/{script}", recipe, *settings]
+    command = [sys.executable, "tests/workers/planted_worker.py", fill, f"scripts/{script}", recipe, *settings]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
     return dir / "step-000003"

@@ -513,6 +513,8 @@ def test_events_that_a_full_disk_did_not_take_are_written_at_the_end(tmp_path: P
     assert [row["step"] for row in rows(tmp_path / "events.jsonl")] == [3]
 
 
+PYTHONPATH = f"{preloaded.PYTHONPATH}{os.pathsep}tests/tracking"
+
 ONLINE = """
 import sys
 from pathlib import Path
@@ -542,7 +544,7 @@ def test_a_wandb_server_that_is_down_costs_seconds_and_no_row(tmp_path: Path, se
             "HOME": str(tmp_path),
             "WANDB_BASE_URL": url,
             "WANDB_API_KEY": "0" * 40,
-            "PYTHONPATH": "tests:tests/tracking",
+            "PYTHONPATH": PYTHONPATH,
         }
         done = preloaded.run(["-c", ONLINE, tmp_path], env={**os.environ, **home}, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -581,7 +583,7 @@ def test_a_wandb_whose_own_process_dies_in_the_middle_costs_no_row_and_no_failur
 ) -> None:
     without_a_service = {name: value for name, value in os.environ.items() if "WANDB" not in name}  # of an earlier test
     key = "c0ffee" * 6 + "beef"
-    home = {"HOME": str(tmp_path), "PYTHONPATH": "tests:tests/tracking", "WANDB_API_KEY": key}
+    home = {"HOME": str(tmp_path), "PYTHONPATH": PYTHONPATH, "WANDB_API_KEY": key}
     done = preloaded.run(["-c", WITHOUT_A_SERVICE, tmp_path], env={**without_a_service, **home}, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "trained" in done.stdout
@@ -624,7 +626,7 @@ print("trained", flush=True)
 @pytest.mark.slow
 def test_a_wandb_process_that_is_stopped_costs_no_row_and_does_not_hold_the_end_of_python(tmp_path: Path) -> None:
     without_a_service = {name: value for name, value in os.environ.items() if "WANDB" not in name}
-    home = {"HOME": str(tmp_path), "PYTHONPATH": "tests:tests/tracking"}
+    home = {"HOME": str(tmp_path), "PYTHONPATH": PYTHONPATH}
     done = preloaded.run(["-c", STOPPED_SERVICE, tmp_path], env={**without_a_service, **home}, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "trained" in done.stdout

@@ -38,7 +38,7 @@ model: {scratch: {model_type: llama}, tokenizer: t}
 data: {train: [{path: "builtin:tasks"}], max_length: 64}
 train: {max_steps: 2}
 """
-ROOT = Path(__file__).parents[1]
+ROOT = preloaded.ROOT
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
@@ -171,9 +171,8 @@ def cpu_runtime() -> Runtime:
 
 
 def torchrun(processes: int, file: str, *args: str, timeout: float = 200) -> None:
-    """Run a file of tests/ on so many gloo ranks, as under torchrun. Ranks that wait for one another for good fail."""
-    paths = [str(ROOT / "tests"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]  # of this checkout
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = preloaded.run([f"tests/{file}", *args], processes, env, timeout)
+    """Run a file of tests/workers/ on so many gloo ranks, as under torchrun. Ranks that wait for each other for good fail."""
+    env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = preloaded.run([f"tests/workers/{file}", *args], processes, env, timeout)
     crashes = re.findall(r"^(?:Fatal Python error|\w+\(\): |terminate called).*", done.stderr, re.MULTILINE)
     assert done.returncode == 0, "\n".join([*crashes, done.stderr[-6000:]])

@@ -26,7 +26,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("src", "tests/support", "tests/workers")
+PYTHONPATH = os.pathsep.join([*(str(ROOT / name) for name in FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+"For a process that imports the package, or what stands in the folders beside the tests, of this checkout."
 FORKS = sys.platform == "linux"
 PRELOADED = (
     *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._functorch.aot_autograd"),
@@ -146,8 +149,10 @@ class Server:
 
     def close(self) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(60)
+        self._process.stdout.close()
 
 
 @cache

@@ -27,8 +27,8 @@ from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import LATEST, step_dirs
 from sftkit.runtime.launcher import signal_env
 
-ROOT = Path(__file__).parents[1]
-WORKER = "tests/faults_worker.py"
+ROOT = preloaded.ROOT
+WORKER = "tests/workers/faults_worker.py"
 
 
 class Terminal:
@@ -76,9 +76,14 @@ class LaunchedRun:
         """
         self.dir, self.output = dir, ""
         self._seen: set[psutil.Process] = set()
-        paths = os.pathsep.join(["tests", "src", *filter(None, [os.environ.get("PYTHONPATH")])])
-        inherited = {**os.environ, **signal_env({}), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "PYTHONPATH": paths}
-        env = {**inherited, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
+        inherited = {**os.environ, **signal_env({}), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
+        env = {
+            **inherited,
+            "PYTHONPATH": preloaded.PYTHONPATH,
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+            **env,
+        }
         if forked:
             self.process = preloaded.Process(words, forked, env, terminal.path if terminal else None)
             return

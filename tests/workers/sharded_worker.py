@@ -43,7 +43,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOPOLOGIES = {
     "one": Topology(),
     "ddp": Topology(replicas=2),
