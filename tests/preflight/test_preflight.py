@@ -367,12 +367,17 @@ def earlier_run(folder: Path, cfg: Config, speeds: list[float], device: str = "G
 
 
 def test_hours_come_from_what_an_earlier_run_of_the_same_settings_measured_and_from_nothing_else(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepared = Prepared(tmp_path, tokenizer, CHATS)
     unknown = prepared.look()["time"]
     assert unknown["hours"] is None
-    assert "hours: not measured yet" in preflight.time_text(unknown)
+    assert preflight.time_text(unknown).endswith(" tokens")
+    assert preflight.lines(prepared.look())[-1].startswith(
+        "time      "
+    )  # of a run's log: no line about what is unknown
+    inspection.print_preflight(inspection.preflight_console(), prepared.look(), [])
+    assert "how long they take is told here once a run in run.dir has measured its speed" in capsys.readouterr().out
     assert "about 0.5 s at" in preflight.time_text({**unknown, "hours": 0.5 / 3600, "tok_per_sec": 1e6})
     sizes = [preflight.size_text(gib) for gib in (123.4, 1.5, 0.04, 0.0003)]
     assert sizes == ["123.4 GiB", "1.50 GiB", "41 MiB", "0.31 MiB"]
