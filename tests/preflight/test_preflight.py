@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from helpers import ROOT, cpu_runtime, make_examples, make_layout_of
 from transformers import PreTrainedTokenizerBase
@@ -280,6 +281,19 @@ def test_split_turns_costs_nothing_where_the_template_only_appends(
     found = Prepared(tmp_path, tokenizer, rows, data__split_turns=False).look()
     assert found["sources"][0]["split_turns"] is None
     assert not any("split_turns" in warning for warning in found["warnings"])
+
+
+def test_the_precision_is_that_of_a_run_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    for gpu, told in (
+        (False, "fp32 on this machine (bf16 on a GPU, as memory and disk below are counted)"),
+        (True, "bf16"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+        assert prepare.precision_text(TrainConfig()) == told
+        assert prepare.precision_text(TrainConfig(precision="fp32")) == "fp32"
+        assert prepare.precision_text(TrainConfig(precision="bf16")) == "bf16"
 
 
 def test_one_of_something_is_no_plural(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
