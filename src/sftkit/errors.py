@@ -22,16 +22,16 @@ class DataError(Exception):
 
 
 class BadRowsError(DataError):
-    """Bad rows of a source, each on a line of its own."""
+    """Bad rows of a source, each on a line of its own; made of its own text it is the same again, as it must be for
+    other ranks."""
 
-    def __init__(self, lines: Sequence[str], reason: str = "other") -> None:
+    def __init__(self, lines: Sequence[str] | str, reason: str = "other") -> None:
         super().__init__("", reason)
-        self.lines = tuple(lines)
-        self.args = ("\n  ".join(line.replace("\n", "\\n") for line in self.lines),)
+        each = lines.split(_NEXT_ROW) if isinstance(lines, str) else lines
+        self.args = (_NEXT_ROW.join(line.replace("\n", "\\n") for line in each),)
 
-    def __reduce__(self) -> tuple[type[BadRowsError], tuple[tuple[str, ...], str]]:
-        """Give other ranks the lines, not the text that they make."""
-        return type(self), (self.lines, self.reason)
+
+_NEXT_ROW = "\n  "
 
 
 class RunError(Exception):

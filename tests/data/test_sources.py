@@ -19,6 +19,7 @@ from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.data import cache, chat, hub, rows, sources, text
 from sftkit.data.chat import ANSWER_COUNTS
 from sftkit.errors import ConfigError, DataError
+from sftkit.evals.flags import flags_named
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 
@@ -242,7 +243,11 @@ def test_broken_lines(tmp_path, load, caplog):
         assert told[2].endswith("...")
         assert [line.partition(": ")[0] for line in told[3:5]] == [f"{path}:5", f"{path}:6"]
         assert told[5:] == ["(mend them, or leave out and count all such rows with data.on_bad_row=skip)"]
-        assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)  # as other ranks get it
+        other_rank = pickle.loads(pickle.dumps(refused.value))
+        assert (str(other_rank), other_rank.reason) == (str(refused.value), "not JSON")
+        with pytest.raises(DataError, match=f"^{path}:2: not JSON") as renamed, flags_named():
+            raise refused.value
+        assert str(renamed.value) == str(refused.value)
     write_lines(path, ['{"text": "fine"}'] * 200 + ['{"x": 1}'] * 300)
     with pytest.raises(DataError, match=rf"^{path}:201: [\s\S]*{path}:205: [\s\S]*\n  and 295 more bad rows\n"):
         load(path)

@@ -45,8 +45,7 @@ def test_charts_of_one_value_or_of_equal_values_are_drawn() -> None:
 
 def test_few_points_are_seen_as_points_and_many_as_a_line() -> None:
     two, twenty, many = (
-        str(line_chart([Series("loss", [(step, 1.0 / step) for step in range(1, n + 1)])], "loss"))
-        for n in (2, 20, 21)
+        str(line_chart([Series("loss", [(step, 1.0 / step) for step in range(1, n + 1)])], "loss")) for n in (2, 20, 21)
     )
     for few, points in ((two, 2), (twenty, 20)):
         assert few.count('r="4" class="dot"') == points
