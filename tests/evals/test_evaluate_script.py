@@ -70,7 +70,9 @@ def test_a_model_with_an_encoder_is_refused_before_its_data_is_looked_for(
     (tmp_path / "config.json").write_text(json.dumps(config))
     for words in (("mmlu", "--data", "nowhere"), ("--val", "nowhere.jsonl"), ()):
         monkeypatch.setattr(sys, "argv", ["evaluate.py", str(tmp_path), *words])
-        with pytest.raises(ConfigError, match=r"has an encoder: scripts/evaluate\.py is for models that continue a text"):
+        with pytest.raises(
+            ConfigError, match=r"has an encoder: scripts/evaluate\.py is for models that continue a text"
+        ):
             check_arguments(parse("about"))
 
 
