@@ -41,8 +41,8 @@ def evaluate(args, rt) -> None:
     config = eval_config(args)
 
     # Whatever is wrong with the tasks and the data is said before the model is loaded.
-    tasks = load_tasks(config, tokenizer, rt)
     longest = longest_of(source, tokenizer)
+    tasks = load_tasks(config, tokenizer, rt)
     check_room(tasks, config, longest)
     validation, layout = load_validation(args.val, source, longest, tokenizer, rt)
 

@@ -32,8 +32,8 @@ def main() -> None:
 
     # What a run would start from: its tokenizer, and the sizes of its model without the weights.
     tokenizer = prepare.tokenizer_of(cfg.model, cfg.data)
-    precision = prepare.gpu_precision(cfg.train)
-    orig_model = prepare.meta_model(cfg.model, tokenizer, precision)
+    orig_model = prepare.meta_model(cfg.model, tokenizer, prepare.gpu_precision(cfg.train))
+    precision = prepare.precision_text(cfg.train)
     max_length, start = prepare.max_length_of(cfg.model, cfg.data.max_length, tokenizer, orig_model, precision)
     console.print(start, markup=False, soft_wrap=True)
 

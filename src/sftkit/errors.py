@@ -1,5 +1,9 @@
 """Errors that end a run with a message; its text says what, where, what is allowed and what to do next."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class ConfigError(Exception):
     """A recipe, an override or a setting that cannot work. Scripts print it and exit with code 2."""
@@ -15,6 +19,19 @@ class DataError(Exception):
     def __init__(self, message: str, reason: str = "other") -> None:
         super().__init__(message.replace("\n", "\\n"))
         self.reason = reason
+
+
+class BadRowsError(DataError):
+    """Bad rows of a source, each on a line of its own; made of its own text it is the same again, as it must be for
+    other ranks."""
+
+    def __init__(self, lines: Sequence[str] | str, reason: str = "other") -> None:
+        super().__init__("", reason)
+        each = lines.split(_NEXT_ROW) if isinstance(lines, str) else lines
+        self.args = (_NEXT_ROW.join(line.replace("\n", "\\n") for line in each),)
+
+
+_NEXT_ROW = "\n  "
 
 
 class RunError(Exception):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sftkit.config import other_names
 from sftkit.config.keys import help_text, key_table, section_classes
 from sftkit.config.load import load_config, read_config, to_yaml
 from sftkit.config.schema import CompileConfig, CompileModuleConfig, Config, SourceConfig, source_label
@@ -151,7 +152,21 @@ def test_a_problem_names_file_key_value_choices_and_the_likely_meaning(write):
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("optim.learning_rate", None),
+        ("optim.amsgrad", None),
+        ("optim.learning_rate", '"optim.lr"'),
+        ("learning_rate", '"optim.lr"'),
+        ("train.save_every", '"checkpoint.every"'),
+        ("train.eval_every", '"eval.every"'),
+        ("log_every", '"log.every"'),
+        ("train.save_steps", '"checkpoint.every"'),
+        ("num_train_epochs", '"train.epochs"'),
+        ("train.batch_size", '"train.global_batch_size" or "train.micro_batch_size"'),
+        ("eval_batch_size", '"eval.batch_size"'),
+        ("warmup_steps", '"optim.warmup_ratio" (a share of the steps)'),
+        ("train.model", '"model"'),
+        ("train.compile", '"compile.enabled"'),
+        ("max_seq_length", '"data.max_length"'),
+        ("train.warmup_ratio", '"optim.warmup_ratio"'),
         ("optim.weight_decy", '"optim.weight_decay"'),
         ("lr", '"optim.lr"'),
         ("train.lr", '"optim.lr"'),
@@ -168,6 +183,16 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe: Path, key: str, mean
         assert f"Did you mean {meant}?" in problem
     else:
         assert "Known here: name, lr, betas, " in problem
+
+
+def test_names_of_other_trainers_mean_settings_that_exist():
+    assert {key for keys in other_names.OWN_NAMES.values() for key in keys} <= {*key_table(), *section_classes()}
+    assert set(other_names.REMARKS) <= set(key_table())
+
+
+def test_other_names_are_those_of_sections_not_of_items(recipe: Path):
+    (problem,) = problems(recipe, "data.train.0.dataset=1")
+    assert "is not a known key. Known here: path, " in problem
 
 
 def test_a_suggestion_has_the_index_that_was_written(write):

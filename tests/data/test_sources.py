@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import pickle
 import time
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.data import cache, chat, hub, rows, sources, text
 from sftkit.data.chat import ANSWER_COUNTS
 from sftkit.errors import ConfigError, DataError
+from sftkit.evals.flags import flags_named
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 
@@ -231,10 +233,25 @@ def test_bad_splits(tmp_path):
 
 def test_broken_lines(tmp_path, load, caplog):
     path = write_lines(tmp_path / "a.jsonl", ['{"text": "fine"}', '{"text": "bro', "[1]", '{"x": 1}', '"text"', "null"])
-    with pytest.raises(DataError, match=rf"^{path}:2: not JSON.*data\.on_bad_row=skip"):
+    for read in (load, texts, partial(load, num_proc=2)):
+        with pytest.raises(DataError) as refused:
+            read(path)
+        told = str(refused.value).split("\n  ")
+        assert told[0].startswith(f"{path}:2: not JSON: ")
+        assert told[1].startswith(f"{path}:3: the row is a list")
+        assert told[2].startswith(f"{path}:4: columns x are none of the accepted ones")
+        assert told[2].endswith("...")
+        assert [line.partition(": ")[0] for line in told[3:5]] == [f"{path}:5", f"{path}:6"]
+        assert told[5:] == ["(mend them, or leave out and count all such rows with data.on_bad_row=skip)"]
+        other_rank = pickle.loads(pickle.dumps(refused.value))
+        assert (str(other_rank), other_rank.reason) == (str(refused.value), "not JSON")
+        with pytest.raises(DataError, match=f"^{path}:2: not JSON") as renamed, flags_named():
+            raise refused.value
+        assert str(renamed.value) == str(refused.value)
+    write_lines(path, ['{"text": "fine"}'] * 200 + ['{"x": 1}'] * 300)
+    with pytest.raises(DataError, match=rf"^{path}:201: [\s\S]*{path}:205: [\s\S]*\n  and 295 more bad rows\n"):
         load(path)
-    with pytest.raises(DataError, match=rf"^{path}:2: not JSON"):
-        texts(path)
+    write_lines(path, ['{"text": "fine"}', '{"text": "bro', "[1]", '{"x": 1}', '"text"', "null"])
     with caplog.at_level(logging.WARNING):
         examples = load(path, on_bad_row="skip")
     assert (len(examples), examples.counts["a"]["rows"], examples.counts["a"]["skipped_bad"]) == (1, 6, 5)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import cpu_runtime, make_layout_of, tiny_llama
-from made_captioners import CAPTIONER, TRANSLATOR, Words, captions, made
+from made_captioners import CAPTIONER, ENCODER, TRANSLATOR, Words, captions, made
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, VisionEncoderDecoderModel
 
 from sftkit.checkpoint.compatibility import check_identity, run_identity
@@ -298,6 +298,36 @@ def test_an_input_that_several_documents_share_is_kept_once() -> None:
     assert np.array_equal(pixels[1], stored[0])
     assert np.array_equal(pixels[3], stored[2])
     assert not pixels[[2, 4, 5]].any()
+
+
+_SWIN = {"model_type": "swin", "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "patch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "size", "told"),
+    [
+        (ENCODER, 12, ""),
+        (ENCODER, 14, "the last 2 rows and the last 2 columns"),
+        (ENCODER, [12, 15], "the last 3 columns"),
+        (ENCODER | {"model_type": "siglip_vision_model"}, 14, "the last 2 rows and the last 2 columns"),
+        (_SWIN, 14, ""),
+    ],
+)
+def test_pixels_that_are_in_no_patch_are_warned_of(
+    encoder: dict[str, Any], size: int | list[int], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    orig_model = made(CAPTIONER | {"encoder": encoder | {"image_size": size}})
+    warned = [record.getMessage() for record in caplog.records if "does not see" in record.getMessage()]
+    assert len(warned) == bool(told)
+    assert all(f"the encoder does not see {told};" in line for line in warned)
+    # What is said is what the encoder does.
+    picture = torch.rand(1, *pixels_of(orig_model.config)[:3])
+    changed = picture.clone()
+    changed[..., -1] += 1
+    with torch.no_grad():
+        encoder_of = orig_model.eval().get_encoder()
+        seen, other = (encoder_of(pixel_values=one).last_hidden_state for one in (picture, changed))
+    assert torch.equal(seen, other) == bool(told)
 
 
 def test_what_the_encoder_takes_is_part_of_the_memory_plan() -> None:

@@ -61,6 +61,21 @@ def test_arguments_of_the_script_are_checked_first(tmp_path: Path, monkeypatch: 
             check(*words)
 
 
+@pytest.mark.parametrize(
+    "config", [{"model_type": "vision-encoder-decoder"}, {"model_type": "t5", "is_encoder_decoder": True}]
+)
+def test_a_model_with_an_encoder_is_refused_before_its_data_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for words in (("mmlu", "--data", "nowhere"), ("--val", "nowhere.jsonl"), ()):
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", str(tmp_path), *words])
+        with pytest.raises(
+            ConfigError, match=r"has an encoder: scripts/evaluate\.py is for models that continue a text"
+        ):
+            check_arguments(parse("about"))
+
+
 def test_flags_become_settings_and_families_are_run_unless_validation_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

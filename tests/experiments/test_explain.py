@@ -407,6 +407,13 @@ def test_the_break_of_a_users_model_is_found_in_its_file(tmp_path: Path) -> None
     assert row["seen_by"] == ["explain", "fullgraph", "TORCH_LOGS"]
 
 
+def test_an_environment_with_torch_logs_is_refused_with_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "+dynamo")
+    monkeypatch.setattr(sys, "argv", ["explain", f"{FAULTS}:breaks"])
+    with pytest.raises(ConfigError, match=r"the environment has TORCH_LOGS, .*: unset it"):
+        parse()
+
+
 def test_the_command_writes_page_and_data_and_ends_with_1_where_a_graph_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

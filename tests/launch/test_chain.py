@@ -61,3 +61,11 @@ def test_a_stage_that_a_signal_has_ended_was_stopped_with_a_status_of_this_start
     (tmp_path / "run_status.json").write_text(json.dumps({"status": "preempted", "time": 120.0}))
     assert was_stopped(tmp_path, since=100.0, code=1)
     assert not was_stopped(tmp_path, since=130.0, code=1), "an earlier start was stopped, not this one"
+
+
+def test_the_readme_shows_every_line_of_the_table_as_it_is_printed(tmp_path: Path) -> None:
+    text = summary(trained_runs(tmp_path, before=0.1, low=0.7), 60.0)
+    table = text.partition("\n  held-out accuracy, mean")[0].splitlines()[2:]
+    printed = [line[2:30].strip() for line in table if line]
+    shown = (Path(__file__).parents[2] / "README.md").read_text().partition("ends with this summary")[2].split("```")[1]
+    assert [line[2:30].strip() for line in shown.partition("\n\n")[0].splitlines()[2:]] == printed

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from helpers import ROOT, cpu_runtime, make_examples, make_layout_of
 from transformers import PreTrainedTokenizerBase
@@ -282,6 +283,19 @@ def test_split_turns_costs_nothing_where_the_template_only_appends(
     assert not any("split_turns" in warning for warning in found["warnings"])
 
 
+def test_the_precision_is_that_of_a_run_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    for gpu, told in (
+        (False, "fp32 on this machine (bf16 on a GPU, as memory and disk below are counted)"),
+        (True, "bf16"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+        assert prepare.precision_text(TrainConfig()) == told
+        assert prepare.precision_text(TrainConfig(precision="fp32")) == "fp32"
+        assert prepare.precision_text(TrainConfig(precision="bf16")) == "bf16"
+
+
 def test_one_of_something_is_no_plural(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     found = Prepared(tmp_path, tokenizer, CHATS[:1], train__epochs=1).look()
     lines = "\n".join(preflight.lines(found))
@@ -367,12 +381,17 @@ def earlier_run(folder: Path, cfg: Config, speeds: list[float], device: str = "G
 
 
 def test_hours_come_from_what_an_earlier_run_of_the_same_settings_measured_and_from_nothing_else(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepared = Prepared(tmp_path, tokenizer, CHATS)
     unknown = prepared.look()["time"]
     assert unknown["hours"] is None
-    assert "hours: not measured yet" in preflight.time_text(unknown)
+    assert preflight.time_text(unknown).endswith(" tokens")
+    assert preflight.lines(prepared.look())[-1].startswith(
+        "time      "
+    )  # of a run's log: no line about what is unknown
+    inspection.print_preflight(inspection.preflight_console(), prepared.look(), [])
+    assert "how long they take is told here once a run in run.dir has measured its speed" in capsys.readouterr().out
     assert "about 0.5 s at" in preflight.time_text({**unknown, "hours": 0.5 / 3600, "tok_per_sec": 1e6})
     sizes = [preflight.size_text(gib) for gib in (123.4, 1.5, 0.04, 0.0003)]
     assert sizes == ["123.4 GiB", "1.50 GiB", "41 MiB", "0.31 MiB"]

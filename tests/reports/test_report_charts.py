@@ -43,6 +43,17 @@ def test_charts_of_one_value_or_of_equal_values_are_drawn() -> None:
     assert figure("value", "", [Series("value", [(1, None)])]) is None
 
 
+def test_few_points_are_seen_as_points_and_many_as_a_line() -> None:
+    two, twenty, many = (
+        str(line_chart([Series("loss", [(step, 1.0 / step) for step in range(1, n + 1)])], "loss")) for n in (2, 20, 21)
+    )
+    for few, points in ((two, 2), (twenty, 20)):
+        assert few.count('r="4" class="dot"') == points
+        assert few.count('class="faint"') == 1
+    assert many.count('class="dot hidden"') == 21
+    assert 'class="faint"' not in many
+
+
 def test_every_bar_of_the_histogram_says_its_range_and_count() -> None:
     drawing = str(histogram([0, 32, 64, 128], [3, 0, 7], {"median": 70}, "tokens", "lengths of documents"))
     assert drawing.count("<rect") == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,8 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.attention import use_document_attention
+from sftkit.reports.components import check_table
+from sftkit.reports.files import applies
 from sftkit.tracking.meter import Meter, ShapeCounts
 from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
 from sftkit.train import proof
@@ -71,6 +73,21 @@ def test_isolation_is_not_known_of_a_backend_that_another_one_stood_in_for() -> 
     assert "varlen stands in for flex" in row.found
     leaking = document_checks(replace(GOOD, leak=0.1), torch.float32, "flex")
     assert [row.ok for row in leaking] == [True, True, False]
+
+
+@pytest.mark.parametrize("layout", ["bucketed", "fixed", "dynamic"])
+def test_isolation_of_documents_does_not_apply_where_each_row_holds_one(layout: str) -> None:
+    *others, row = document_checks(GOOD, torch.float32, "sdpa", layout)
+    assert all(other.ok for other in others)
+    assert (row.ok, row.found) == (None, "does not apply: each row holds one document")
+    assert not applies(asdict(row))
+    page = str(check_table([asdict(row)]))
+    assert "</svg>does not apply</span>" in page
+    assert "not checked" not in page
+    (unknown,) = document_checks(GOOD, torch.float32, "sdpa")[2:]
+    assert applies(asdict(unknown))
+    assert document_checks(GOOD, torch.float32, "varlen", layout)[2].ok, "its kernel was tried"
+    assert document_checks(replace(GOOD, leak=0.1), torch.float32, "sdpa", layout)[2].ok is False
 
 
 def test_masked_documents_must_end_with_a_learned_end_of_turn() -> None:

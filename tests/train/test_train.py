@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -42,11 +43,11 @@ LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 
 
 class NoCheckpoints:
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, skipped: Sequence[str] = ()) -> None:
         self.run_dir = run_dir
         self.last_save: dict[str, float] = {}
         self.resumed_from: Path | None = None
-        self.skipped_checkpoints: list[str] = []
+        self.skipped_checkpoints = skipped
 
     def save(self, step: int, state: dict[str, Any], wait: bool = False) -> Path:
         return self.run_dir
@@ -74,6 +75,7 @@ def run(
     tokenizer: Any = None,
     from_step: int = 0,
     steps: int = 20,
+    skipped: Sequence[str] = (),
 ) -> Trained:
     """So many steps of a tiny model; `disturb` hands the step one batch of a shape that was not declared."""
     torch._dynamo.reset()
@@ -110,7 +112,11 @@ def run(
 
     with closing(engine), Tracker(folder, cfg.log, rt, {}) as tracker:
         return train(
-            cfg, rt, engine, batches, TrainServices(evaluate, NoCheckpoints(folder), tracker, {"step": from_step})
+            cfg,
+            rt,
+            engine,
+            batches,
+            TrainServices(evaluate, NoCheckpoints(folder, skipped), tracker, {"step": from_step}),
         )
 
 
@@ -201,6 +207,15 @@ def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for(
 def test_an_evaluation_of_an_earlier_run_is_not_taken_for_that_of_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "evals.jsonl").write_text('{"step": 4}\n')
     assert first_evaluation_due(EvalConfig(every=2), 4, 8, cpu_runtime(), tmp_path)
+
+
+def test_a_skipped_checkpoint_is_an_event_and_was_printed_when_it_was_found(tmp_path: Path, capsys) -> None:
+    run(tmp_path / "run", evaluates=False, steps=1, skipped=["checkpoint skipped: step-000002: damaged"])
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [(one["kind"], one["text"]) for one in events] == [
+        ("checkpoint_fallback", "checkpoint skipped: step-000002: damaged")
+    ]
+    assert "checkpoint skipped" not in capsys.readouterr().out
 
 
 def test_a_start_that_finds_training_finished_leaves_the_proof_of_it_alone(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from sftkit.rundir.files import replace_shared
 
 
 def under_way(compile: CompileConfig, key: str) -> str:
-    """Return a line on what the warm-up does, with the seconds of an earlier one of the same key where they are known.
+    """Return a line on what the warm-up does, with the seconds of earlier ones of the same key where they are known:
+    when the graphs were compiled, and when all of them came from a cache. Which it will be is known only afterwards.
 
     Args:
         key: of compile.cache.
@@ -22,21 +23,34 @@ def under_way(compile: CompileConfig, key: str) -> str:
     if not compile.enabled:
         return "trying the worst-case batches"
     what = "compiling blocks" if compile.scope == "block" else "compiling the model"
-    try:
-        earlier = json.loads(_file(key).read_text())
-        last = f"{what}: {earlier['seconds']:.0f} s the last time"  # a busy machine takes longer
-        return f"{last}, then without compiled code" if earlier["compiled_anew"] else last
-    except (OSError, ValueError, KeyError, TypeError):
-        return what
+    known = _read(key)
+    said = [words.format(known[kind]) for kind, words in _WORDS.items() if kind in known]
+    return f"{what}: {', '.join(said)}" if said else what  # a busy machine takes longer
 
 
 def note(key: str, seconds: float) -> None:
-    """Keep the seconds of a warm-up that compiled, or found compiled code; a disk that refuses them is no error."""
-    # torch._dynamo's own counter, as in cache.save_compiled: without a miss all graphs came from a cache.
-    found = {"seconds": round(seconds, 1), "compiled_anew": counters["inductor"]["fxgraph_cache_miss"] > 0}
+    """Keep the seconds of a warm-up that compiled, or found compiled code; a disk that refuses them is no error. A start
+    that found most of its graphs and compiled the others is neither, and is not kept."""
+    # torch._dynamo's own counters, as in cache.save_compiled. Where no cache is in use neither counts anything.
+    misses, hits = (counters["inductor"][f"fxgraph_cache_{found}"] for found in ("miss", "hit"))
+    if 0 < misses <= hits:
+        return
+    found = _read(key) | {"cached" if hits and not misses else "anew": round(seconds, 1)}
     with suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         replace_shared(_file(key), json.dumps(found))
+
+
+_WORDS = {"anew": "{:.0f} s when last compiled anew", "cached": "{:.0f} s with saved compiled code"}
+
+
+def _read(key: str) -> dict[str, float]:
+    """Return the seconds that are known, by kind; empty for a file that is missing or cannot be read."""
+    try:
+        found = json.loads(_file(key).read_text())
+        return {kind: float(found[kind]) for kind in _WORDS if kind in found}
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _file(key: str) -> Path:

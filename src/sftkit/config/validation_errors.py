@@ -8,6 +8,7 @@ import re
 from pydantic_core import ErrorDetails
 
 from sftkit.config.keys import key_table, row_of, section_classes, shorten
+from sftkit.config.other_names import own_names, remark
 from sftkit.config.yaml_text import KeyPath, keys_of
 
 
@@ -61,13 +62,16 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     elsewhere = [key for key in key_table() if key.rpartition(".")[2] == name]
     if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
+    # A section has its other names; an item of a list, or a module, has settings of its own.
+    others = own_names(name) if len(keys) <= 2 else ()
     siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
+    section = [name] if name in section_classes() else []
     near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in key_table()}, n=1, cutoff=0.75)
     distant = [key for key in key_table() if key.rpartition(".")[2] in near_names]
-    meant = [_indexed(key, keys) for key in elsewhere or siblings or distant]
+    meant = [_indexed(key, keys) for key in others or elsewhere or siblings or section or distant]
     if meant:
         quoted = " or ".join(f'"{key}"' for key in meant)
-        return f"is not a known key. Did you mean {quoted}?", [keys_of(key) for key in meant]
+        return f"is not a known key. Did you mean {quoted}{remark(others)}?", [keys_of(key) for key in meant]
     return f"is not a known key. Known here: {', '.join(level)}", []
 
 

@@ -20,6 +20,7 @@ from sftkit.rundir.files import own_name
 FORMAT = 3
 DECIDING = (
     *("demo/builtin", "demo/documents", "demo/split", "demo/pictures", "answer_matcher", "answers", "arrow"),
+    "bad_rows",
     *("chat", "conversation", "encode", "findings", "hub", "learned", "origin", "readers", "reasoning", "rows"),
     *("sharegpt", "slices", "sources", "spans", "stages", "template", "text", "types"),
 )

@@ -19,6 +19,7 @@ import numpy as np
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.data import cache, chat, conversation, findings, readers, rows
+from sftkit.data.bad_rows import BadRows, until_broken
 from sftkit.data.origin import Origin, find_source
 from sftkit.data.readers import RawRow
 from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
@@ -50,15 +51,24 @@ ROWS_PER_CHUNK = 128
 
 def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
     """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out,
-    and reported at the end."""
+    and reported at the end; with "error" the first few are told together."""
     tally: findings.Tally = {}
-    for raw in find_source(source).rows():
+    bad = BadRows()
+    for raw in until_broken(find_source(source).rows(), bad):
         try:
-            yield rows.parse(raw)
+            row = rows.parse(raw)
         except DataError as error:
             if on_bad_row == "error":
-                raise
-            findings.add(tally, "skipped", error.reason, str(error))
+                bad.add(raw[0], error)
+            else:
+                findings.add(tally, "skipped", error.reason, str(error))
+        else:
+            if not bad:
+                yield row
+        if bad.enough(raw[0]):
+            break
+    if bad:
+        raise bad.error()
     findings.log_findings(source_label(source), findings.sort_findings(tally))
 
 
@@ -74,6 +84,10 @@ class _TokenizedRows:
     encoder_sources: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     tally: findings.Tally = field(default_factory=dict)
+    bad: list[tuple[str, DataError]] = field(default_factory=list)
+    "rows that end the run: where, and why"
+    last: str = ""
+    "where the last of the rows is"
 
     def add(self, other: _TokenizedRows) -> None:
         """Append the documents and counts of another part."""
@@ -122,9 +136,16 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
 
 def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunks: TokenizeChunks) -> _TokenizedRows:
     """Tokenize all rows of a source; refuses one without documents."""
-    total = _TokenizedRows()
-    for chunk_rows in tokenize_chunks(_chunks(source_origin.rows())):
-        total.add(chunk_rows)
+    total, bad = _TokenizedRows(), BadRows()
+    for chunk_rows in until_broken(tokenize_chunks(_chunks(source_origin.rows())), bad):
+        for where, error in chunk_rows.bad:
+            bad.add(where, error)
+        if bad.enough(chunk_rows.last):
+            break
+        if not bad:
+            total.add(chunk_rows)
+    if bad:
+        raise bad.error()
     if not total.counts["rows"]:
         raise readers.no_rows(source)
     if not total.documents:
@@ -137,7 +158,7 @@ def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunk
 
 def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
     """Tokenize some rows, and count what became of each."""
-    part, documents = _TokenizedRows(counts=Counter(rows=len(chunk))), list[TokenizedExample]()
+    part, documents = _TokenizedRows(counts=Counter(rows=len(chunk)), last=chunk[-1][0]), list[TokenizedExample]()
     for raw in chunk:
         # A bad row ends the run, or is counted and left out.
         try:
@@ -145,7 +166,8 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             result = tokenize(row)
         except DataError as error:
             if on_bad_row == "error":
-                raise DataError(f"{error} ({rows.BAD_ROW_ADVICE})", error.reason) from None
+                part.bad.append((raw[0], error))
+                continue
             part.counts["skipped_bad"] += 1
             findings.add(part.tally, "skipped", error.reason, str(error))
             continue

@@ -158,7 +158,7 @@ class Blocks:
                 note(self._code_key, seconds)
         self._write_logs()
         used = backend if self.compiled else eager
-        checks = document_checks(check, orig_model.dtype, used, allowed.logits)
+        checks = document_checks(check, orig_model.dtype, used, layout.kind, allowed.logits)
         compared = compiled_against_eager(rt, self.model, layout, losses if self.compiled else {}, eager)
         checks += [gradients_check(same, allowed, used), compared]
         return WarmUp(self.compiled, seconds, checks)

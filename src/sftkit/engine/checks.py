@@ -20,7 +20,7 @@ from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.stagewise import stagewise
 from sftkit.runtime.start import Runtime
 from sftkit.runtime.words import counted
-from sftkit.tracking.checks import Check
+from sftkit.tracking.checks import Check, does_not_apply
 from sftkit.tracking.tracker import EventKind
 
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
@@ -29,18 +29,23 @@ SAME_OF_MANY = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
 "The same for the mean over a whole batch, in which roundings cancel."
 
 
-def document_checks(check: DocumentCheck, dtype: torch.dtype, backend: str, logits_limit: float = 1e-4) -> list[Check]:
+def document_checks(
+    check: DocumentCheck, dtype: torch.dtype, backend: str, layout_kind: str = "packed", logits_limit: float = 1e-4
+) -> list[Check]:
     """Return the checks of two documents in one row, made before the first step: logits, loss, isolation.
 
     Args:
         dtype: of the weights.
         backend: attention of the run. Where `check` had to be made with another one, its isolation is unknown.
+        layout_kind: of the run; in all but packed a row holds one document.
         logits_limit: largest relative difference of the logits, from roundings.limits.
     """
     stand_in = "" if check.backend == backend else f" ({check.backend} stands in for {backend})"
     # Judged by what the change does to its own document: where that does not move either, nothing is shown.
     isolated = check.leak <= _SAME[dtype] * check.changed and check.changed > 0
     limit = _SAME[dtype]
+    moves = f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}"
+    alone = bool(stand_in) and isolated and layout_kind != "packed"
     off = abs(check.loss - check.plain_loss) / max(abs(check.plain_loss), 1e-9)
     return [
         Check(
@@ -63,7 +68,7 @@ def document_checks(check: DocumentCheck, dtype: torch.dtype, backend: str, logi
             # A stand-in that isolates says nothing of the run's own kernel; if it leaks, the masks are wrong for
             # either.
             None if isolated and stand_in else isolated,
-            f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}",
+            does_not_apply("each row holds one document") if alone else moves,
             "no move beyond rounding",
             "every token of one document is replaced; largest change of the hidden states of the other one",
         ),

@@ -18,6 +18,8 @@ from sftkit.data import hub
 from sftkit.data.origin import find_here
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
+from sftkit.models.auto_classes import CAUSAL, auto_class, not_causal
+from sftkit.rundir.files import read_object
 from sftkit.rundir.names import newest_run
 from sftkit.runtime.hub import find_model
 
@@ -90,10 +92,13 @@ def check_arguments(args: Namespace) -> None:
         )
     with flags_named():
         tasks.check_names(eval_config(args))
+    args.path = find_model(args.path or newest_run())
+    config = read_object(Path(args.path) / "config.json")
+    if config and auto_class(config) != CAUSAL:  # whatever data it is given
+        raise ConfigError(not_causal(str(config.get("model_type")), "scripts/evaluate.py"))
     if args.data is not None and not Path(args.data).is_dir():
         where = f"(looked in {Path.cwd()}){similar_paths(args.data)}"
         raise ConfigError(f"--data {args.data}: no such folder {where}")
-    args.path = find_model(args.path or newest_run())
     for source in map(as_source, args.val):
         if find_here(source) is None:
             hub.check_dataset(source)

@@ -40,7 +40,6 @@ VALIDATION_ROWS = 4
 def load_for_evaluation(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
     """Load the model on its device, sharded over the ranks if the launcher's configuration says so."""
     orig_model = load_model(source, tokenizer, 0, rt.precision, empty=rt.topology.sharded)
-    check_causal(orig_model.config, "scripts/evaluate.py")
     # sdpa is plain causal attention: no windows, no soft-capping, whole rows on each rank
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
     special = windows(orig_model.config) or softcap or rt.topology.context > 1
@@ -52,9 +51,14 @@ def load_for_evaluation(source: ModelConfig, tokenizer: PreTrainedTokenizerBase,
 
 
 def longest_of(source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the most tokens that the model reads at once, from its config alone."""
+    """Return the most tokens that the model reads at once, from its config alone.
+
+    Raises:
+        ConfigError: it has an encoder.
+    """
     assert source.path is not None
     config = AutoConfig.from_pretrained(source.path, **load_options(source.path, source))
+    check_causal(config, "scripts/evaluate.py")
     return longest_input(getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer)
 
 

@@ -152,7 +152,7 @@ class GraphEngine:
         self._print_setup(print_line, seconds)
         # Last, for they compare what was found above: logits and loss, gradients, and the losses of the warm-up's
         # batches.
-        checks = document_checks(check, orig_model.dtype, backend, allowed.logits)
+        checks = document_checks(check, orig_model.dtype, backend, layout.kind, allowed.logits)
         compared = compiled_against_eager(rt, self.model, layout, losses if self.compiled else {}, eager)
         checks += [gradients_check(same, allowed, backend), compared]
         return WarmUp(self.compiled, seconds, checks)

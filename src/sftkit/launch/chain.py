@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
         try:
             recipes[stage] = read_config(folder / f"{stage}.yaml", overrides, more=rules)
         except ConfigError as error:
-            problems += str(error).splitlines()
+            problems += re.split(r"\n(?!  )", str(error))  # bad rows are indented below their source
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return recipes

@@ -24,3 +24,11 @@ def auto_class(config: Mapping[str, Any]) -> str:
 def auto_class_in(folder: Path) -> str:
     """Return the same for the model in a folder, such as a checkpoint of a run."""
     return auto_class(json.loads((folder / "config.json").read_text()))
+
+
+def not_causal(model_type: str, what: str) -> str:
+    """Return why `what` refuses a model with an encoder."""
+    return (
+        f"{model_type} has an encoder: {what} is for models that continue a text. Its run measures its captions by "
+        "itself (data.val), and transformers generates with it, see docs/captioning.md"
+    )

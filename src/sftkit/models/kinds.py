@@ -30,7 +30,4 @@ def check_causal(config: PretrainedConfig, what: str) -> None:
         ConfigError: `what` is done with causal models.
     """
     if config.is_encoder_decoder:
-        raise ConfigError(
-            f"{config.model_type} has an encoder: {what} is for models that continue a text. Its run measures its "
-            "captions by itself (data.val), and transformers generates with it, see docs/captioning.md"
-        )
+        raise ConfigError(auto_classes.not_causal(config.model_type, what))

@@ -77,7 +77,8 @@ class VisionToText(EncoderDecoder):
         orig_model.config.decoder.pad_token_id = None
         if not hasattr(orig_model.config.encoder, "image_mean"):
             _normalise_as_beside(orig_model)
-        pixels_of(orig_model.config)
+        if unseen := unseen_pixels(orig_model):
+            log.warning(unseen)
 
     def with_inputs(
         self,
@@ -183,6 +184,31 @@ def pixels_of(config: PretrainedConfig) -> Pixels:
     if len(mean) != channels or len(std) != channels:
         raise ConfigError(f"{own.model_type}: image_mean and image_std need a number for each of {channels} channels")
     return Pixels(channels, height, width, mean, std)
+
+
+def unseen_pixels(orig_model: PreTrainedModel) -> str:
+    """Return which rows and columns of a picture are in no patch of the encoder; empty where all are seen.
+
+    Patches are a convolution whose stride is its kernel, which leaves out what is less than a patch, as in ViT; Swin pads
+    instead. Published encoders may do so (384 pixels in patches of 14), so it is no reason to refuse one.
+    """
+    pixels = pixels_of(orig_model.config)
+    for module in orig_model.get_encoder().modules():
+        for layer in module.children():
+            if not isinstance(layer, torch.nn.Conv2d) or layer.in_channels != pixels.channels:
+                continue
+            pads = layer.padding not in ("valid", (0, 0)) or hasattr(module, "maybe_pad")
+            if pads or layer.kernel_size != layer.stride:
+                continue
+            down, across = layer.stride
+            rest = {"rows": pixels.height % down, "columns": pixels.width % across}
+            if left := [f"the last {number} {name}" for name, number in rest.items() if number]:
+                return (
+                    f"{orig_model.config.encoder.model_type}: of pictures of {pixels.height} x {pixels.width} pixels in patches of "
+                    f"{down} x {across} the encoder does not see {' and '.join(left)}; an image_size that is a multiple of "
+                    "patch_size loses none"
+                )
+    return ""
 
 
 def normalised(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

@@ -159,7 +159,7 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     padding = f"{own['padding_pct']:.1f} % padding"
     shown.append(f"{'layout':<10}{own['layout']}, {own['shapes']}: {padding}, {counted(own['steps'], 'step')} an epoch")
     steps, _, measured = time_text(analysis["time"]).partition("; ")
-    return [*shown, f"{'time':<10}{steps}", f"{'':<10}{measured}"]
+    return [*shown, f"{'time':<10}{steps}", *([f"{'':<10}{measured}"] if measured else [])]
 
 
 def encoder_padding_text(analysis: dict[str, Any]) -> str:
@@ -202,7 +202,7 @@ def time_text(time: dict[str, Any]) -> str:
     """Return steps and epochs, with hours where a speed was measured."""
     text = f"{counted(time['steps'], 'step')}, {time['epochs']:.2f} epochs, {counted(time['tokens'], 'token')}"
     if time["hours"] is None:
-        return f"{text}; hours: not measured yet"
+        return text
     minutes, seconds = 60 * time["hours"], 3600 * time["hours"]
     hours = f"{time['hours']:.1f} h" if minutes >= 60 else f"{minutes:.1f} min" if minutes >= 1 else f"{seconds:.2g} s"
     measured = f"{time['tok_per_sec']:,.0f} tok/s, measured in {time['measured_in']} on {time['measured_on']}"

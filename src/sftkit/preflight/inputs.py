@@ -20,6 +20,7 @@ from sftkit.config.paths import similar_paths
 from sftkit.config.rule import Get, Problem, Rule, Unusable
 from sftkit.config.schema import SourceConfig
 from sftkit.data import conversation, hub, readers, rows
+from sftkit.data.bad_rows import BadRows, until_broken
 from sftkit.data.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
@@ -127,31 +128,38 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if origin is None:
         hub.check_dataset(source)
         return
-    errors, seen = [], 0
-    for raw in itertools.islice(origin.beginning(), min(FIRST_ROWS, source.max_rows or FIRST_ROWS)):
+    first, bad, seen = None, BadRows(), 0
+    for raw in until_broken(itertools.islice(origin.beginning(), source.max_rows), bad):
         seen += 1
         try:
             row = rows.parse(raw)
             if require is not None:
                 require(row)
         except DataError as error:
-            errors.append(error)
-            if not skips:
-                break
+            first = first or error
+            bad.add(raw[0], error)
+        # Where a bad row ends the run others are looked for, unless none can be used for their columns.
+        if (seen == FIRST_ROWS and (skips or not bad or _alike(bad, seen))) or (not skips and bad.enough(raw[0])):
+            break
     # Of small files, whose beginning has no row, the whole part that is asked for is read.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.rows(), None) is None:
         raise readers.no_rows(source)
-    if not errors:
+    if first is None:
         return
-    reasons = {error.reason for error in errors}
-    if not skips and seen > 1 and not reasons & rows.WRONG_COLUMNS:  # rows before it can be used
-        raise DataError(f"{errors[0]} ({rows.BAD_ROW_ADVICE})", errors[0].reason)
+    if not skips and not _alike(bad, seen):
+        # Rows before the first bad one could be used, so leaving bad rows out is an option.
+        raise bad.error(advice=bad.rows < seen and not rows.WRONG_COLUMNS & {*bad.reasons})
     # Fewer than were asked for: there are no others that could be learned from.
-    if not skips or len(errors) == seen < FIRST_ROWS:
-        raise errors[0]
-    if len(errors) == seen and len(reasons) == 1 and reasons <= rows.WRONG_COLUMNS:
-        raise DataError(f"{errors[0]}. The first {seen} rows are all like this, so it is not left to on_bad_row=skip")
+    if not skips or bad.rows == seen < FIRST_ROWS:
+        raise first
+    if _alike(bad, seen):
+        raise DataError(f"{first}. The first {seen} rows are all like this, so it is not left to on_bad_row=skip")
+
+
+def _alike(bad: BadRows, seen: int) -> bool:
+    """Return whether all rows that were looked at have the same wrong columns."""
+    return bad.rows == seen and len(bad.reasons) == 1 and bad.reasons[0] in rows.WRONG_COLUMNS
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

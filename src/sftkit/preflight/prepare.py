@@ -24,7 +24,7 @@ from sftkit.memory.plan import log as plan_log
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.structure import positions
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
-from sftkit.runtime.start import Runtime
+from sftkit.runtime.start import Runtime, resolve_precision
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,16 @@ def meta_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision
 def gpu_precision(train: TrainConfig) -> str:
     """Return what the run will compute in on a GPU: the recipe's precision, bf16 for auto."""
     return "bf16" if train.precision == "auto" else train.precision
+
+
+def precision_text(train: TrainConfig) -> str:
+    """Return what a run on this machine computes in, beside what sizes are counted in if that is something else."""
+    here, counted = resolve_precision(train.precision), gpu_precision(train)
+    return (
+        here
+        if here == counted
+        else f"{here} on this machine ({counted} on a GPU, as memory and disk below are counted)"
+    )
 
 
 def memory_plan(

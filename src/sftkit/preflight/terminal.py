@@ -131,7 +131,9 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
     them."""
     # A pipe or file keeps no colours, and what is learned must show there too.
     plain = console.no_color or not console.is_terminal
-    costs = f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"
+    costs = [f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"]
+    if analysis["time"]["hours"] is None:
+        costs.insert(0, f"{'':<10}how long they take is told here once a run in run.dir has measured its speed")
     rows = [f"{'rows':<10}{line}" for line in preflight.finding_lines(analysis)]
     for line in (*preflight.lines(analysis), *costs, *rows):
         console.print(line, markup=False, soft_wrap=True)

@@ -15,8 +15,9 @@ from sftkit.models.auto_classes import CAPTIONS, TEXT_TO_TEXT
 from sftkit.reports.components import columns, value_text
 from sftkit.reports.details import SOURCES
 from sftkit.reports.evaluated import EVALUATION_COLUMNS, is_part, latest_evaluations
-from sftkit.reports.files import Report, Rows, dicts, drawable_number, mapping, passed
+from sftkit.reports.files import Report, Rows, applies, dicts, drawable_number, mapping, passed
 from sftkit.reports.numbers import NONE, duration, format_interval, format_value, parameters
+from sftkit.rundir.names import DOES_NOT_APPLY
 
 PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}
 "Name of a model's auto class -> the hub's name of its task; any other model generates text."
@@ -191,7 +192,10 @@ def _settings(report: Report) -> str | None:
 def _proof(report: Report) -> str | None:
     """Return the section on the run's checks of itself; None without any."""
     keys = ("name", "found", "expected")
-    rows = [[_WORDS[passed(row)], *(md(row.get(key)) for key in keys)] for row in report["proof"]]
+    rows = [
+        [_WORDS[passed(row)] if applies(row) else DOES_NOT_APPLY, *(md(row.get(key)) for key in keys)]
+        for row in report["proof"]
+    ]
     return _table("Checks that the run made of itself", ["", "check", "found", "expected"], rows)
 
 

@@ -16,6 +16,8 @@ LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
 "Margins of a chart, in the units of its view box."
 _MAX_TITLES = 60
 "Maximum number of points of a line, besides its last, that show their value when pointed at."
+_FEW = 20
+"Maximum number of points of a line that are all drawn."
 _LOG_RATIO = 20.0
 "An axis is logarithmic if the largest value is more than this many times the smallest."
 
@@ -152,19 +154,20 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     """Draw the line, its intervals, and points that say their value when pointed at."""
     places = " ".join("gap" if value is None else f"{x(step)},{y(value)}" for step, value in one.points)
     known = [(step, value) for step, value in one.points if value is not None]
-    # Few points are all drawn as dots. Of many only some answer the pointer, so that a page of thousands of steps stays
+    # Few points are all drawn as dots, and the line between them is faint: two points show no trend. Of many only some answer the pointer, so that a page of thousands of steps stays
     # small; the last, which is asked for most, always does.
-    few = len(known) <= 24
+    few = len(known) <= _FEW
     stride = -(-len(known) // _MAX_TITLES)
     told = known[::stride] + ([known[-1]] if (len(known) - 1) % stride else [])
-    radius, dot = (2.6, "dot") if few else (5, "dot hidden")
+    radius, dot = (4, "dot") if few else (5, "dot hidden")
     dots = []
     for step, value in told:
         title = el("title", f"{one.label}, step {format_value(step)}: {format_value(value)}")
         dots.append(el("circle", title, cx=x(step), cy=y(value), r=radius, class_=dot))
     bars = [_line(x(step), y(low), x(step), y(high), "bar") for step, low, high in one.intervals]
     # A line needs two points: a single one between gaps is seen by its dot.
-    lines = [el("polyline", points=part.strip()) for part in places.split("gap") if " " in part.strip()]
+    faint = "faint" if few else None
+    lines = [el("polyline", points=part.strip(), class_=faint) for part in places.split("gap") if " " in part.strip()]
     return el("g", bars, lines, dots, class_=kind)
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from sftkit.reports.charts import PLAIN_AXIS, WIDE, Series, ValueAxis, is_log, line_chart, line_class
-from sftkit.reports.files import Rows, drawable_number, passed
+from sftkit.reports.files import Rows, applies, drawable_number, passed
 from sftkit.reports.markup import Html, el, join
 from sftkit.reports.numbers import NONE, format_value
+from sftkit.rundir.names import DOES_NOT_APPLY
 
 _ICONS = {True: "M2 6.5 5 9.5 10.5 3", False: "M2.5 2.5 9.5 9.5M9.5 2.5 2.5 9.5", None: "M2.5 6H9.5"}
 _WORDS = {True: "PASS", False: "FAIL", None: "not checked"}
@@ -74,7 +75,7 @@ def _check_row(check: dict[str, Any], titles: tuple[str, str, str]) -> Html:
     how = el("span", value_text(check["how"]), class_="how") if check.get("how") else None
     return el(
         "tr",
-        el("td", badge(ok=passed(check)), class_="state", role="cell"),
+        el("td", badge(None if applies(check) else DOES_NOT_APPLY, ok=passed(check)), class_="state", role="cell"),
         el("th", value_text(check.get("name")), how, scope="row", class_="name any", role="rowheader"),
         # The style shows data-label before the cell on a narrow screen, where the head of the table is hidden.
         el("td", el("span", value_text(check.get("found"))), class_="any", data_label=titles[1], role="cell"),

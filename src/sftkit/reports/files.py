@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.models.size import num_elements
-from sftkit.rundir.names import STEP_DIRS, latest_checkpoint
+from sftkit.rundir.names import DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
 
 Rows = list[dict[str, Any]]
 Report = dict[str, Any]
@@ -52,6 +52,11 @@ def mapping(value: Any) -> dict[str, Any]:
 def passed(check: dict[str, Any]) -> bool | None:
     """Return whether a check of proof.json passed; None: it was not made."""
     return check["ok"] if isinstance(check.get("ok"), bool) else None
+
+
+def applies(check: dict[str, Any]) -> bool:
+    """Return whether a check of proof.json has anything to check in its run."""
+    return passed(check) is not None or not str(check.get("found")).startswith(DOES_NOT_APPLY)
 
 
 def read_json(path: Path, notes: list[str], *, optional: bool = False) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from sftkit.reports.charts import Series, ValueAxis
 from sftkit.reports.components import check_table, facts, figure, folded, html_table, section, value_text
 from sftkit.reports.experts import experts
-from sftkit.reports.files import Report, Rows, mapping, on_cpu, passed
+from sftkit.reports.files import Report, Rows, applies, mapping, on_cpu, passed
 from sftkit.reports.markup import Html, el
 from sftkit.reports.numbers import format_value
 
@@ -55,9 +55,9 @@ def proof(report: Report) -> Html:
         lead = "This run has no proof.json: it made no checks of itself, or ended before."
         return section("proof", "Proof", lead=lead)
     # None is a check that was not made, and neither passes nor fails.
-    states = [passed(row) for row in rows]
+    states = [passed(row) for row in rows if applies(row)]
     failed = [value_text(row.get("name")) for row in rows if passed(row) is False]
-    words = [f"{states.count(True)} of {len(rows)} checks pass"]
+    words = [f"{states.count(True)} of {len(states)} checks pass"]
     words += [f"{len(failed)} fail: {', '.join(failed)}"] if failed else []
     words += [f"{states.count(None)} not checked"] if None in states else []
     tables = (

@@ -90,6 +90,7 @@ svg .tick, svg .axis { fill: var(--soft); font-size: 11.5px; }
 svg .grid { stroke: var(--grid); stroke-width: 1; }
 svg .base { stroke: var(--soft); stroke-width: 1; opacity: .55; }
 svg polyline { fill: none; stroke: var(--c); stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round; }
+svg polyline.faint { stroke-width: 1.2; opacity: .45; }
 svg .dot { fill: var(--c); stroke: var(--card); stroke-width: 1; }
 svg .hidden { fill: transparent; stroke: none; }
 svg .hidden:hover { fill: var(--c); }

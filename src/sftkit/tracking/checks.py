@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sftkit.rundir.names import DOES_NOT_APPLY
+
 
 @dataclass(frozen=True)
 class Check:
@@ -16,3 +18,8 @@ class Check:
     expected: str
     how: str
     "what was compared with what"
+
+
+def does_not_apply(reason: str) -> str:
+    """Return what a check has found that has nothing to check in this run."""
+    return f"{DOES_NOT_APPLY}: {reason}"

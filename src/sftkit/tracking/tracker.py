@@ -145,7 +145,7 @@ class Tracker:
             self._bar.stop()
         for ended_by, event in ENDS.items():
             if self._is_open and isinstance(error, ended_by):
-                self._record(event, self._step, first_line(error))  # the console has the whole error
+                self.record_event(event, self._step, first_line(error))  # the console has the whole error
         self._write_events()
         if self._dashboard is not None:
             self._dashboard.record(self._step, partial(proof_of, self._run_dir))  # with its closing checks
@@ -213,7 +213,7 @@ class Tracker:
     def event(self, kind: EventKind, step: int, text: str) -> None:
         """Report what a person should know at once: console, events.jsonl, an alert (one of a kind in ten minutes)."""
         self._rt.print(f"step {step}: {text}" if not text.startswith("step ") else text, _LEVELS[ALERTS[kind][1]])
-        self._record(kind, step, text)
+        self.record_event(kind, step, text)
 
     def new_events(self, kind: EventKind, step: int, texts: Sequence[str]) -> None:
         """Report those texts that were not reported yet, each once; `texts`: all so far."""
@@ -222,8 +222,8 @@ class Tracker:
                 self._told.add((kind, text))
                 self.event(kind, step, text)
 
-    def _record(self, kind: EventKind, step: int, text: str) -> None:
-        """Write an event to events.jsonl and send an alert."""
+    def record_event(self, kind: EventKind, step: int, text: str) -> None:
+        """Write an event that the console has already to events.jsonl, and send an alert."""
         if not self._rt.is_main:
             return
         self._unwritten_events.append({"step": step, "time": round(time.time(), 3), "kind": kind, "text": text})

@@ -98,7 +98,7 @@ def begin_writing(
     services.checkpoints.archive_later_steps(step)
     services.tracker.open()
     for problem in services.checkpoints.skipped_checkpoints:
-        services.tracker.event("checkpoint_fallback", step, problem)
+        services.tracker.record_event("checkpoint_fallback", step, problem)  # printed when it was found
     if evaluation.metrics or evaluation.samples:
         record_evaluation(services, step, evaluation, axes)
     # No rank goes on before the directory is as the main rank leaves it.

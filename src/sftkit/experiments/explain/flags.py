@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -28,7 +29,7 @@ def parse() -> tuple[Namespace, Config | None]:
     words and exits with code 2 if there are any.
 
     Raises:
-        ConfigError: the recipe is wrong, or there is no such file.
+        ConfigError: the recipe is wrong, there is no such file, or TORCH_LOGS is set.
     """
     parser = Parser(DESCRIPTION, prog="sftkit explain")
     parser.add_argument("subject", nargs="?", type=path_or_id, help="a recipe, or FILE.py:FUNCTION")
@@ -44,6 +45,7 @@ def parse() -> tuple[Namespace, Config | None]:
     parser.add_argument("--labs", action="store_true", help="no recipe: experiments that show how the compiler works")
     parser.add_argument("--out", type=path, help="a folder (runs/explain/NAME-TIME)")
     args = parser.parse_intermixed_args()
+    refuse_torch_logs()
     if (args.subject is None) == (not args.labs):
         parser.error("name a recipe or FILE.py:FUNCTION, or take --labs alone")
     if args.labs and (args.bisect or args.kernels or args.layers):
@@ -54,6 +56,18 @@ def parse() -> tuple[Namespace, Config | None]:
         file_of(args.subject)
     without = args.labs or is_file(args.subject)
     return args, None if without else read_config(args.subject, args.overrides, world_size=1)
+
+
+def refuse_torch_logs() -> None:
+    """Refuse an environment whose TORCH_LOGS torch would let win over what is listened to here.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if "TORCH_LOGS" in os.environ:
+        raise ConfigError(
+            "the environment has TORCH_LOGS, and with it torch ignores other settings of its logs: unset it"
+        )
 
 
 def is_file(subject: str | None) -> bool:

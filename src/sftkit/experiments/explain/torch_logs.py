@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import linecache
 import logging
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import torch._dynamo  # private; its reset is what torch.compiler.reset calls
 
 from sftkit.compile.debug import artifact_of, torch_logs_to
-from sftkit.errors import ConfigError
+from sftkit.experiments.explain.flags import refuse_torch_logs
 
 TORCH_LOGS = ("graph_breaks", "recompiles", "perf_hints")
 GIVEN_UP = "Failed to handle graph break gracefully"
@@ -94,10 +93,7 @@ def listening() -> Iterator[TorchLogHandler]:
     Raises:
         ConfigError: TORCH_LOGS is set, which torch lets win.
     """
-    if "TORCH_LOGS" in os.environ:
-        raise ConfigError(
-            "the environment has TORCH_LOGS, and with it torch ignores other settings of its logs: unset it"
-        )
+    refuse_torch_logs()
     heard = TorchLogHandler()
     wanted = {"dynamo": logging.ERROR, **dict.fromkeys(TORCH_LOGS, True)}
     with torch_logs_to(heard, heard.for_terminal, **wanted), warnings.catch_warnings():

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sftkit.reports.files import applies
 from sftkit.rundir.files import read_object
-from sftkit.rundir.names import PREFLIGHT, PROOF
+from sftkit.rundir.names import DOES_NOT_APPLY, PREFLIGHT, PROOF
 
 TABLE_CHARACTERS = 2000
 "Maximum length of a text in a table or an alert on a dashboard; the files have all of it."
@@ -45,8 +46,12 @@ def proof_of(run_dir: Path) -> RunFile:
     checks = sorted(found.get("rows", []), key=lambda check: check.get("ok") is not False)
     if not checks:
         return RunFile()
-    results = [check.get("ok") for check in checks]
-    rows = [{**check, "check": check.get("name"), "verdict": VERDICTS[check.get("ok")]} for check in checks]
+    results = [check.get("ok") for check in checks if applies(check)]
+    verdicts = [VERDICTS[check.get("ok")] if applies(check) else DOES_NOT_APPLY for check in checks]
+    rows = [
+        {**check, "check": check.get("name"), "verdict": verdict}
+        for check, verdict in zip(checks, verdicts, strict=True)
+    ]
     counts = {"passed": results.count(True), "failed": results.count(False), "not_checked": results.count(None)}
     summary = {f"proof/{name}": count for name, count in counts.items()}
     return RunFile([record_table("proof", PROOF_COLUMNS, rows)], summary)
