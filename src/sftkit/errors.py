@@ -8,8 +8,8 @@ class ConfigError(Exception):
 class DataError(Exception):
     """Input data that cannot be used: the message names the file, the line or row, and the reason.
 
-    `reason` is the same for all records with the same fault ("empty answer"), so that they can be counted by it. A line break
-    in what the message quotes of the data is written out: it would begin a line of the data's own in a log.
+    `reason` is the same for all records with the same fault ("empty answer"), so that they can be counted by it. A
+    line break in what the message quotes of the data is written out: it would begin a line of the data's own in a log.
     """
 
     def __init__(self, message: str, reason: str = "other") -> None:
@@ -22,8 +22,8 @@ class RunError(Exception):
 
 
 class CheckpointError(RunError):
-    """A checkpoint that had to be written, the last one of a run or of a stop, or one to resume that had to be read, could
-    not be: the message says why."""
+    """A checkpoint that had to be written, the last one of a run or of a stop, or one to resume that had to be read,
+    could not be: the message says why."""
 
 
 class NumericsError(RunError):
@@ -31,7 +31,8 @@ class NumericsError(RunError):
 
 
 class NonFiniteError(NumericsError):
-    """A loss or gradient norm that is not a finite number, and numerics.on_nonfinite or max_skips says that this is it."""
+    """A loss or gradient norm that is not a finite number, and numerics.on_nonfinite or max_skips says that this is
+    it."""
 
 
 class SpikeError(NumericsError):

@@ -33,8 +33,8 @@ def _pipeline(get: Get) -> Iterator[Problem]:
     if get("data.layout") in ("bucketed", "dynamic"):
         yield (
             "train.engine",
-            f"pipeline sends hidden states of one shape from stage to stage, and rows of data.layout {get('data.layout')} have "
-            "several: take packed or fixed",
+            "pipeline sends hidden states of one shape from stage to stage, and rows of data.layout "
+            f"{get('data.layout')} have several: take packed or fixed",
         )
     if get("train.fp8") is not None:
         problem = "does not go with train.engine pipeline: its scales are not exchanged between stages; set it to null"
@@ -42,8 +42,8 @@ def _pipeline(get: Get) -> Iterator[Problem]:
     if get("compile.backend") == "cudagraphs" or get("compile.mode") in ("reduce-overhead", "max-autotune"):
         yield (
             "train.engine",
-            "pipeline keeps the activations of several micro-batches, which CUDA graphs would overwrite: take compile.mode "
-            "default or max-autotune-no-cudagraphs, and another compile.backend than cudagraphs",
+            "pipeline keeps the activations of several micro-batches, which CUDA graphs would overwrite: take "
+            "compile.mode default or max-autotune-no-cudagraphs, and another compile.backend than cudagraphs",
         )
 
 
@@ -61,8 +61,8 @@ def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
         if count % max(1, count // stages):
             yield (
                 "train.micro_batch_size",
-                f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} processes: choose "
-                f"it, or train.global_batch_size, so that they are a multiple of {stages}",
+                f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} "
+                f"processes: choose it, or train.global_batch_size, so that they are a multiple of {stages}",
             )
     elif count < stages:
         smaller = f"{rows // stages} or less, or " if rows >= stages else ""
@@ -86,8 +86,8 @@ def _graph(get: Get) -> Iterator[Problem]:
     if get(dispatcher) == "alltoall" and "cuda_graphs" in passes:
         yield (
             dispatcher,
-            "alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot record: take allgather, or "
-            "leave the pass out",
+            "alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot record: take "
+            "allgather, or leave the pass out",
         )
     if get("data.layout") == "dynamic":
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"

@@ -85,8 +85,8 @@ def unusable(run_dir: str) -> str | None:
         return f"{run_dir!r} has characters that no terminal shows: take letters, digits, dots and dashes"
     if max(sizes) > MAX_NAME_BYTES or sum(sizes) + len(sizes) > MAX_PATH_BYTES:
         return (
-            f"{_short(run_dir)} is too long, with {max(sizes)} bytes in a name and {sum(sizes) + len(sizes)} in the path: take "
-            f"{MAX_NAME_BYTES} and {MAX_PATH_BYTES} at most"
+            f"{_short(run_dir)} is too long, with {max(sizes)} bytes in a name and {sum(sizes) + len(sizes)} in the "
+            f"path: take {MAX_NAME_BYTES} and {MAX_PATH_BYTES} at most"
         )
     parent = path
     while not os.path.lexists(parent):

@@ -229,8 +229,9 @@ def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: b
     elif code and not allow_code_execution:
         yield (
             "eval.allow_code_execution",
-            f"false does not go with {code[0]}, which runs programs that the model writes; true runs each in a process of its "
-            "own without network, in an empty folder, with limits on time, memory and processes (docs/evaluation.md)",
+            f"false does not go with {code[0]}, which runs programs that the model writes; true runs each in a "
+            "process of its own without network, in an empty folder, with limits on time, memory and processes "
+            "(docs/evaluation.md)",
         )
 
 

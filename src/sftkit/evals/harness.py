@@ -29,7 +29,8 @@ def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
     if rt.world_size > 1:
         raise ConfigError(
             f"eval.backend: lm_eval evaluates in one process, and this run has {rt.world_size}: use backend sftkit, or "
-            f"evaluate the checkpoint afterwards: {invocation('scripts/evaluate.py', 'PATH', 'TASK', '--backend', 'lm_eval')}"
+            "evaluate the checkpoint afterwards: "
+            f"{invocation('scripts/evaluate.py', 'PATH', 'TASK', '--backend', 'lm_eval')}"
         )
     if config.data is not None:
         raise ConfigError("eval.data: lm_eval reads its own data sets: set it to null, or use backend sftkit")
@@ -49,7 +50,8 @@ def task_manager() -> Any:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError(
-            f"eval.backend: lm_eval needs lm-evaluation-harness ({error}): {install('sftkit[eval]')}, or use backend sftkit"
+            f"eval.backend: lm_eval needs lm-evaluation-harness ({error}): {install('sftkit[eval]')}, or use backend "
+            "sftkit"
         ) from None
     return TaskManager()
 

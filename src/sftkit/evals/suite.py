@@ -102,8 +102,8 @@ def check_room(tasks: Sequence[Task[Any, Any]], config: EvalConfig, longest: int
     for name, max_new_tokens in asks.items():
         if max_new_tokens >= longest:
             raise ConfigError(
-                f"eval.max_new_tokens: answers of {max_new_tokens} tokens ({name}) leave no room for the prompt: the model reads "
-                f"{longest} tokens with both; set it to less, say {max(longest // 2, 1)}"
+                f"eval.max_new_tokens: answers of {max_new_tokens} tokens ({name}) leave no room for the prompt: the "
+                f"model reads {longest} tokens with both; set it to less, say {max(longest // 2, 1)}"
             )
 
 

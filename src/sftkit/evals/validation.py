@@ -27,8 +27,8 @@ def validate(
 ) -> dict[str, float | None]:
     """Return val/<source>/loss (nats per target) and val/<source>/bpb; val/loss and val/bpb over all sources together.
 
-    Every rank runs the same number of forward passes, those of a pipeline the same ones. Bits per byte: nats of all targets / ln 2
-    / UTF-8 bytes of the decoded targets, special tokens not counted as bytes.
+    Every rank runs the same number of forward passes, those of a pipeline the same ones. Bits per byte: nats of all
+    targets / ln 2 / UTF-8 bytes of the decoded targets, special tokens not counted as bytes.
     """
     sums = {name: _sums(model, examples, layout, pad_id, rt) for name, examples in sources.items()}
     values: dict[str, float | None] = {}

@@ -205,8 +205,8 @@ def model_name(settings: dict[str, Any]) -> str | None:
 def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, settings: dict[str, Any]) -> str | None:
     """Return what the compile of the run's newest start costs, in steps.
 
-    None for a run that is not compiled, or that has not ended and has logged no second in the compiler, and for a backend that
-    makes no faster code, as those for debugging.
+    None for a run that is not compiled, or that has not ended and has logged no second in the compiler, and for a
+    backend that makes no faster code, as those for debugging.
     """
     metrics = ("perf/step_seconds", "compile/cache_hits", "compile/seconds")
     windows, hits, inside = (list(known(curves, metric).values()) for metric in metrics)

@@ -89,7 +89,10 @@ def _apart(mine: Curves, other: Curves, step: float) -> str | None:
     a, b = known(mine, "train/tokens").get(step), known(other, "train/tokens").get(step)
     if not a or not b or abs(a / b - 1) < TOKENS_APART:
         return None
-    return f"equal steps are not equal tokens: {format_value(a)} here and {format_value(b)} there at step {format_value(step)}"
+    return (
+        f"equal steps are not equal tokens: {format_value(a)} here and {format_value(b)} there at step "
+        f"{format_value(step)}"
+    )
 
 
 def _both(name: str, value: float | None, other: float | None, how: str) -> list[dict[str, Any]]:

@@ -170,9 +170,10 @@ class Health:
         values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
         text = (
-            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
-            f"out. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
-            "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
+            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
+            "was left out. The documents of that step are in "
+            f"{skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at them, lower optim.lr, "
+            "resume from the last checkpoint with train.resume=auto, or leave such steps out with "
             f"numerics.on_{kind}=skip"
         )
         nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
@@ -256,12 +257,15 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
     nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
     if not nonfinite:
         if math.isfinite(norm):
-            return "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond fp32"
+            return (
+                "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is "
+                "beyond fp32"
+            )
         infinite = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
         which = "a gradient is NaN" if math.isnan(norm) else infinite
         return (
-            f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be at "
-            "fault, or a document whose gradient explodes"
+            f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be "
+            "at fault, or a document whose gradient explodes"
         )
     places = [losses_of_ranks[rank].describe(rank) for rank in nonfinite]
     names = f"rank{'s' * (len(nonfinite) > 1)} {', '.join(map(str, nonfinite))}"
@@ -272,7 +276,10 @@ def spike_cause(losses_of_ranks: list[RankLoss], spikes: list[Spike]) -> str:
     """Return what is far above the steps before, and which micro-batch of all ranks has the largest loss per
     target, with its documents."""
     rank = max(range(len(losses_of_ranks)), key=lambda one: losses_of_ranks[one].largest)
-    where = f"the largest loss per target, {losses_of_ranks[rank].largest:.4g}, is that of {losses_of_ranks[rank].describe(rank)}"
+    where = (
+        f"the largest loss per target, {losses_of_ranks[rank].largest:.4g}, is that of "
+        f"{losses_of_ranks[rank].describe(rank)}"
+    )
     return f"{'; '.join(map(str, spikes))}; {where}"
 
 

@@ -11,7 +11,8 @@ from sftkit.evals.sandbox import memory
 from sftkit.evals.sandbox.programs import ADVICE, ProgramLimits, ProgramTests, run_tests
 from sftkit.evals.sandbox.system_calls import CLONE, MACHINES, REFUSED
 
-# A wall that does not stand is a sandbox that is not there. Each call would succeed, or fail otherwise, without its wall.
+# A wall that does not stand is a sandbox that is not there. Each call would succeed, or fail otherwise, without its
+# wall.
 PROBE = """
 import ctypes, errno, os, socket, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -80,6 +81,6 @@ def memory_bound() -> str:
         return f"{limits.total_memory_mib} MiB for all processes of a program together"
     processes = limits.processes + 2
     return (
-        f"{limits.memory_mib} MiB for each process of a program, which is up to {processes * limits.memory_mib} MiB for "
-        f"{processes}: no control group can be made here"
+        f"{limits.memory_mib} MiB for each process of a program, which is up to {processes * limits.memory_mib} MiB "
+        f"for {processes}: no control group can be made here"
     )

@@ -108,8 +108,8 @@ def run_many(
 
 
 ADVICE = (
-    "it needs Linux 5.12 or newer on x86_64 or aarch64, with seccomp filters and namespaces: root, or user namespaces that "
-    "are allowed (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
+    "it needs Linux 5.12 or newer on x86_64 or aarch64, with seccomp filters and namespaces: root, or user "
+    "namespaces that are allowed (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
     "kernel.apparmor_restrict_unprivileged_userns=0; in Docker, as root: --cap-add SYS_ADMIN "
     "--security-opt apparmor=unconfined). Evaluate in a virtual machine or container that has them, or leave humaneval "
     "and mbpp out"

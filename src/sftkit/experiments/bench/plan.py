@@ -226,7 +226,9 @@ def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
         steps = run.steps or plan.steps
         timed = steps.total - steps.warm_up
         if timed <= 0 or timed % steps.window or steps.warm_up % steps.window:
-            yield f"runs.{i}.steps: warm_up, and total less warm_up, must be multiples of window, and one window is timed"
+            yield (
+                f"runs.{i}.steps: warm_up, and total less warm_up, must be multiples of window, and one window is timed"
+            )
     for name, model in plan.models.items():
         if "model_type" not in model:
             yield f"models.{name}: needs model_type, the name of a transformers architecture such as qwen3"

@@ -89,7 +89,10 @@ def wrong_processes(processes: Processes) -> Iterator[str]:
         return
     kind = accelerate_config(processes.topology)["distributed_type"]
     if processes.parallelism is not None and kind != "FSDP":
-        yield f"parallelism: {processes.topology} has no sizes: name a topology whose distributed_type is FSDP, not {kind}"
+        yield (
+            f"parallelism: {processes.topology} has no sizes: name a topology whose distributed_type is FSDP, not "
+            f"{kind}"
+        )
     elif processes.sizes and math.prod(processes.sizes.values()) != processes.count:
         sizes = " x ".join(f"{key} {size}" for key, size in processes.sizes.items())
         yield f"parallelism: {sizes} is {math.prod(processes.sizes.values())}, but processes is {processes.count}"

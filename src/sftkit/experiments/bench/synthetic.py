@@ -46,7 +46,9 @@ def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.nda
     """Return the positions and targets of each document, int64 [D] both."""
     if data.documents is None:
         assert data.lengths is not None
-        return tuple(np.array(sizes, dtype=np.int64) for sizes in read_lengths(Path(data.lengths)))  # type: ignore[return-value]
+        return tuple(  # type: ignore[return-value]
+            np.array(sizes, dtype=np.int64) for sizes in read_lengths(Path(data.lengths))
+        )
     d = data.documents
     sigma = math.sqrt(2.0 * math.log(d.mean / d.median))  # mean = median * exp(sigma**2 / 2)
     lengths = np.clip(np.rint(rng.lognormal(np.log(d.median), sigma, d.count)), 4, d.cap).astype(np.int64)

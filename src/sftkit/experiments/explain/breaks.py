@@ -14,15 +14,19 @@ from sftkit.experiments.explain.torch_logs import Break, listening, read_message
 from sftkit.runtime.words import counted
 
 ADDS = {
-    "explain": "graphs, operators and guards of one call at once; no break where no operator stands before it, no remedy",
-    "fullgraph": "the first break as an error, with Dynamo's explanation and hints; later ones are unseen, and numbers and "
-    "shapes that depend on values (.item(), x[mask]) pass, because fullgraph captures them as symbols",
-    "TORCH_LOGS": "every break as it happens, functions that Dynamo gives up, and recompiles of later calls; perf_hints come from Inductor "
-    "and stand with the kernels (--kernels)",
+    "explain": "graphs, operators and guards of one call at once; no break where no operator stands before it, no "
+    "remedy",
+    "fullgraph": "the first break as an error, with Dynamo's explanation and hints; later ones are unseen, and "
+    "numbers and shapes that depend on values (.item(), x[mask]) pass, because fullgraph captures them as symbols",
+    "TORCH_LOGS": "every break as it happens, functions that Dynamo gives up, and recompiles of later calls; "
+    "perf_hints come from Inductor and stand with the kernels (--kernels)",
 }
 "Instrument -> what it adds to the others, and what it leaves out."
 NONE_KNOWN = "none is known: move the line out of forward"
-FOLLOWS = "none of its own: it may follow from the break above it, which leaves code to be traced part by part; mend that first"
+FOLLOWS = (
+    "none of its own: it may follow from the break above it, which leaves code to be traced part by part; mend "
+    "that first"
+)
 
 
 Seen = tuple[str, list[Break]]

@@ -23,8 +23,8 @@ def _needed(owner: Any, name: str, where: str) -> Any:
     """
     if not hasattr(owner, name):
         raise ConfigError(
-            f"sftkit explain: torch {torch.__version__} has no {where}.{name}, which torch {TRIED} has: take that one, or leave "
-            "--kernels and --labs out"
+            f"sftkit explain: torch {torch.__version__} has no {where}.{name}, which torch {TRIED} has: take that "
+            "one, or leave --kernels and --labs out"
         )
     return getattr(owner, name)
 

@@ -28,7 +28,8 @@ HEAD = '''"""{title}: {name}
 
 {said}
 
-Written by `sftkit explain --bisect` with torch {version}. Run it with python: exit code {code} shows the fault, 0 that it is gone.
+Written by `sftkit explain --bisect` with torch {version}. Run it with python: exit code {code} shows the fault, 0 \
+that it is gone.
 """
 
 import base64

@@ -104,8 +104,8 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
             compiler is unknown to this torch.
     """
     check_options(cfg.compile)
-    # Model, layout, attention and loss as the run has them, but with made-up lengths of documents, from an eighth to all
-    # of max_length, which decide the slots and buckets that a recipe leaves to its data.
+    # Model, layout, attention and loss as the run has them, but with made-up lengths of documents, from an eighth to
+    # all of max_length, which decide the slots and buckets that a recipe leaves to its data.
     config = config_of(cfg.model, layers)
     orig_model = _new_model(config, cfg.model, cfg.run.seed, rt)
     length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)

@@ -88,8 +88,8 @@ class TorchLogHandler(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[TorchLogHandler]:
-    """Keep the logs inside, where nothing is compiled yet, and forget afterwards what was compiled: Dynamo keeps code by
-    Python function, which modules share, and does not trace it again.
+    """Keep the logs inside, where nothing is compiled yet, and forget afterwards what was compiled: Dynamo keeps code
+    by Python function, which modules share, and does not trace it again.
 
     Raises:
         ConfigError: TORCH_LOGS is set, which torch lets win.

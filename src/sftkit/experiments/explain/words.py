@@ -69,8 +69,8 @@ def _bisected(row: dict[str, Any]) -> Iterator[str]:
 def _kernels(result: dict[str, Any]) -> Iterator[str]:
     counts = result["counts"]
     yield (
-        f"\na training step: {counts['dispatches']:,} operators dispatched in eager ({counts['views']:,} of them views), "
-        f"{counts['launches']:,} launches compiled; {counted(counts['graphs'], 'graph')}, "
+        f"\na training step: {counts['dispatches']:,} operators dispatched in eager ({counts['views']:,} of them "
+        f"views), {counts['launches']:,} launches compiled; {counted(counts['graphs'], 'graph')}, "
         f"{counted(counts['breaks'], 'break')}"
     )
     if result["busy"]:
@@ -83,7 +83,10 @@ def _kernels(result: dict[str, Any]) -> Iterator[str]:
         kernels = graph["kernels"] or []
         known = graph["aten_ops"] is not None
         operators = counted(graph["aten_ops"], "ATen operator") if known else "ATen operators not known"
-        yield f"  graph {graph['id']} {graph['pass']}: {graph['function']}, {operators}, {counted(len(kernels), 'kernel')}"
+        yield (
+            f"  graph {graph['id']} {graph['pass']}: {graph['function']}, {operators}, "
+            f"{counted(len(kernels), 'kernel')}"
+        )
 
 
 def _labs(labs: dict[str, Any]) -> Iterator[str]:

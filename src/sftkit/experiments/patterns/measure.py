@@ -77,8 +77,8 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
         orig_model = new_model(ModelSpec(MODEL, cfg.run.seed, rt.precision), rt.device)
         documents = EncodedDocuments(synthetic_documents(data, MODEL["vocab_size"]), ROW_LENGTH // 2)
         batches = lay_out(cfg, rt, documents, objective)
-        # The plan takes the first entry that fits. On a CPU all do, so only the leanest is left to choose, which is what
-        # ranks of a GPU without room for more take.
+        # The plan takes the first entry that fits. On a CPU all do, so only the leanest is left to choose, which is
+        # what ranks of a GPU without room for more take.
         lean = mock.patch.object(memory_plan, "SHARDINGS", memory_plan.SHARDINGS[-1:])
         with lean if case.lean else nullcontext():
             engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))

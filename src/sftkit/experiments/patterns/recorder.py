@@ -178,7 +178,11 @@ def _ranks(args: Any) -> tuple[int, ...]:
     for arg in reversed(args):
         # Private, but what the functional collectives themselves resolve a group's name with.
         if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):
-            return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(arg)))  # type: ignore[arg-type]
+            return tuple(
+                dist.get_process_group_ranks(
+                    dist.distributed_c10d._resolve_process_group(arg)  # type: ignore[arg-type]
+                )
+            )
         # A ScriptObject tells its class by _type alone.
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))

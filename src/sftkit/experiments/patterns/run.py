@@ -1,4 +1,5 @@
-"""Train a small transformer on one, two and four processes of this CPU in every layout; say what each rank holds, sends, waits for.
+"""Train a small transformer on one, two and four processes of this CPU in every layout; say what each rank holds, \
+sends, waits for.
 
 python -m sftkit.experiments.patterns [--out FILE.json] [--processes N ...]
 python -m sftkit.experiments.patterns --show FILE.json
@@ -65,7 +66,8 @@ def main() -> int:
             failed |= problem is not None
             plural = "es" if processes > 1 else ""
             print_text(
-                f"{processes} process{plural}: {problem or f'{len(cases)} layouts in {time.perf_counter() - started:.0f} s'}"
+                f"{processes} process{plural}: "
+                f"{problem or f'{len(cases)} layouts in {time.perf_counter() - started:.0f} s'}"
             )
     out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
     print_text(f"\n{terminal_tables(results)}\nraw: {out}")

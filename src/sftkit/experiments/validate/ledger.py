@@ -254,8 +254,8 @@ def check_one_commit(result: Mapping[str, Any]) -> None:
     commits = dict.fromkeys(str(known["git"] or "unknown") for known in environments if "git" in known)
     if len(commits) > 1:
         raise ConfigError(
-            f"--record: the runs are of several commits, {', '.join(commits)}: nothing was recorded; leave the checkout as it "
-            "is while they run"
+            f"--record: the runs are of several commits, {', '.join(commits)}: nothing was recorded; leave the "
+            "checkout as it is while they run"
         )
 
 
@@ -309,6 +309,6 @@ def check_portable(words: Iterable[str]) -> None:
             raise ConfigError(f"--record: {key}: looks like a secret, which the ledger must not hold")
         if _MACHINE_PATH.search(word):
             raise ConfigError(
-                f"--record: {word}: a path of this machine, which the ledger must not hold; name it from the repository's "
-                "root (a link will do) or leave out --record"
+                f"--record: {word}: a path of this machine, which the ledger must not hold; name it from the "
+                "repository's root (a link will do) or leave out --record"
             )

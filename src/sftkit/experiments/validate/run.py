@@ -45,7 +45,8 @@ def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None
     out.mkdir(parents=True, exist_ok=True)
     every = cases(plan, cfg, hardware, replica_of(cfg.model, cfg.optim, cfg.train), out)
     print_text(
-        f"{len(every)} runs of {plan.steps} steps; the first {plan.warm_up} are warm-up and count in no speed and no loss"
+        f"{len(every)} runs of {plan.steps} steps; the first {plan.warm_up} are warm-up and count in no speed and no "
+        "loss"
     )
     result: dict[str, Any] = {
         "plan": asdict(plan),
@@ -135,4 +136,7 @@ def run_line(run: dict[str, Any], warm_up: int) -> str:
         return f"{run['name']}: FAILED: {measured.error}"
     speeds, loss = measured.speeds(warm_up), measured.last("train/loss")
     shown_loss = "-" if loss is None else f"{loss:.4f}"
-    return f"{run['name']}: {format_spread(speeds, ',.0f')} tok/s, loss {shown_loss}, {measured.largest('mem/peak_gib'):.2f} GiB"
+    return (
+        f"{run['name']}: {format_spread(speeds, ',.0f')} tok/s, loss {shown_loss}, "
+        f"{measured.largest('mem/peak_gib'):.2f} GiB"
+    )

@@ -49,7 +49,8 @@ def find_run(run: str, entity: str, project: str, *, offline: bool) -> Compared:
         return Compared(name, (str(found),) if found else (name,), curves, machine_name(report["environment"]))
     if not _NAME.fullmatch(run):
         raise ConfigError(
-            f"--report {run!r}: neither a run directory nor the id or name of a wandb run (letters, digits, space and ._:-)"
+            f"--report {run!r}: neither a run directory nor the id or name of a wandb run (letters, digits, space "
+            "and ._:-)"
         )
     return Compared(run, (run,)) if offline else _from_wandb(run, entity, project)
 

@@ -48,7 +48,8 @@ def dashboard_name(config: LogConfig) -> str | None:
         return None
     raise ConfigError(
         f"log.tracker={config.tracker}: the package {config.tracker} is not installed here; "
-        f"{install('sftkit[trackio]' if config.tracker == 'trackio' else 'wandb')}, or set log.tracker=none (metrics.jsonl and report.html need no package)"
+        f"{install('sftkit[trackio]' if config.tracker == 'trackio' else 'wandb')}, or set log.tracker=none "
+        "(metrics.jsonl and report.html need no package)"
     )
 
 

@@ -144,5 +144,6 @@ def check_key() -> None:
 
     if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False)):
         raise ConfigError(
-            f"there is no wandb key on this machine: run `{program_path('wandb')} login`, or look at the spec with --dry-run"
+            f"there is no wandb key on this machine: run `{program_path('wandb')} login`, or look at the spec with "
+            "--dry-run"
         )
