@@ -57,6 +57,7 @@ class StepClock:
         """Return a mark of this moment: an event in the GPU's stream, or the host's clock."""
         if not self._cuda:
             return time.perf_counter()
+        # Only an event with timing has an elapsed_time; without the flag it is cheaper and says nothing.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -88,6 +89,7 @@ class SyncCounter:
         with warnings.catch_warnings(record=True) as seen:
             warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
             warnings.filterwarnings("always", message=SYNC)
+            # A prototype in torch, and not thread-local: waits of other threads count too (pytorch/pytorch#62092).
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield
