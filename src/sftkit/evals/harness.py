@@ -68,6 +68,7 @@ def evaluate_with_lm_eval(
     from lm_eval.models.huggingface import HFLM
 
     connected = hub_answers()  # else its client tries for half a minute before it says so
+    # lm_eval pads and batches as it likes, which transformers' own attention takes, with its masks, and ours does not.
     with plain_forward(orig_model), nullcontext() if connected else offline():
         try:
             output = simple_evaluate(
@@ -92,6 +93,7 @@ def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
     """Convert one of lm_eval's results, of a task or of a group."""
     metrics: dict[str, float] = {}
     errors: dict[str, float] = {}
+    # Keys are "metric,filter"; the filter "none" is left out of the name, and a metric's error stands beside it.
     for key, value in output["results"][name].items():
         metric, comma, way = key.partition(",")
         if comma and isinstance(value, int | float):
@@ -108,6 +110,7 @@ def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
         "format": config.format,
         "max_examples": config.max_examples,
     }
+    # A group has no samples of its own, only those of its tasks.
     samples = output["samples"].get(name)
     if samples is None:
         settings["subtasks"] = list(output["group_subtasks"].get(name, ()))

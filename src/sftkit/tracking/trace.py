@@ -65,8 +65,8 @@ class Trace:
         self._finish()  # those steps' time is training time: it counts before the pause begins
         began = time.perf_counter()
         if begins:
-            # Kineto's notes of a start and an end would be on the terminal (pytorch/pytorch#83383); it reads the variable
-            # when the first profile begins, and has no other switch.
+            # Kineto's notes of a start and an end would be on the terminal (pytorch/pytorch#83383). It reads the
+            # variable when the first profile begins, and has no other switch.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             self._profile = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu)
             self._profile.start()

@@ -65,6 +65,7 @@ def check_sandbox() -> str | None:
     """Return why programs cannot be run safely on this machine, with what to do; None if they can."""
     if sys.platform != "linux":
         return f"the sandbox for model-written code is made of Linux namespaces, this is {sys.platform}; {ADVICE}"
+    # On a machine that is not known the filter itself refuses, with a message, before these numbers matter.
     place = MACHINES.get(os.uname().machine, (0, 0))[0]
     numbers = {name: numbers[place] for name, numbers in REFUSED.items()} | {"clone": CLONE[place]}
     try:

@@ -67,6 +67,7 @@ def capital_words(text: str) -> int:
 def _breaks(text: str) -> list[tuple[int, int]]:
     """Return (end of a sentence, start of the next one), judged at the last end mark of each word
     and at one that begins it."""
+    # Punkt looks at a word once, however many marks it has: "U.S.A." is judged at its last one.
     last: dict[tuple[int, bool], re.Match[str]] = {}
     for match in _END.finditer(text):
         start = _word_start(text, match.start())
@@ -97,6 +98,7 @@ def _ends(token: str, following: str) -> bool:
         return True
     if not token.endswith("."):
         return False
+    # The order of Punkt's rules: abbreviations and dots, then initials and numbers, whose period may be an ordinal's.
     begins = _begins_sentence(following)
     known, initial = _is_abbreviation(token), _INITIAL.match(token) is not None
     if set(token) == {"."} or (known and not initial):
