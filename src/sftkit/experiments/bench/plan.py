@@ -194,6 +194,7 @@ def expanded_runs(plan: BenchPlan) -> list[RunPlan]:
     base = next((run for run in plan.runs if ablations and run.name == ablations.of), None)
     if ablations is None or base is None:
         return list(plan.runs)
+    # An ablation is compared with its base alone; a loss that it changes on purpose is held to none.
     base = replace(base, baseline=base.name, same_loss_as=None, warm_from=None)
     changes = {f"{base.name}: {label}": {**base.set, **change} for label, change in ablations.each.items()}
     return [*plan.runs, *(replace(base, name=name, set=changed) for name, changed in changes.items())]

@@ -117,6 +117,7 @@ def bench_command(processes: Processes, worker: str | None, job_file: Path) -> t
     launch = Launch(path, processes.count, summary="")
     # Variables that the user has set stay as they are.
     environment = {
+        # Ranks share the cores: as many threads each as all cores have would wait for one another.
         "OMP_NUM_THREADS": str(max(1, cpu_cores() // processes.count)),  # accelerate launch would set 1
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         **({"ACCELERATE_USE_CPU": "true"} if config.get("use_cpu") else {}),
@@ -162,6 +163,8 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
         return
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(process.pid)
+        # Suspended before its children are listed, so that it starts none meanwhile; ranks have process groups of their
+        # own, so a signal to the launcher's would miss them.
         root.suspend()  # a launcher that sees a rank die would act on it
         tree = [*root.children(recursive=True), root]
         for member in tree:

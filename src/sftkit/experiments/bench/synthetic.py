@@ -80,6 +80,7 @@ def new_model(
     Raises:
         ConfigError: the model has an encoder and tokens are made up, or it has no room for those of the tokenizer.
     """
+    # The random numbers of a device differ from those of another: runs that are compared are made on one kind.
     torch.manual_seed(spec.seed)
     if tokenizer is None:
         # A copy: a config of two parts takes their fields out of what it is given.

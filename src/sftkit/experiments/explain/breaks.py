@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo  # private: explain has no public name
+import torch._dynamo  # private: explain has no public name (pytorch/pytorch#102053)
 from torch._dynamo.exc import TorchDynamoException  # what fullgraph=True raises; it has no public name
 
 from sftkit.experiments.explain.cases import remedy_of
@@ -71,6 +71,7 @@ def _explain_breaks(subject: Subject) -> Seen:
     """Ask torch._dynamo.explain, which resets Dynamo before and after."""
     with subject.around():
         output = torch._dynamo.explain(subject.module)(*subject.call.args, **subject.call.kwargs)
+    # The last frame is the user's line; a reason without a stack, or of the end of a graph, is no break.
     places = [(one.reason, one.user_stack[-1]) for one in output.break_reasons if one.user_stack and one.graph_break]
     breaks = [read_message(reason, place.filename, place.lineno or 0) for reason, place in places]
     sizes = " + ".join(str(len(ops)) for ops in output.ops_per_graph or []) or "0"
@@ -95,6 +96,7 @@ def _first_error(subject: Subject) -> Seen:
 
 def _row(breaks: list[tuple[str, Break]], *, first: bool) -> dict[str, Any]:
     """Return what the instruments say of one place: that of the most words, the others' kinds beside it."""
+    # The kind and the remedy come from one message, so that they go together.
     best = max((one for _, one in breaks), key=lambda one: len(one.explanation) + sum(map(len, one.hints)))
     return {
         "file": best.file,

@@ -59,6 +59,7 @@ def kind_of_operator(name: str, origins: Mapping[str, Sequence[str]]) -> str | N
     Args:
         origins: generated kernel -> the ATen operators that it came from.
     """
+    # Inductor puts the graph's number in front where a profile has several.
     name = re.sub(r"^graph_\d+_", "", name)
     if name.startswith("cpp_"):
         reduces = any(_plain(operator) in REDUCTIONS for operator in origins.get(name, ()))

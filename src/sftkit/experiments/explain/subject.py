@@ -223,6 +223,7 @@ def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrained
         fields = {k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
         kind = fields.pop("model_type", config.model_type)
         make = f"config = AutoConfig.for_model({kind!r}, **{fields!r})\n"
+    # Some models wrap their decoder in another model, so that it is asked for twice.
     levels = 1 if orig_model.get_decoder() is decoder(orig_model) else 2
     remote = ", trust_remote_code=True" if model.trust_remote_code else ""
     return (

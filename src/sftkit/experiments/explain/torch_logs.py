@@ -98,12 +98,14 @@ def listening() -> Iterator[TorchLogHandler]:
         raise ConfigError(
             "the environment has TORCH_LOGS, and with it torch ignores other settings of its logs: unset it"
         )
+    # dynamo at ERROR: its own warnings would be on the terminal beside what is kept here.
     heard = TorchLogHandler()
     wanted = {"dynamo": logging.ERROR, **dict.fromkeys(TORCH_LOGS, True)}
     with torch_logs_to(heard, heard.for_terminal, **wanted), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
         torch._dynamo.reset()
         yield heard
+        # Afterwards too: code that was compiled for a question would be found by the next one.
         torch._dynamo.reset()
 
 

@@ -223,6 +223,7 @@ def record_validation(result: Mapping[str, Any], path: Path) -> str:
     failed = [f"{v['criterion']} ({v['layout']}, {v['processes']})" for v in result["verdicts"] if v["ok"] is False]
     if failed:
         return f"--record: nothing was recorded in {path}: failed: {', '.join(failed)}"
+    # All refusals before the first byte is written: the file is in the repository.
     check_portable(key_words(result["plan"]))
     check_one_commit(result)
     found = [entry_of(trio, result) for of_layout in trios(result) for trio in of_layout]

@@ -58,6 +58,7 @@ def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None
         result["runs"].append(run_case(case, plan))
         (out / "validation.json").write_text(json.dumps(result, indent=1))
         print_text(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}")
+    # Compiled code of every run is gigabytes, and of no use to a later one: each begins with empty caches.
     shutil.rmtree(out / "caches", ignore_errors=True)
     return _write(judged(result, ledger), out)
 
