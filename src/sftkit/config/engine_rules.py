@@ -15,6 +15,7 @@ def _engine(get: Get) -> Iterator[Problem]:
         return
     if get("train.precision") != "fp32":
         yield "train.engine", "reference computes in fp32: set train.precision=fp32"
+    # Refused, not ignored: a setting without effect in the run that others are judged by would be believed.
     unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
     unused |= {"train.memory": "speed", "attention.backend": "auto", "optim.implementation": "auto"}
     for key, default in unused.items():
@@ -55,6 +56,7 @@ def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
     if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:
         return
     micro_batch_size = get("train.micro_batch_size")
+    # As data.pack divides a step: the largest size that divides the rows, up to micro_batch_size.
     count = min(rows // size for size in range(1, min(micro_batch_size, rows) + 1) if rows % size == 0)
     made = f"{micro_batch_size} makes {count} micro-batch{'es' * (count != 1)} of a step"
     if schedule == "interleaved":

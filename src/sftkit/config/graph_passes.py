@@ -117,6 +117,7 @@ def problems(names: Sequence[str]) -> Iterator[str]:
             yield f'"{name}" is not one of {", ".join(PASSES)}{hint}'
         elif names.count(name) > 1:
             yield f'"{name}" is named twice: leave one out'
+    # Order and conflicts are judged of the names that are known: each unknown one has its problem above.
     known = [PASSES[name] for name in dict.fromkeys(names) if name in PASSES]
     for at, spec in enumerate(known):
         before = [other.name for other in known[:at]]

@@ -46,6 +46,7 @@ def similar_paths(path: str) -> str:
     if WILDCARD.search(path):
         return _not_expanded(wanted)
     try:
+        # The first part that is missing is what was misspelt; what follows it is looked for below each candidate.
         folder = next((parent for parent in wanted.parents if parent.is_dir()), Path("."))
         there = sorted(entry.name for entry in folder.iterdir())
     except OSError:
@@ -79,6 +80,7 @@ def _stem(name: str) -> str:
 
 def unusable(run_dir: str) -> str | None:
     """Return why no run can be written to a directory, and what to do; None if one can. Leaves nothing there."""
+    # A link is followed, since its target is what is written to; without one `..` is only tidied up.
     path = os.path.realpath(run_dir) if os.path.islink(run_dir) else os.path.abspath(run_dir)
     sizes = [len(os.fsencode(name)) for name in path.split(os.sep)]
     if visible(run_dir) != run_dir or "\n" in run_dir or "\t" in run_dir:
@@ -94,6 +96,7 @@ def unusable(run_dir: str) -> str | None:
     if not os.path.isdir(parent):
         return f"{parent} is no folder, so {run_dir} cannot be one: take another name, or move that file away"
     try:
+        # Tried, not asked: os.access says nothing of a full disk or a read-only mount, and root may do everything.
         with tempfile.TemporaryFile(dir=parent):
             return None
     except OSError as error:

@@ -58,12 +58,14 @@ def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if level is None or plain or not stream.isatty():
         return text
+    # Line by line: a colour that goes on over a line break would stay if the output is cut there.
     return re.sub(".+", lambda line: f"{_COLOURS[level]}{line[0]}\x1b[0m", text)
 
 
 def leave_lost_terminal() -> None:
     """Point stdout and stderr at /dev/null where their terminal was closed. Every write to such a terminal fails, in
     libraries too, and Python ends with code 120 if text is left that it could not write."""
+    # EIO is what a closed terminal answers; a pipe or a file answers ENOTTY and is left alone.
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)

@@ -124,6 +124,7 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
     # accelerate launch passes its config file on in these variables
     if environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
         return Topology(replicas=world_size)
+    # Before any size: what is refused here has no effect however large the mesh is.
     _refuse(environ)
     if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() not in ("true", "1"):
         return Topology(shards=world_size, sharded=True)
@@ -158,6 +159,7 @@ def balanced(num_layers: int, layer: float, head: float, stages: int, embedding:
     Args:
         layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
     """
+    # Greedy is exact here: layers are alike, so the next one belongs where the stage is still the lightest.
     costs = [layer] * (stages - 1) + [layer + head]
     costs[0] += embedding
     layers = [1] * stages
@@ -181,6 +183,7 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
     try:
         config = yaml.safe_load(config_file.read_text())
         sections = [config.get(name) or {} for name in ("fsdp_config", "parallelism_config")]
+        # As accelerate launch passes the file on: FSDP_*, PARALLELISM_CONFIG_*.
         environ = {str(key).upper(): str(value) for section in sections for key, value in section.items()}
         number = int(processes or config["num_processes"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -61,6 +61,7 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     elsewhere = [key for key in key_table() if key.rpartition(".")[2] == name]
     if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
+    # What was meant, best first: the same name elsewhere, a name like it here, a name like it anywhere.
     siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
     near_names = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in key_table()}, n=1, cutoff=0.75)
     distant = [key for key in key_table() if key.rpartition(".")[2] in near_names]
