@@ -88,6 +88,7 @@ def _runs_near(run_dir: Path) -> str:
 
     They are those in the folder, or in the first folder above it that exists, else those in runs/.
     """
+    # Bounded by _LEVELS: a folder such as a home directory would be searched for minutes.
     nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
     is_around = Path.cwd().is_relative_to(nearest.absolute())  # a folder around the current one may hold anything
     for folder in (*(() if is_around else (nearest,)), Path("runs")):
