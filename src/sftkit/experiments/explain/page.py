@@ -112,6 +112,7 @@ def time(result: dict[str, Any]) -> Html:
         milliseconds = 1e3 * profile["seconds"]
         parts = [(kind, milliseconds * share, STYLES[kind]) for kind, share in profile["shares"].items()]
         rows.append(Bar(way, parts, f"{milliseconds:.2f} ms"))
+    # Kinds that neither way has would be empty rows and entries of the legend.
     used = [kind for kind in KERNEL_KINDS if kind in eager["shares"] or kind in compiled["shares"]]
     shares = [[kind, *(f"{way['shares'].get(kind, 0.0):.1%}" for way in (eager, compiled))] for kind in used]
     heads = ["kernel or operator", "kind", "launches a step", "ms a step"]

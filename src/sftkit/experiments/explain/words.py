@@ -77,6 +77,7 @@ def _kernels(result: dict[str, Any]) -> Iterator[str]:
         yield "  the machine did other work meanwhile: these times say little"
     for way in ("eager", "compiled"):
         profile = result["profiles"][way]
+        # Below half a percent a share would read 0 %.
         shares = (f"{kind} {share:.0%}" for kind, share in profile["shares"].items() if share >= 0.005)
         yield f"  {way:8}  {1e3 * profile['seconds']:8.2f} ms  {', '.join(shares)}"
     for graph in result["graphs"]:
