@@ -31,7 +31,8 @@ def main() -> None:
         objective = NextToken(cfg.loss)
         data = assemble.load_data(run, start, tokenize, objective)
 
-        # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see engine/blocks.py.
+        # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see
+        # engine/blocks.py.
         engine = assemble.build_engine(run, start, objective, data)
 
         # What is kept and watched, and the loop (train/loop.py): steps, evaluations, checkpoints, until the last one.

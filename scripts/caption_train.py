@@ -1,7 +1,8 @@
 """Captioning: teach a model with an encoder to say what it sees. Every token of a caption is a target.
 
 .venv/bin/python -m sftkit.launch scripts/caption_train.py recipes/captioning/caption_smoke.yaml
-.venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/caption_train.py recipes/captioning/caption.yaml train.max_steps=200
+.venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/caption_train.py \
+recipes/captioning/caption.yaml train.max_steps=200
 """
 
 from sftkit.runtime.script import script
@@ -31,7 +32,8 @@ def main() -> None:
         objective = Caption(cfg.loss)
         data = assemble.load_data(run, start, tokenize, objective)
 
-        # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see engine/blocks.py.
+        # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see
+        # engine/blocks.py.
         engine = assemble.build_engine(run, start, objective, data)
 
         # What is kept and watched, and the loop (train/loop.py): steps, evaluations, checkpoints, until the last one.

@@ -1,7 +1,8 @@
 """Chat SFT: teach a checkpoint to answer. Only assistant tokens are targets.
 
 .venv/bin/python -m sftkit.launch scripts/chat_sft.py recipes/default/sft.yaml
-.venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/chat_sft.py recipes/qwen3_0_6b/sft.yaml train.max_steps=200
+.venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/chat_sft.py recipes/qwen3_0_6b/sft.yaml \
+train.max_steps=200
 """
 
 from sftkit.runtime.script import script
@@ -25,13 +26,14 @@ def main() -> None:
         tokenizer = load_tokenizer(cfg.model)
         start = assemble.load_start(run, tokenizer)
 
-        # What we learn from: the assistant's tokens. chat.tokenize makes the mask; nothing after it may change it. What we
-        # minimise: the negative log-likelihood of each of them, given all tokens before it.
+        # What we learn from: the assistant's tokens. chat.tokenize makes the mask; nothing after it may change it.
+        # What we minimise: the negative log-likelihood of each of them, given all tokens before it.
         tokenize = stages.sft(cfg.data, tokenizer, start.max_length)
         objective = NextToken(cfg.loss)
         data = assemble.load_data(run, start, tokenize, objective)
 
-        # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see engine/blocks.py.
+        # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see
+        # engine/blocks.py.
         engine = assemble.build_engine(run, start, objective, data)
 
         # What is kept and watched, and the loop (train/loop.py): steps, evaluations, checkpoints, until the last one.

@@ -1,8 +1,11 @@
-"""Evaluate a run, a checkpoint or any Hugging Face model on one or more tasks: values, 95 % intervals, chance level, examples.
+"""Evaluate a run, a checkpoint or any Hugging Face model on one or more tasks: values, 95 % intervals, chance level, \
+examples.
 
 .venv/bin/python scripts/evaluate.py runs/default/sft
-.venv/bin/python scripts/evaluate.py HuggingFaceTB/SmolLM2-135M-Instruct mmlu arc_easy --data DIR --out runs/evals/smollm2
-.venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/evaluate.py runs/default/sft gsm8k --format chat
+.venv/bin/python scripts/evaluate.py HuggingFaceTB/SmolLM2-135M-Instruct mmlu arc_easy --data DIR --out \
+runs/evals/smollm2
+.venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml scripts/evaluate.py runs/default/sft gsm8k \
+--format chat
 .venv/bin/python scripts/evaluate.py runs/default/sft winogrande --backend lm_eval
 .venv/bin/python scripts/evaluate.py runs/default/sft --val held_out.jsonl "wikitext[validation]" --out runs/evals/sft
 """

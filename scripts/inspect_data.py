@@ -1,10 +1,12 @@
-"""Look at the data of a recipe before training: what is learned, what is dropped, what it will cost. No GPU, no weights.
+"""Look at the data of a recipe before training: what is learned, what is dropped, what it will cost. No GPU, no \
+weights.
 Tokenized data stays in the cache, where training finds it.
 
 .venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml data.max_length=1024 --preview 5 --html look.html
 .venv/bin/python scripts/inspect_data.py recipes/default/sft.yaml --gpu-gib 80 --json preflight.json
 .venv/bin/python scripts/inspect_data.py my_recipe.yaml --stage mid
-.venv/bin/python scripts/inspect_data.py recipes/llama_3_1_8b/sft.yaml --config_file accelerate_configs/fsdp2.yaml --gpu-gib 79
+.venv/bin/python scripts/inspect_data.py recipes/llama_3_1_8b/sft.yaml --config_file accelerate_configs/fsdp2.yaml \
+--gpu-gib 79
 """
 
 import json

@@ -1,6 +1,7 @@
 """Does compiling pay on this recipe, and does it change anything? Trains it eagerly and compiled, and judges the runs.
 
-.venv/bin/python scripts/validate_compile.py recipes/qwen3_0_6b/sft.yaml --layouts packed bucketed --processes 1 4 --steps 100
+.venv/bin/python scripts/validate_compile.py recipes/qwen3_0_6b/sft.yaml --layouts packed bucketed --processes 1 4 \
+--steps 100
 
 Every run has the same data, seed and steps, processes of its own and empty compiler caches. One more eager run with
 another seed shows how far apart two runs are in any case. The ledger has the evaluations of earlier commits. Exit code

@@ -12,8 +12,8 @@ class ConfigError(Exception):
 class DataError(Exception):
     """Input data that cannot be used: the message names the file, the line or row, and the reason.
 
-    `reason` is the same for all records with the same fault ("empty answer"), so that they can be counted by it. A line
-    break in what the message quotes of the data is written out: it would begin a line of the data's own in a log.
+    `reason` is the same for all records with the same fault ("empty answer"), so that they can be counted by it. A
+    line break in what the message quotes of the data is written out: it would begin a line of the data's own in a log.
     """
 
     def __init__(self, message: str, reason: str = "other") -> None:

@@ -60,6 +60,7 @@ def is_ours(script: str) -> bool:
 def program_path(name: str, folder: Path | None = None) -> str:
     """Return how to type a program of this environment in a folder (None: the current one): .venv/bin/python if it lies
     below the folder, python if the search path finds that one first, else its whole path."""
+    # Not resolved: the python of a virtual environment is a link to one that has none of its packages.
     path = Path(sys.executable).with_name(name)
     if name == "python" and not path.exists():
         path = Path(sys.executable)
@@ -76,6 +77,7 @@ def typed(text: str) -> str:
 
 
 def _here(match: re.Match[str]) -> str:
+    # What the user typed wins over the first word of a script: `prepare` and `inspect` start the same one.
     words, given = [word for word, script in SCRIPTS.items() if script == match[2]], os.environ.get(TYPED)
     if words and (given is not None or not is_ours(f"scripts/{match[2]}")):
         return f"{program_path('sftkit')} {given if given in words else words[0]}"

@@ -68,6 +68,7 @@ def _compile_modules(get: Get) -> Iterator[Problem]:
     modules, layout = get("compile.modules"), get("data.layout")
     if modules is None:
         return
+    # An empty mapping comes here too: it would leave everything eager in silence.
     if not any(own.get("enabled", True) for own in modules.values()):
         problem = "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing"
         yield "compile.modules", problem

@@ -15,6 +15,7 @@ def _engine(get: Get) -> Iterator[Problem]:
         return
     if get("train.precision") != "fp32":
         yield "train.engine", "reference computes in fp32: set train.precision=fp32"
+    # Refused, not ignored: a setting without effect in the run that others are judged by would be believed.
     unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
     unused |= {"train.memory": "speed", "attention.backend": "auto", "optim.implementation": "auto"}
     for key, default in unused.items():
@@ -33,8 +34,8 @@ def _pipeline(get: Get) -> Iterator[Problem]:
     if get("data.layout") in ("bucketed", "dynamic"):
         yield (
             "train.engine",
-            f"pipeline sends hidden states of one shape from stage to stage, and rows of data.layout {get('data.layout')} have "
-            "several: take packed or fixed",
+            "pipeline sends hidden states of one shape from stage to stage, and rows of data.layout "
+            f"{get('data.layout')} have several: take packed or fixed",
         )
     if get("train.fp8") is not None:
         problem = "does not go with train.engine pipeline: its scales are not exchanged between stages; set it to null"
@@ -42,8 +43,8 @@ def _pipeline(get: Get) -> Iterator[Problem]:
     if get("compile.backend") == "cudagraphs" or get("compile.mode") in ("reduce-overhead", "max-autotune"):
         yield (
             "train.engine",
-            "pipeline keeps the activations of several micro-batches, which CUDA graphs would overwrite: take compile.mode "
-            "default or max-autotune-no-cudagraphs, and another compile.backend than cudagraphs",
+            "pipeline keeps the activations of several micro-batches, which CUDA graphs would overwrite: take "
+            "compile.mode default or max-autotune-no-cudagraphs, and another compile.backend than cudagraphs",
         )
 
 
@@ -55,14 +56,15 @@ def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
     if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:
         return
     micro_batch_size = get("train.micro_batch_size")
+    # As data.pack divides a step: the largest size that divides the rows, up to micro_batch_size.
     count = min(rows // size for size in range(1, min(micro_batch_size, rows) + 1) if rows % size == 0)
     made = f"{micro_batch_size} makes {count} micro-batch{'es' * (count != 1)} of a step"
     if schedule == "interleaved":
         if count % max(1, count // stages):
             yield (
                 "train.micro_batch_size",
-                f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} processes: choose "
-                f"it, or train.global_batch_size, so that they are a multiple of {stages}",
+                f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} "
+                f"processes: choose it, or train.global_batch_size, so that they are a multiple of {stages}",
             )
     elif count < stages:
         smaller = f"{rows // stages} or less, or " if rows >= stages else ""
@@ -86,8 +88,8 @@ def _graph(get: Get) -> Iterator[Problem]:
     if get(dispatcher) == "alltoall" and "cuda_graphs" in passes:
         yield (
             dispatcher,
-            "alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot record: take allgather, or "
-            "leave the pass out",
+            "alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot record: take "
+            "allgather, or leave the pass out",
         )
     if get("data.layout") == "dynamic":
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 STAGES = ("joint", "split", "regions", "codegen", "replay")
-"""In this order. joint: a pass over the captured forward-backward graph, before it is split; split: over each half; regions: what
-puts compiled code in the place of parts of a half; codegen: what makes code of a half, in place of an operator after the other;
-replay: what is called in place of that code."""
+"""In this order. joint: a pass over the captured forward-backward graph, before it is split; split: over each half;
+regions: what puts compiled code in the place of parts of a half; codegen: what makes code of a half, in place of an
+operator after the other; replay: what is called in place of that code."""
 
 
 CHECKPOINTING = frozenset({"full_checkpointing", "selective_checkpointing"})
@@ -85,14 +85,16 @@ PASSES = {
             name="regional_inductor",
             stage="regions",
             fn="sftkit.graph.passes.regions:regional_inductor",
-            summary="runs of a decoder block's operators between collectives are compiled by Inductor, FlexAttention among them",
+            summary="runs of a decoder block's operators between collectives are compiled by Inductor, FlexAttention "
+            "among them",
             conflicts=("full_inductor",),
         ),
         Pass(
             name="full_inductor",
             stage="codegen",
             fn="sftkit.graph.passes.regions:full_inductor",
-            summary="both halves are compiled by Inductor, split so that it recomputes what it fuses, as train.memory says",
+            summary="both halves are compiled by Inductor, split so that it recomputes what it fuses, as "
+            "train.memory says",
             conflicts=("prefetching", "regional_inductor"),
         ),
         Pass(
@@ -115,6 +117,7 @@ def problems(names: Sequence[str]) -> Iterator[str]:
             yield f'"{name}" is not one of {", ".join(PASSES)}{hint}'
         elif names.count(name) > 1:
             yield f'"{name}" is named twice: leave one out'
+    # Order and conflicts are judged of the names that are known: each unknown one has its problem above.
     known = [PASSES[name] for name in dict.fromkeys(names) if name in PASSES]
     for at, spec in enumerate(known):
         before = [other.name for other in known[:at]]

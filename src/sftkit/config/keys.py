@@ -88,6 +88,7 @@ def _kind(prop: JsonSchema) -> str:
         return " | ".join(_kind(part) for part in prop["anyOf"])
     if "enum" in prop or "const" in prop:
         return " | ".join(json.dumps(value).strip('"') for value in prop.get("enum") or [prop["const"]])
+    # pydantic writes `gt` as exclusiveMinimum; an upper bound is told of fractions alone, others have LARGEST.
     low = next((f" {sign} {prop[b]:g}" for b, sign in (("exclusiveMinimum", ">"), ("minimum", ">=")) if b in prop), "")
     if "minimum" in prop and "maximum" in prop and prop["type"] == "number":
         return f"number {prop['minimum']:g} to {prop['maximum']:g}"
@@ -132,6 +133,7 @@ def help_text(description: str, command: str) -> str:
             default = "required" if row.required else f"default {shorten(row.default).strip(chr(34))}"
             head = f"  {key}  {row.kind}"
             room = 100 - len(default) - 3
+            # Key, kind and default on one line where they fit in 100 columns; else the default has the next line.
             if len(head) <= room:
                 lines += [f"{head:<{room}}  {default}"]
             else:

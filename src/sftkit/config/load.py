@@ -135,12 +135,14 @@ def _resolve(
     more: Sequence[Rule],
 ) -> tuple[Config, Node]:
     problems: list[str] = []
+    # Limits first, on raw text: whatever comes later may be slow in its length.
     words = [word for word in overrides if len(word) <= MAX_CHARACTERS]
     if len(words) < len(overrides):
         problems.append(f"{COMMAND_LINE}: a word of more than {MAX_CHARACTERS:,} characters: put it into the recipe")
     if sum(map(len, words)) > MAX_RECIPE_BYTES:
         most = f"{MAX_RECIPE_BYTES // 1024} KiB"
         raise ConfigError(f"{COMMAND_LINE}: more than {most} of words: put them into the recipe")
+    # Before they are parsed: the message on a value that is no YAML would quote it.
     harmless = [word for word in words if not _secret_word(word, problems)]
     recipe = shipped(expanded(str(recipe)))
     tree = read_tree(Path(recipe), problems)
@@ -150,12 +152,15 @@ def _resolve(
     for word in harmless:
         apply_override(tree, word, problems)
         _refuse_too_many(tree, recipe)
+    # After the overrides, whose paths may begin with ~ too.
     _expand(tree, problems)
     assert isinstance(tree.value, dict)
     for section in section_classes():  # an absent or emptied section has its defaults
         if section not in tree.value or tree.value[section].value is None:
             tree.value[section] = Node({}, str(recipe))
     dropped = _drop_secrets(tree, problems)
+    # Rules between settings run although values are wrong, so that one start shows all problems; those that ask for a
+    # wrong value are skipped (Unusable).
     cfg = _validate(tree, str(recipe), dropped, problems)
     train = TrainConfig() if cfg is None else cfg.train
     try:
@@ -231,6 +236,7 @@ def _walk(node: Node, keys: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
 
 def _remove(tree: Node, keys: KeyPath) -> KeyPath:
     """Remove a value from the tree, with the whole list if it is an item of one. Returns the keys that were removed."""
+    # A list without one of its items would have others at their places, so it goes as a whole.
     for end in range(len(keys), 0, -1):
         parent = tree.nearest(keys[: end - 1]).value
         if isinstance(parent, dict):
@@ -257,6 +263,7 @@ def _validate(tree: Node, recipe: str, dropped: set[KeyPath], problems: list[str
         text, meant = explain_error(e, keys)
         problems.append(f"{origin}: {dotted(keys)}: {text}")
         dropped.update(meant)
+    # From the end: taking an item out of a list would shift the places of those behind it.
     for e in sorted(errors, key=lambda e: str(e["loc"]), reverse=True):
         gone = _remove(tree, tuple(e["loc"]))
         if e["type"] != "unexpected_keyword_argument":

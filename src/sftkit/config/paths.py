@@ -46,6 +46,7 @@ def similar_paths(path: str) -> str:
     if WILDCARD.search(path):
         return _not_expanded(wanted)
     try:
+        # The first part that is missing is what was misspelt; what follows it is looked for below each candidate.
         folder = next((parent for parent in wanted.parents if parent.is_dir()), Path("."))
         there = sorted(entry.name for entry in folder.iterdir())
     except OSError:
@@ -79,14 +80,15 @@ def _stem(name: str) -> str:
 
 def unusable(run_dir: str) -> str | None:
     """Return why no run can be written to a directory, and what to do; None if one can. Leaves nothing there."""
+    # A link is followed, since its target is what is written to; without one `..` is only tidied up.
     path = os.path.realpath(run_dir) if os.path.islink(run_dir) else os.path.abspath(run_dir)
     sizes = [len(os.fsencode(name)) for name in path.split(os.sep)]
     if visible(run_dir) != run_dir or "\n" in run_dir or "\t" in run_dir:
         return f"{run_dir!r} has characters that no terminal shows: take letters, digits, dots and dashes"
     if max(sizes) > MAX_NAME_BYTES or sum(sizes) + len(sizes) > MAX_PATH_BYTES:
         return (
-            f"{_short(run_dir)} is too long, with {max(sizes)} bytes in a name and {sum(sizes) + len(sizes)} in the path: take "
-            f"{MAX_NAME_BYTES} and {MAX_PATH_BYTES} at most"
+            f"{_short(run_dir)} is too long, with {max(sizes)} bytes in a name and {sum(sizes) + len(sizes)} in the "
+            f"path: take {MAX_NAME_BYTES} and {MAX_PATH_BYTES} at most"
         )
     parent = path
     while not os.path.lexists(parent):
@@ -94,6 +96,7 @@ def unusable(run_dir: str) -> str | None:
     if not os.path.isdir(parent):
         return f"{parent} is no folder, so {run_dir} cannot be one: take another name, or move that file away"
     try:
+        # Tried, not asked: os.access says nothing of a full disk or a read-only mount, and root may do everything.
         with tempfile.TemporaryFile(dir=parent):
             return None
     except OSError as error:

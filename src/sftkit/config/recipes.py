@@ -47,6 +47,7 @@ def _there(path: Path) -> list[Path]:
 def _alike(path: Path, recipe: Path) -> float:
     """Return how like a recipe a missing path is, from 0 to 1: it may be a misspelling, or name the recipe's folder."""
     stem, parent = _ratio(path.stem, recipe.stem), _ratio(path.parent.name, recipe.parent.name)
+    # Three ways to miss a recipe: another file of the folder, the folder in place of the file, both misspelt.
     sibling = stem if recipe.parent == path.parent and stem >= SIBLINGS else 0.0
     folder = _ratio(path.name.removesuffix(recipe.suffix), recipe.parent.name)
     both = (parent + stem) / 2 if min(parent, stem) >= ALIKE else 0.0

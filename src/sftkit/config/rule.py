@@ -8,7 +8,8 @@ from typing import Any
 Problem = tuple[str, str]
 "Key, and what is wrong with it."
 Get = Callable[[str], Any]
-"Value of a dotted key, default included: Any, for the rule knows the type of what it asks for. Raises Unusable for a key that already has a problem."
+"""Value of a dotted key, default included: Any, for the rule knows the type of what it asks for. Raises Unusable for a
+key that already has a problem."""
 Rule = Callable[[Get], Iterator[Problem]]
 
 

@@ -48,6 +48,7 @@ def _one_origin(get: Get) -> Iterator[Problem]:
 
 def _run_dir(get: Get) -> Iterator[Problem]:
     run_dir, path = get("run.dir"), get("model.path")
+    # A new run renames the folder that it finds at run.dir: that must never be the current one, or one around it.
     if not run_dir.strip() or Path(os.path.realpath(".")).is_relative_to(os.path.realpath(run_dir)):
         yield "run.dir", f'"{run_dir}" names no folder of its own: runs/NAME, say'
     elif path is not None and Path(os.path.normpath(path)).is_relative_to(os.path.normpath(run_dir)):
@@ -127,6 +128,7 @@ def _buckets(get: Get) -> Iterator[Problem]:
     if not lengths:
         yield key, "is empty: null lets data.num_buckets lengths be chosen from the data"
         return
+    # Rows take the first bucket that holds them.
     if any(a >= b for a, b in itertools.pairwise(lengths)):
         yield key, f"{lengths} is not ascending without repeats"
     max_length = get("data.max_length")
@@ -229,8 +231,9 @@ def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: b
     elif code and not allow_code_execution:
         yield (
             "eval.allow_code_execution",
-            f"false does not go with {code[0]}, which runs programs that the model writes; true runs each in a process of its "
-            "own without network, in an empty folder, with limits on time, memory and processes (docs/evaluation.md)",
+            f"false does not go with {code[0]}, which runs programs that the model writes; true runs each in a "
+            "process of its own without network, in an empty folder, with limits on time, memory and processes "
+            "(docs/evaluation.md)",
         )
 
 

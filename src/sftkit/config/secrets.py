@@ -47,7 +47,8 @@ _SECRETS = tuple(
         ("an authorization header", r"(?i)(?:STARTbearer|STARTauthorization\s{0,3}:\s{0,3}\w+)\s+[\w.~+/-]{20,}"),
         (
             "a secret by its name",
-            r"(?i)(?:secret_?(?:access_?)?key|access_?token|auth_?token|refresh_?token|client_?secret|api_?key|password)"
+            r"(?i)(?:secret_?(?:access_?)?key|access_?token|auth_?token|refresh_?token|client_?secret"
+            r"|api_?key|password)"
             r"[\"']?\s{0,3}[=:]\s{0,3}[\"']?[\w.~+/-]{16,}",
         ),
     )

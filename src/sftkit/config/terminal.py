@@ -16,10 +16,10 @@ _COLOURS: dict[Level, str] = {"warning": "\x1b[33m", "error": "\x1b[31m"}
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and newline: escape sequences begin with one
     "\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff0-\ufffb"  # bidi, zero width, separators
-    "\u115f\u1160\u17b4\u17b5\u3164\uffa0\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # letters and marks without a shape
+    "\u115f\u1160\u17b4\u17b5\u3164\uffa0\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # letters without a shape
     "\ud800-\udfff\U000e0000-\U000e0fff]"  # halves of a character, which cannot be written; tags
-    # What scripts and emoji need, where neither can be: joiners behind an ASCII character, choices of a shape behind one that
-    # begins no keycap, or behind another
+    # What scripts and emoji need, where neither can be: joiners behind an ASCII character, choices of a shape behind
+    # one that begins no keycap, or behind another
     "|(?<![^\x00-\x7f])[\u034f\u180b-\u180d\u180f\u200c\u200d]"
     "|(?<![^\x00-\x22\x24-\x29\x2b-\x2f\x3a-\x7f\ufe00-\ufe0f])[\ufe00-\ufe0f]"
 )
@@ -58,12 +58,14 @@ def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if level is None or plain or not stream.isatty():
         return text
+    # Line by line: a colour that goes on over a line break would stay if the output is cut there.
     return re.sub(".+", lambda line: f"{_COLOURS[level]}{line[0]}\x1b[0m", text)
 
 
 def leave_lost_terminal() -> None:
     """Point stdout and stderr at /dev/null where their terminal was closed. Every write to such a terminal fails, in
     libraries too, and Python ends with code 120 if text is left that it could not write."""
+    # EIO is what a closed terminal answers; a pipe or a file answers ENOTTY and is left alone.
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)

@@ -19,7 +19,8 @@ class Topology:
     """Sizes of the mesh of processes, outermost first: stages x replicas x shards x (context or tensor)."""
 
     stages: int = 1
-    "processes that a copy's layers are spread over, one after the other (pipeline); the same rows pass through all of them"
+    """processes that a copy's layers are spread over, one after the other (pipeline); the same rows pass through all
+    of them"""
     replicas: int = 1
     "copies of the weights"
     shards: int = 1
@@ -123,14 +124,15 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
     # accelerate launch passes its config file on in these variables
     if environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
         return Topology(replicas=world_size)
+    # Before any size: what is refused here has no effect however large the mesh is.
     _refuse(environ)
     if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() not in ("true", "1"):
         return Topology(shards=world_size, sharded=True)
     sizes = {field: int(environ.get(_PREFIX + name) or 1) for field, name in _SIZES.items()}
     if stages > 1 and sizes["tensor"] * sizes["context"] > 1:  # first, as no number of processes would mend it
         raise ConfigError(
-            "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them to 1, or "
-            "take accelerate_configs/pp.yaml, fsdp2.yaml or hsdp.yaml"
+            "train.engine=pipeline goes with copies and shards of the stages, not with tp_size or cp_size: set them "
+            "to 1, or take accelerate_configs/pp.yaml, fsdp2.yaml or hsdp.yaml"
         )
     if sizes["shards"] == -1:  # all processes that the other sizes leave
         others = sizes["replicas"] * sizes["context"] * sizes["tensor"]
@@ -139,9 +141,9 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
     if topology.world_size != world_size:
         named = " x ".join(f"{_SIZES[field].lower()} {size}" for field, size in sizes.items())
         raise ConfigError(
-            f"parallelism_config: {named} makes {topology.world_size} processes, and {world_size} were started (for each stage, "
-            "in a pipeline: train.pipeline_stages): change the sizes in the accelerate config, or --num_processes (dp_shard_size -1 takes what the "
-            "others leave)"
+            f"parallelism_config: {named} makes {topology.world_size} processes, and {world_size} were started (for "
+            "each stage, in a pipeline: train.pipeline_stages): change the sizes in the accelerate config, or "
+            "--num_processes (dp_shard_size -1 takes what the others leave)"
         )
     if topology.context > 1 and topology.tensor > 1:
         raise ConfigError(
@@ -157,6 +159,7 @@ def balanced(num_layers: int, layer: float, head: float, stages: int, embedding:
     Args:
         layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
     """
+    # Greedy is exact here: layers are alike, so the next one belongs where the stage is still the lightest.
     costs = [layer] * (stages - 1) + [layer + head]
     costs[0] += embedding
     layers = [1] * stages
@@ -180,12 +183,13 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
     try:
         config = yaml.safe_load(config_file.read_text())
         sections = [config.get(name) or {} for name in ("fsdp_config", "parallelism_config")]
+        # As accelerate launch passes the file on: FSDP_*, PARALLELISM_CONFIG_*.
         environ = {str(key).upper(): str(value) for section in sections for key, value in section.items()}
         number = int(processes or config["num_processes"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{config_file}: no accelerate config that can be read ({type(error).__name__}: {' '.join(str(error).split())}): "
-            "take one of accelerate_configs"
+            f"{config_file}: no accelerate config that can be read ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}): take one of accelerate_configs"
         ) from None
     environ["ACCELERATE_USE_FSDP"] = str(config.get("distributed_type") == "FSDP")
     environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(bool(sections[1]))
@@ -195,7 +199,8 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
 def _refuse(environ: Mapping[str, str]) -> None:
     """Refuse settings of an accelerate config that would silently have no effect."""
     instead = {
-        "FSDP_OFFLOAD_PARAMS": "weights and states stay on the GPUs; use more shards, optim.name=adamw_sr or train.memory",
+        "FSDP_OFFLOAD_PARAMS": "weights and states stay on the GPUs; use more shards, optim.name=adamw_sr or "
+        "train.memory",
         "FSDP_ACTIVATION_CHECKPOINTING": "set train.memory in the recipe",
     }
     if environ.get("FSDP_VERSION", "1") != "2":

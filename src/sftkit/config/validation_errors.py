@@ -62,7 +62,8 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     elsewhere = [key for key in key_table() if key.rpartition(".")[2] == name]
     if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
-    # A section has its other names; an item of a list, or a module, has settings of its own.
+    # What was meant, best first: what other trainers call it, the same name elsewhere, a name like it here, a name like
+    # it anywhere. An item of a list, or a module, has settings of its own, which no other trainer has.
     others = own_names(name) if len(keys) <= 2 else ()
     siblings = [prefix + near for near in difflib.get_close_matches(name, level, n=1)]
     section = [name] if name in section_classes() else []

@@ -115,6 +115,7 @@ class RecipeLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose a node, within the limits on values and levels. An alias counts as one here; `_Conversion` counts
         what it stands for."""
+        # While PyYAML composes, not after: a text of some KiB can stand for more nodes than memory holds.
         self._composed += 1
         self._level += 1
         check_size(self._composed, self._level)
@@ -162,6 +163,7 @@ class _Conversion:
         check_size(self.values, len(keys))
         if id(node) in parents:
             return self._problem(keys, "an alias that contains itself")
+        # The way down, not all nodes seen: the same alias twice is no circle.
         parents = (*parents, id(node))
         if isinstance(node, yaml.MappingNode):
             return Node(self._mapping(node, keys, parents), self.origin)
@@ -212,6 +214,7 @@ def _scalar(kind: str, text: str) -> Scalar:
     if kind == "bool":
         return text.lower() == "true"
     if kind == "int":
+        # The digits are counted first: Python refuses to read more than 4,300 of them, with an error of its own.
         if len(text.lstrip("+-0")) > 19 or not -(2**63) <= int(text) < 2**63:
             raise ValueError
         return int(text)

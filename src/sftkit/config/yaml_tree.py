@@ -70,6 +70,7 @@ def _extended(chain: tuple[Path, ...], base: object) -> Path:
     """
     if not isinstance(base, str):
         raise ConfigError("must be the path of one recipe, relative to this file")
+    # Beside the recipe first: a copy of recipes/ that somebody changed must not extend the shipped one.
     found = shipped(expanded(base))
     path = Path(os.path.normpath(chain[-1].parent / expanded(base)))
     if not os.path.exists(path) and os.path.isfile(found):
@@ -122,6 +123,7 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
     if not equals or not name:
         problems.append(f"{COMMAND_LINE}: {word}: is not key=value")
         return
+    # A value with a problem is not set: it would be reported once more as wrong.
     before = len(problems)
     value = parse(text, COMMAND_LINE, problems, name)
     if len(problems) == before:
@@ -130,6 +132,7 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
 
 def _set(tree: Node, value: Node, name: str, problems: list[str]) -> None:
     """Set a value at a dotted key."""
+    # Mappings on the way are made, items of lists are not: an index past the end is more likely a mistake.
     node, keys = tree, keys_of(name)
     for i, part in enumerate(keys):
         inside, last = node.value, i == len(keys) - 1
@@ -193,6 +196,7 @@ _PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*(?::[\w./@+-]+)*", re.ASCII)
 
 def _text(scalar: object) -> str:
     if isinstance(scalar, str):
+        # Plain only if both versions of YAML read it as this text; `no`, `1e3` and `12:30` are quoted.
         same_in_1_2 = _PLAIN.fullmatch(scalar) and parse(scalar, "", []).value == scalar
         if same_in_1_2 and isinstance(yaml.safe_load(scalar), str):  # and in YAML 1.1
             return scalar

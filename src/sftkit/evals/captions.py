@@ -61,9 +61,11 @@ def evaluate_captions(
     for name, examples in sources.items():
         num_examples = min(config.max_examples or len(examples), len(examples))
         prompts = prompts_of(orig_model, tokenizer, examples, num_examples, max_new_tokens)
+        # Every rank generates its share and gets all answers, so the scores below are the same everywhere.
         answers = generate(orig_model, tokenizer, prompts, Batching(config.batch_size, rt))
         for document, answer in enumerate(answers):
             reference = examples[document].ids[1:].tolist()
+            # A generated text ends before the end of sequence, so the reference must too; one that was cut has none.
             reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
             score = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}
             scores.append(score)
@@ -77,6 +79,7 @@ def evaluate_captions(
     for metric in ("exact_match", "token_f1"):
         found = interval([score[metric] for score in scores])
         result = Result(CAPTIONS_TASK, metric, *found, None, len(scores), settings, metrics={metric: found[0]})
+        # The records hold both scores: they go with the first metric, as a file is written for the task.
         evaluated.append(Evaluated(result, [] if evaluated else records))
     return evaluated, shown
 

@@ -86,6 +86,7 @@ def check_arguments(args: Namespace) -> None:
     for name in ("max_examples", "batch_size", "max_new_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    # The first word is the model: a task alone would be looked for on the hub, and its error would say nothing of that.
     if args.path in EVAL_TASKS and not Path(args.path).exists():
         raise ConfigError(
             f"{args.path} is a task: name the model before it, {invocation('scripts/evaluate.py', 'PATH', args.path)}"
@@ -128,6 +129,7 @@ def flags_named() -> Iterator[None]:
 def in_flags(text: str) -> str:
     """Return a message with flags in the place of keys: eval.max_new_tokens ->
     --max-new-tokens; eval.tasks -> tasks."""
+    # Sentences first, which hold keys: after the keys are replaced they would no longer be found.
     text = text.replace("eval.allow_code_execution: false does not go with", "--allow-code-execution: needed by")
     text = text.replace("; true runs each", "; with it each runs").replace("leave it null or set 0", "leave it out")
     keys = re.compile(rf"\beval\.({'|'.join(FLAGS)})\b")

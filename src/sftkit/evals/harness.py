@@ -29,7 +29,8 @@ def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
     if rt.world_size > 1:
         raise ConfigError(
             f"eval.backend: lm_eval evaluates in one process, and this run has {rt.world_size}: use backend sftkit, or "
-            f"evaluate the checkpoint afterwards: {invocation('scripts/evaluate.py', 'PATH', 'TASK', '--backend', 'lm_eval')}"
+            "evaluate the checkpoint afterwards: "
+            f"{invocation('scripts/evaluate.py', 'PATH', 'TASK', '--backend', 'lm_eval')}"
         )
     if config.data is not None:
         raise ConfigError("eval.data: lm_eval reads its own data sets: set it to null, or use backend sftkit")
@@ -49,7 +50,8 @@ def task_manager() -> Any:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError(
-            f"eval.backend: lm_eval needs lm-evaluation-harness ({error}): {install('sftkit[eval]')}, or use backend sftkit"
+            f"eval.backend: lm_eval needs lm-evaluation-harness ({error}): {install('sftkit[eval]')}, or use backend "
+            "sftkit"
         ) from None
     return TaskManager()
 
@@ -66,6 +68,7 @@ def evaluate_with_lm_eval(
     from lm_eval.models.huggingface import HFLM
 
     connected = hub_answers()  # else its client tries for half a minute before it says so
+    # lm_eval pads and batches as it likes, which transformers' own attention takes, with its masks, and ours does not.
     with plain_forward(orig_model), nullcontext() if connected else offline():
         try:
             output = simple_evaluate(
@@ -90,6 +93,7 @@ def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
     """Convert one of lm_eval's results, of a task or of a group."""
     metrics: dict[str, float] = {}
     errors: dict[str, float] = {}
+    # Keys are "metric,filter"; the filter "none" is left out of the name, and a metric's error stands beside it.
     for key, value in output["results"][name].items():
         metric, comma, way = key.partition(",")
         if comma and isinstance(value, int | float):
@@ -106,6 +110,7 @@ def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
         "format": config.format,
         "max_examples": config.max_examples,
     }
+    # A group has no samples of its own, only those of its tasks.
     samples = output["samples"].get(name)
     if samples is None:
         settings["subtasks"] = list(output["group_subtasks"].get(name, ()))

@@ -39,6 +39,7 @@ VALIDATION_ROWS = 4
 
 def load_for_evaluation(source: ModelConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> ModelWithLoss:
     """Load the model on its device, sharded over the ranks if the launcher's configuration says so."""
+    # Empty where it will be sharded: every rank then reads its own part, and none holds the whole.
     orig_model = load_model(source, tokenizer, 0, rt.precision, empty=rt.topology.sharded)
     # sdpa is plain causal attention: no windows, no soft-capping, whole rows on each rank
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
@@ -76,6 +77,7 @@ def load_validation(
     """
     if not paths:
         return {}, None
+    # A document that is cut at another length has another loss, so the run's own settings come before today's defaults.
     trained = trained_with(source)
     max_length = min(trained.get("max_length") or VALIDATION_LENGTH, longest)
     learning = replace(chat.ANSWERS, **{name: trained[name] for name in LEARNED_WITH if name in trained})
@@ -86,6 +88,7 @@ def load_validation(
     chosen = tuple(as_source(path) for path in paths)
     # all together say how rows are laid out
     data = DataConfig(train=chosen, val=chosen, layout="dynamic", pad_multiple=math.gcd(max_length, PAD_MULTIPLE))
+    # The main rank tokenizes first, into the cache that the others read.
     together, validation = loader.load_examples(data, tokenize, rt.main_first())
     batch = TrainConfig(global_batch_size=VALIDATION_ROWS * rt.data_world_size, micro_batch_size=VALIDATION_ROWS)
     return validation, make_layout(data, batch, DocumentLengths(together.lengths, max_length), rt.data_world_size)

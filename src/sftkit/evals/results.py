@@ -55,6 +55,7 @@ def evaluated(
 ) -> Evaluated:
     """Return the result of a task from the scores of its examples; `settings` are added to the task's own."""
     flat: dict[str, list[float]] = defaultdict(list)
+    # A list of scores (IFEval's instructions) counts item by item: the mean is over instructions, not over prompts.
     for example, score in zip(task.examples, scores, strict=True):
         for name, value in score.items():
             values = list(value) if isinstance(value, Sequence) else [value]
@@ -84,6 +85,7 @@ def interval(scores: Sequence[float]) -> tuple[float, float | None, float, float
         centre = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
         half = Z / (1 + Z**2 / n) * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
         return mean, stderr, max(centre - half, 0.0), min(centre + half, 1.0)
+    # Scores between 0 and 1 are no coin tosses, so Wilson's formula does not hold for them.
     half = Z * (stderr or 0.0)
     lowest, highest = (0.0, 1.0) if all(0 <= score <= 1 for score in scores) else (-math.inf, math.inf)
     return mean, stderr, max(mean - half, lowest), min(mean + half, highest)
@@ -103,6 +105,7 @@ def values_of(results: Sequence[Result]) -> dict[str, float | None]:
     Bounds are those of a task's first result.
     """
     values: dict[str, float | None] = {}
+    # A family's values have its name in the place of the task's: eval/<family>/<metric>.
     for result in results:
         for name, value in result.metrics.items():
             metric, _, family = name.partition("/")

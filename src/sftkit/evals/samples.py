@@ -28,6 +28,7 @@ def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[
     learning: chat.Learning = tokenize.keywords.get("learning", chat.ANSWERS)
     for row in sources.read_source(source, "skip"):
         try:
+            # Tokenized only to learn whether it is usable; the prompt is made of the row itself.
             tokenized = tokenize(row)
         except DataError:
             continue

@@ -60,6 +60,7 @@ def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokeniz
     has_prefix = tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None
     bos = (str(tokenizer.decode([prefix_token(tokenizer)])),) if has_prefix else ()
     ids_by_text: dict[tuple[str, bool], np.ndarray] = {}
+    # Two calls, as the tokenizer takes one setting for all of its texts; equal texts are tokenized once.
     for adds in (True, False):
         wanted = [key for key in dict.fromkeys(texts) if adds != (key[1] or key[0].startswith(bos))]
         if wanted:
@@ -133,6 +134,8 @@ def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> dict[tuple[int,
         for k, (context, continuation) in enumerate(pairs):
             if len(continuation) > longest:
                 raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
+            # One token more than the model reads, of which the last is only predicted; cut on the left, where the
+            # context begins.
             ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
             rows.setdefault((i, ids.tobytes()), ScoredInput(ids, {})).continuations[i, k] = continuation
     return rows
@@ -155,8 +158,10 @@ def score(
     """
     rt = batching.rt
     encoded = encode_continuation(examples, tokenizer) if encoded is None else encoded
+    # Continuations of one token (letters of options) end in the same input: it is computed once for all of them.
     inputs = _rows_of(encoded, longest_input(positions(orig_model), tokenizer))
     rows = list(inputs.values())
+    # None where tokens are mixed otherwise than by attention: a cache of keys and values does not hold that state.
     groups = ["" if mixes_tokens(orig_model) else examples[i].group for i, _ in inputs]
     asked = [PromptRow(row.ids, group, row.targets) for row, group in zip(rows, groups, strict=True)]
     # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
@@ -168,6 +173,7 @@ def score(
                 found |= _score_batch(orig_model, [rows[i] for i in batch.rows], prefix)
             elif in_step:
                 empty_pass(orig_model)
+    # In the order of examples and continuations, whatever rank computed which.
     values = iter(gathered(found, rt))
     return [Likelihoods(*zip(*islice(values, len(pairs)), strict=True)) for pairs in encoded]
 
@@ -177,6 +183,7 @@ def _score_batch(
 ) -> dict[tuple[int, int], tuple[float, bool, int]]:
     """Return, for all that is asked of inputs that begin with the prefix, (example, continuation) -> (log-likelihood in
     nats, is it greedy, tokens)."""
+    # The shared beginning is in the cache, so that inputs hold only what differs.
     skip = len(prefix.ids)
     width = max(len(row.ids) for row in chosen) - skip
     inputs = np.zeros((len(chosen), width), dtype=np.int64)
@@ -212,6 +219,7 @@ def _next_token(logits: torch.Tensor, pairs: list[tuple[int, int]]) -> tuple[lis
     which = torch.tensor(pairs, device=logits.device)
     values = torch.zeros(len(pairs), device=logits.device)
     best = []
+    # In chunks: fp32 log-probabilities of all positions at once would take several times the memory of the logits.
     for start in range(0, len(logits), _CHUNK):
         log_probs = F.log_softmax(logits[start : start + _CHUNK].float(), dim=-1)
         best.append(log_probs.argmax(-1))

@@ -102,8 +102,8 @@ def check_room(tasks: Sequence[Task[Any, Any]], config: EvalConfig, longest: int
     for name, max_new_tokens in asks.items():
         if max_new_tokens >= longest:
             raise ConfigError(
-                f"eval.max_new_tokens: answers of {max_new_tokens} tokens ({name}) leave no room for the prompt: the model reads "
-                f"{longest} tokens with both; set it to less, say {max(longest // 2, 1)}"
+                f"eval.max_new_tokens: answers of {max_new_tokens} tokens ({name}) leave no room for the prompt: the "
+                f"model reads {longest} tokens with both; set it to less, say {max(longest // 2, 1)}"
             )
 
 
@@ -158,8 +158,10 @@ class Suite:
             evaluated = self.run_tasks() + captioned
             if evaluated and step is not None and self.run_dir is not None and self.rt.is_main:
                 self._write(evaluation_dir(self.rt.output_dir(self.run_dir), step), evaluated)
+            # Samples last: they are only looked at.
             return values | results.values_of([one.result for one in evaluated]), [*written, *self.samples()]
         finally:
+            # Whatever happened: eager passes have gathered weights, which the next step expects as shards.
             reshard(self.orig_model)
 
     def validate(self) -> dict[str, float | None]:
@@ -177,6 +179,7 @@ class Suite:
         if not encoded or self.layout is None:
             return [], []
         with working("describing what is held out"):
+            # Without a limit a text may be as long as the longest row of training.
             config = replace(self.config, max_new_tokens=self.config.max_new_tokens or self.layout.max_length)
             evaluated, written = captions.evaluate_captions(self.orig_model, self.tokenizer, encoded, config, self.rt)
         return [results.with_settings(one, self.about) for one in evaluated], written
@@ -244,6 +247,7 @@ class Suite:
                 "%s: %d prompts are longer than the model reads and lost their beginning", task.name, num_truncated
             )
         settings["prompts_cut"] = num_truncated
+        # On one rank: judges may run programs, and all ranks must log the same.
         scores = self.rt.from_main(lambda: task.judge(task.examples, outputs))
         return results.evaluated(task, outputs, scores, settings)
 
@@ -258,6 +262,7 @@ class Suite:
         """
         room = [self._longest - n for n in max_new_tokens]
         assert all(n > 0 for n in room), "check_room has seen to it"
+        # The end stays: it holds the question.
         truncated = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
         stop_texts, groups = [one.stop for one in questions] or None, [one.group for one in questions] or None
         asked = Prompts(truncated, chat.end_of_turn_ids(self.tokenizer), max_new_tokens, stop_texts, groups)

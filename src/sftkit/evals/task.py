@@ -10,7 +10,8 @@ from sftkit.data.conversation import Message
 from sftkit.generation.answer import Answer
 
 ExampleScores = dict[str, float | list[float]]
-"Metric -> the score of one example, or its list of scores where an example is judged several times (IFEval's instructions)."
+"""Metric -> the score of one example, or its list of scores where an example is judged several times (IFEval's
+instructions)."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ def validate(
 ) -> dict[str, float | None]:
     """Return val/<source>/loss (nats per target) and val/<source>/bpb; val/loss and val/bpb over all sources together.
 
-    Every rank runs the same number of forward passes, those of a pipeline the same ones. Bits per byte: nats of all targets / ln 2
-    / UTF-8 bytes of the decoded targets, special tokens not counted as bytes.
+    Every rank runs the same number of forward passes, those of a pipeline the same ones. Bits per byte: nats of all
+    targets / ln 2 / UTF-8 bytes of the decoded targets, special tokens not counted as bytes.
     """
     sums = {name: _sums(model, examples, layout, pad_id, rt) for name, examples in sources.items()}
     values: dict[str, float | None] = {}
@@ -41,6 +41,7 @@ def validate(
 
 def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int, rt: Runtime) -> tuple[float, int, int]:
     """Return (nats, targets, bytes) of one source over all ranks."""
+    # By the ranks that evaluate, which may be others than those that the layout was made for.
     layout = validation_layout(replace(layout, world_size=rt.data_world_size), examples.lengths)
     backend = eager_backend(model.backend, model.orig_model)
     in_a_row = 1 if rt.topology.stages == 1 else IN_A_ROW * rt.topology.stages
@@ -48,6 +49,7 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
     nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
     with inference(model.orig_model):
         for number, batch in enumerate(plan_epoch(examples.lengths, layout, seed=None, epoch=0)):
+            # A stop is a collective decision: asked for at the same batch by every rank, or one would wait in a pass.
             if number % in_a_row == 0:
                 rt.check_stop()
             for rows in batch.micro_batches(layout, rt.data_rank):

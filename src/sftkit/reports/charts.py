@@ -95,6 +95,7 @@ def line_chart(
     steps = [step for one in shown for step, value in one.points if value is not None]
     values = [value for one in shown for _, value in one.points if value is not None]
     values += [bound for one in shown for _, low, high in one.intervals for bound in (low, high)]
+    # Everything that is drawn decides the range, also ends of intervals and the level.
     values += [0.0] if axis.zero and not axis.log else []
     values += [level] if level is not None else []
     # Steps begin at 0 if the first is near it, as lines then start where training did; a resumed run's do not.

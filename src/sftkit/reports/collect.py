@@ -88,6 +88,7 @@ def _runs_near(run_dir: Path) -> str:
 
     They are those in the folder, or in the first folder above it that exists, else those in runs/.
     """
+    # Bounded by _LEVELS: a folder such as a home directory would be searched for minutes.
     nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
     is_around = Path.cwd().is_relative_to(nearest.absolute())  # a folder around the current one may hold anything
     for folder in (*(() if is_around else (nearest,)), Path("runs")):
@@ -205,8 +206,8 @@ def model_name(settings: dict[str, Any]) -> str | None:
 def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, settings: dict[str, Any]) -> str | None:
     """Return what the compile of the run's newest start costs, in steps.
 
-    None for a run that is not compiled, or that has not ended and has logged no second in the compiler, and for a backend that
-    makes no faster code, as those for debugging.
+    None for a run that is not compiled, or that has not ended and has logged no second in the compiler, and for a
+    backend that makes no faster code, as those for debugging.
     """
     metrics = ("perf/step_seconds", "compile/cache_hits", "compile/seconds")
     windows, hits, inside = (list(known(curves, metric).values()) for metric in metrics)

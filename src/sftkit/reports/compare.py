@@ -51,6 +51,7 @@ def compare_curves(mine: Curves, other: Curves, machines: Sequence[str | None] =
         rows += _both(name, steady(mine, metric), steady(other, metric), how)
     peaks = [max(known(curves, "mem/peak_gib").values(), default=None) for curves in (mine, other)]
     rows += _both("peak memory", peaks[0], peaks[1], "GiB, the most of any line")
+    # Speeds are of all ranks; two machines are told apart in a note, and still divided: that is what was asked.
     speeds = [steady(curves, "perf/tok_per_sec") for curves in (mine, other)]
     here, there = (machine or "unknown" for machine in machines)
     if speeds[0] and speeds[1] and here != there:
@@ -89,7 +90,10 @@ def _apart(mine: Curves, other: Curves, step: float) -> str | None:
     a, b = known(mine, "train/tokens").get(step), known(other, "train/tokens").get(step)
     if not a or not b or abs(a / b - 1) < TOKENS_APART:
         return None
-    return f"equal steps are not equal tokens: {format_value(a)} here and {format_value(b)} there at step {format_value(step)}"
+    return (
+        f"equal steps are not equal tokens: {format_value(a)} here and {format_value(b)} there at step "
+        f"{format_value(step)}"
+    )
 
 
 def _both(name: str, value: float | None, other: float | None, how: str) -> list[dict[str, Any]]:

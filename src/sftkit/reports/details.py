@@ -179,6 +179,7 @@ def compiler(report: Report) -> Html:
     last: dict[str, Any] = report["last"]
     names = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs", "cache_hits", "seconds")
     counts = {name.replace("_", " "): last[f"compile/{name}"] for name in names if f"compile/{name}" in last}
+    # All from the last line: these counters only grow.
     phases = [[n.removeprefix("compile/seconds/"), v] for n, v in last.items() if n.startswith("compile/seconds/")]
     of_shapes = {n.removeprefix("shape/"): v for n, v in last.items() if n.startswith("shape/")}
     # shape/id is the index of a shape and no count.

@@ -25,6 +25,7 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
         of_step = step_of(path.parent.name)
         for row in dicts(read_json(path, notes)) if of_step is not None else []:
             told |= _keep_task(table, float(of_step or 0), row)
+    # evals.jsonl has less of a value (no interval of parts, no examples), so it only fills what results.json lacks.
     for row in rows:
         step = drawable_number(row.get("step"))
         for name, value in row.items():
@@ -34,6 +35,8 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
                 continue
             if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
                 continue
+            # low and high stand beside a task, not beside a metric: with several metrics nobody could say whose they
+            # are.
             alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
             bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
             _keep(table, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
@@ -59,6 +62,7 @@ def _keep_task(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -
     Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics.
     """
     task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
+    # The task itself counts more than a part of another one that has its name.
     evaluations.pop((step, task, metric), None)
     _keep(evaluations, step, row)
     metrics = {name.partition("/")[::2]: value for name, value in mapping(row.get("metrics")).items()}

@@ -57,7 +57,10 @@ def experts(report: dict[str, Any]) -> Html | None:
     # The words around them.
     ends = f"most {format_value(max(map(max, rows)))}, least {format_value(min(map(min, rows)))}"
     label = f"Load of {count} experts in {len(rows)} layers: {ends} of an even share"
-    words = f"as of step {format_value(found['step'])}; a row for each layer that has some, half dark at an even share; {ends}"
+    words = (
+        f"as of step {format_value(found['step'])}; a row for each layer that has some, half dark at an even "
+        f"share; {ends}"
+    )
     caption = el("figcaption", "Load of the experts", el("span", words, class_="soft"))
     names = [
         el("text", layer, x=LEFT - 6, y=down * (layer - 0.5) + 4, class_="tick", text_anchor="end")

@@ -20,6 +20,7 @@ def el(name: str, /, *children: Any, **attributes: Any) -> Html:
 
     `class_` is the attribute class, `aria_label` aria-label and so on.
     """
+    # Names of attributes come from this package alone; values may come from data, and are escaped.
     found = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     words = [name, *(f'{key}="{escape(str(value))}"' for key, value in found.items())]
     opening = f"<{' '.join(words)}>"

@@ -89,6 +89,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     for factors in ((1,), (1, 3), (1, 2, 5)):
         found = [f * 10.0**e for e in exponents for f in factors if low * 0.999 <= f * 10.0**e <= high * 1.001]
+        # As few as three tell a scale; more than six would touch.
         if len(found) >= 3:
             return found[:: -(-len(found) // 6)]
     return found if len(found) >= 2 else ticks(low, high)

@@ -30,6 +30,7 @@ _GOOD = {"finished": True, "failed": False, "killed": False}
 
 def render_report(report: dict[str, Any]) -> str:
     """Return the whole page, from what `gather_report` returns."""
+    # Sections and navigation come from one table, so that no link leads nowhere.
     main = el("main", [build(report) for _, _, build in SECTIONS])
     words = "Made from the files of the run directory; report.json beside this page has the same content as data."
     body = join(_header(report), main, el("footer", words))

@@ -78,7 +78,7 @@ def own_words(
     when = " when the run was resumed" if resumed else ""
     cached = f" with {format_value(cache_hits)} hits in caches" if cache_hits > 0 else ""
     return (
-        f"Compiling took {format_value(compile_seconds)} s{when}{cached}, as long as {twice:,} of its steps of {format_value(step)} s: it pays "
-        f"after {twice:,} steps where an eager step takes twice as long, after {little:,} where it takes {LITTLE} times as long "
-        "(validate_compile.py measures that)."
+        f"Compiling took {format_value(compile_seconds)} s{when}{cached}, as long as {twice:,} of its steps of "
+        f"{format_value(step)} s: it pays after {twice:,} steps where an eager step takes twice as long, after "
+        f"{little:,} where it takes {LITTLE} times as long (validate_compile.py measures that)."
     )

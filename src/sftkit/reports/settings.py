@@ -23,6 +23,7 @@ _DATA_FILE = re.compile(r"\.(jsonl|json|parquet|csv|txt)(\.gz)?$")
 def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return config.yaml as a nested dictionary; what cannot be read is said in `notes`, never raised."""
     try:
+        # By the parser of recipes, which has limits: a config.yaml may come from anybody.
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         notes.append(f"{path.name} is not there")

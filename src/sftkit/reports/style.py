@@ -1,5 +1,7 @@
 """The style of the page: light, dark, narrow and on paper. No fonts, images or scripts from anywhere."""
 
+# A backslash at the end of a line joins it with the next; colours are variables, so that dark and print only set
+# others.
 CSS = """
 :root {
   color-scheme: light dark;
@@ -34,7 +36,8 @@ a { color: var(--accent); }
 .soft { color: var(--soft); }
 .small { font-size: 13px; }
 .title { display: flex; flex-wrap: wrap; align-items: center; gap: 8px 12px; }
-.facts { display: flex; flex-wrap: wrap; gap: 2px 20px; margin: 8px 0 0; padding: 0; list-style: none; color: var(--soft); }
+.facts { display: flex; flex-wrap: wrap; gap: 2px 20px; margin: 8px 0 0; padding: 0; list-style: none; color: \
+var(--soft); }
 .facts b { color: var(--text); font-weight: 600; }
 .badge {
   display: inline-flex; align-items: center; gap: 5px; padding: 2px 9px 2px 7px; border-radius: 99px;
@@ -48,14 +51,18 @@ a { color: var(--accent); }
 .headline div { border: 1px solid var(--line); border-radius: 10px; padding: 11px 13px 10px; background: var(--page); }
 .headline dt { color: var(--soft); font-size: 13px; }
 .headline dd { margin: 0; }
-.headline .value { font-size: 22px; font-weight: 650; line-height: 1.3; letter-spacing: -.01em; font-variant-numeric: tabular-nums; }
+.headline .value { font-size: 22px; font-weight: 650; line-height: 1.3; letter-spacing: -.01em; font-variant-numeric: \
+tabular-nums; }
 .headline .how { color: var(--soft); font-size: 12px; line-height: 1.35; }
 nav { display: flex; flex-wrap: wrap; gap: 2px 18px; margin-top: 18px; padding-bottom: 12px; font-size: 14px; }
 nav a { text-decoration: none; padding: 4px 0; }
 nav a:hover { text-decoration: underline; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 20px 22px; margin: 18px 0; scroll-margin-top: 12px; }
-.error { background: var(--bad-back); color: var(--bad); border-radius: 10px; padding: 10px 14px; margin: 16px 0 0; overflow-wrap: anywhere; white-space: pre-wrap; }
-.warning { background: var(--warn-back); color: var(--warn); border-radius: 8px; padding: 7px 12px; margin: 8px 0; overflow-wrap: anywhere; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 20px 22px; margin: \
+18px 0; scroll-margin-top: 12px; }
+.error { background: var(--bad-back); color: var(--bad); border-radius: 10px; padding: 10px 14px; margin: 16px 0 0; \
+overflow-wrap: anywhere; white-space: pre-wrap; }
+.warning { background: var(--warn-back); color: var(--warn); border-radius: 8px; padding: 7px 12px; margin: 8px 0; \
+overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; margin: 18px 0 0; }
 p + .scroll { margin-top: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
@@ -70,22 +77,27 @@ tbody tr:last-child > * { border-bottom: 0; }
 th:last-child, td:last-child { padding-right: 0; }
 td.any { overflow-wrap: anywhere; min-width: 9em; }
 .forest { max-width: 680px; margin-bottom: 18px; }
-code, pre, .code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; font-size: 13px; }
-pre { background: var(--code); border-radius: 8px; padding: 10px 12px; margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; }
+code, pre, .code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; \
+font-size: 13px; }
+pre { background: var(--code); border-radius: 8px; padding: 10px 12px; margin: 0; white-space: pre-wrap; \
+overflow-wrap: anywhere; tab-size: 4; }
 .proof td, .proof th { padding-top: 10px; padding-bottom: 10px; }
 .proof .name { width: 46%; }
 .proof .state { width: 108px; }
 .proof .how { display: block; color: var(--soft); font-size: 13px; font-weight: 400; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(320px, 100%), 1fr)); gap: 22px 24px; margin-top: 14px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(320px, 100%), 1fr)); gap: 22px 24px; \
+margin-top: 14px; }
 .charts.first { grid-template-columns: 1fr; }
 figure { margin: 0; min-width: 0; break-inside: avoid; }
 figcaption { font-weight: 650; margin-bottom: 4px; }
 figcaption .soft { font-weight: 400; font-size: 13px; margin-left: 5px; }
-.legend { display: flex; flex-wrap: wrap; gap: 0 14px; font-size: 13px; font-weight: 400; color: var(--soft); min-height: 20px; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 14px; font-size: 13px; font-weight: 400; color: var(--soft); \
+min-height: 20px; }
 .legend span { display: inline-flex; align-items: center; gap: 6px; overflow-wrap: anywhere; }
 .legend svg { width: 26px; height: 8px; flex: none; }
 figure > svg { display: block; width: 100%; height: auto; overflow: visible; }
-svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif; fill: var(--text); font-variant-numeric: tabular-nums; }
+svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif; fill: \
+var(--text); font-variant-numeric: tabular-nums; }
 svg .tick, svg .axis { fill: var(--soft); font-size: 11.5px; }
 svg .grid { stroke: var(--grid); stroke-width: 1; }
 svg .base { stroke: var(--soft); stroke-width: 1; opacity: .55; }
@@ -100,20 +112,24 @@ svg .chance { stroke: var(--c1); stroke-width: 2; }
 svg .column { fill: var(--c0); opacity: .85; }
 svg .load { fill: var(--c0); stroke: var(--grid); stroke-width: .5; }
 svg .mark { stroke: var(--c1); stroke-width: 1.4; stroke-dasharray: 4 3; }
-.s0 { --c: var(--c0); } .s1 { --c: var(--c1); } .s2 { --c: var(--c2); } .s3 { --c: var(--c3); } .s4 { --c: var(--c4); } .s5 { --c: var(--c5); }
-.s1 polyline { stroke-dasharray: 7 3; } .s2 polyline { stroke-dasharray: 2 4; } .s3 polyline { stroke-dasharray: 9 3 2 3; }
+.s0 { --c: var(--c0); } .s1 { --c: var(--c1); } .s2 { --c: var(--c2); } .s3 { --c: var(--c3); } .s4 { --c: var(--c4); \
+} .s5 { --c: var(--c5); }
+.s1 polyline { stroke-dasharray: 7 3; } .s2 polyline { stroke-dasharray: 2 4; } .s3 polyline { stroke-dasharray: 9 3 \
+2 3; }
 .s4 polyline { stroke-dasharray: 4 2; } .s5 polyline { stroke-dasharray: 1 3; }
 .solid polyline { stroke-dasharray: none; } .other polyline { stroke-dasharray: 7 5; stroke-linecap: butt; }
 .o0 { --c: var(--c4); } .o1 { --c: var(--c2); }
 .narrow { display: none; }
-.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 8px 36px; align-items: start; }
+.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 8px 36px; \
+align-items: start; }
 .two > * { min-width: 0; }
 .charts + details { margin-top: 20px; }
 details { border-top: 1px solid var(--line); padding: 9px 0; }
 summary { cursor: pointer; font-weight: 600; }
 summary .soft { font-weight: 400; }
 details > :not(summary) { margin-top: 10px; }
-.sample { display: grid; grid-template-columns: 84px 1fr; gap: 6px 12px; padding: 12px 0; border-top: 1px dashed var(--line); margin: 0; }
+.sample { display: grid; grid-template-columns: 84px 1fr; gap: 6px 12px; padding: 12px 0; border-top: 1px dashed \
+var(--line); margin: 0; }
 .sample dt { color: var(--soft); font-size: 13px; padding-top: 2px; }
 .sample dd { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 16em; overflow: auto; }
 .sample .answer { background: var(--code); border-radius: 8px; padding: 6px 10px; }

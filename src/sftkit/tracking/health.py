@@ -76,14 +76,18 @@ class DelayedFlags:
         """
         self._count = count
         self._cuda, self._late = device.type == "cuda", delay
+        # A buffer may be written again when its flags were read: `read` leaves at most `delay` steps, one buffer each,
+        # and the step just pushed has another.
         self._waiting: deque[tuple[partial[StepRecord], torch.Tensor, torch.cuda.Event | None]] = deque()
         # Allocated once: pinning memory makes the device wait.
         self._host = [torch.empty(NUM_FLAGS, pin_memory=self._cuda) for _ in range(delay + 1)]
 
     def push(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
         """Take a step that has been launched; call `read` after each."""
+        # The event, not the stream, is what `read` waits for: later steps that are queued already do not delay it.
         host = self._host[step % len(self._host)].copy_(outcome.flags.vector, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event() if self._cuda else None
+        # The micro-batches are let go here: kept for two more steps they would hold their memory on the device.
         own = [self._count(batch) for batch in step_batches.micro_batches]
         launched = partial(StepRecord, step, replace(step_batches, micro_batches=[]), own, outcome)
         self._waiting.append((launched, host, arrived))
@@ -143,6 +147,8 @@ class Health:
         stop, skipped = any(known.stop for known in steps), 0
         if stop:  # this step is the last one, which is logged and saved
             steps += self._flags.read(wait=True)
+        # Every rank has read the same flags, so all take the same branch below: what is gathered there needs all of
+        # them.
         for known in steps:
             self._in_a_row = self._in_a_row + 1 if known.skipped else 0
             self._in_window += known.skipped
@@ -161,20 +167,25 @@ class Health:
     def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
         """Report a step that was left out; end training if that is asked for or too many were, with the loss of every
         rank in the error, which the run's status has too."""
+        # The file first: if gathering fails because a rank is gone, it is the only trace of the documents.
         self._write_documents(known, kind)
         losses_of_ranks, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
         reason = spike_cause(losses_of_ranks, known.spikes) if known.finite else cause(losses_of_ranks, norm)
+        # max_skips bounds what a recipe with "skip" may lose: a run whose every step is left out would train nothing.
         if then != "error" and self._in_a_row <= self._numerics.max_skips:
             self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
             return
         values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
         skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
         text = (
-            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
-            f"out. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
-            "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
+            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
+            "was left out. The documents of that step are in "
+            f"{skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at them, lower optim.lr, "
+            "resume from the last checkpoint with train.resume=auto, or leave such steps out with "
             f"numerics.on_{kind}=skip"
         )
+        # The cause is with the ranks whose loss is not finite. The others only see its effect, and say so in their
+        # status, so that the launcher reports the right one.
         nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
         error = SpikeError(text) if known.finite else NonFiniteError(text)
         self._status.failed(error, symptom=not known.finite and bool(nonfinite) and self._rt.rank not in nonfinite)
@@ -224,6 +235,7 @@ class Health:
     def _of_all_ranks(self, known: StepRecord) -> list[RankLoss]:
         """Return what each rank knows of its loss in a step that is left out; every rank must call it."""
         losses, examples = losses_of(known), self._batches.examples
+        # A spike is finite everywhere: the micro-batch with the largest loss is the likeliest cause.
         named = [losses.index(max(losses))] if known.finite else nonfinite_micro_batches(known.outcome)
         own = RankLoss(
             loss=float(known.outcome.sums[self._monitored]) / max(sum(known.own_divisors), 1),
@@ -256,12 +268,15 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
     nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
     if not nonfinite:
         if math.isfinite(norm):
-            return "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond fp32"
+            return (
+                "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is "
+                "beyond fp32"
+            )
         infinite = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
         which = "a gradient is NaN" if math.isnan(norm) else infinite
         return (
-            f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be at "
-            "fault, or a document whose gradient explodes"
+            f"every loss is finite, but the gradient norm is not: {which}. The backward pass or its precision may be "
+            "at fault, or a document whose gradient explodes"
         )
     places = [losses_of_ranks[rank].describe(rank) for rank in nonfinite]
     names = f"rank{'s' * (len(nonfinite) > 1)} {', '.join(map(str, nonfinite))}"
@@ -272,7 +287,10 @@ def spike_cause(losses_of_ranks: list[RankLoss], spikes: list[Spike]) -> str:
     """Return what is far above the steps before, and which micro-batch of all ranks has the largest loss per
     target, with its documents."""
     rank = max(range(len(losses_of_ranks)), key=lambda one: losses_of_ranks[one].largest)
-    where = f"the largest loss per target, {losses_of_ranks[rank].largest:.4g}, is that of {losses_of_ranks[rank].describe(rank)}"
+    where = (
+        f"the largest loss per target, {losses_of_ranks[rank].largest:.4g}, is that of "
+        f"{losses_of_ranks[rank].describe(rank)}"
+    )
     return f"{'; '.join(map(str, spikes))}; {where}"
 
 

@@ -45,6 +45,7 @@ class Meter:
         encodes = batches.examples.encoder_inputs is not None
         kind = kind_of(orig_model.config)
         self._encoder_positions = kind.encoder_positions(orig_model, batches.layout.max_length) if encodes else 0
+        # The datasheet's peak is that of bf16: an fp32 run has another one, and a share of it would mislead.
         self._peak = peak_flops(rt.device) if rt.precision == "bf16" else None
         "peak FLOPs per second of one GPU; None: the MFU is unknown"
         if self._peak and self._windows is None:
@@ -113,6 +114,8 @@ class Meter:
         self._source_tokens += np.asarray(step_batches.source_tokens)
         self._tokens += step_batches.num_tokens
         self._targets += step_batches.num_targets
+        # In a pipeline only the last stage has a loss: targets that every stage counted would add up to several times
+        # as many.
         if self._rt.has_loss:
             self._own_divisor += sum(map(self._objective.count, step_batches.micro_batches))
         self._positions += step_batches.num_positions
@@ -120,6 +123,7 @@ class Meter:
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
+        # Chosen on the device: the host does not know yet whether the step was skipped, and must not wait for it here.
         usable = torch.where(outcome.flags.skipped > 0, 0.0, outcome.sums.vector)
         self._sums.add_(Totals(outcome.sums.names, usable))
         self._grad_norm = outcome.grad_norm
@@ -138,6 +142,8 @@ class Meter:
     def read(self) -> dict[str, float | None]:
         """Return the window's metrics and begin a new one; every rank must call it. Waits for the device, once."""
         # What all ranks have counted: the mean is of the targets that an update was made of.
+        # Reading sums is the one wait for the device in a window. Times are taken after it, so that they hold whole
+        # steps.
         sums, waits, peaks = self._exchange()
         means = self._sums.means_of(sums, self._divisor - self._skipped_divisor)
         self.planned_targets += self._divisor
@@ -162,6 +168,7 @@ class Meter:
             "perf/step_seconds": seconds / max(self._steps, 1),
             "perf/step_p50_seconds": p50,
             "perf/step_p95_seconds": p95,
+            # Ranks meet in each step, so all wait as long as the slowest.
             "perf/data_wait_pct": 100.0 * max(waits) / seconds,
             "perf/host_syncs": self.syncs.num_syncs,
             "mem/peak_gib": max(peaks),
@@ -234,6 +241,8 @@ class Meter:
     def _exchange(self) -> tuple[list[float], list[float], list[float]]:
         """Return (sums over ranks in the order of their names, each rank's seconds of waiting for data,
         each rank's peak in GiB)."""
+        # A row for each kind of value, a column for each rank, zeros elsewhere: one sum then gathers them, with the
+        # losses in the same collective.
         ranks = self._rt.world_size
         own = torch.zeros(3, ranks)
         own[:, self._rt.rank] = torch.tensor([self._wait_seconds, peak_memory_gib(self._rt.device), self._own_divisor])

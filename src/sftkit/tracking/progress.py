@@ -55,4 +55,5 @@ def progress_of(resumed: Mapping[str, Any]) -> Progress:
     """Return how far a run was at the checkpoint that it goes on from; `resumed`: what Checkpoints.resume returned."""
     if PROGRESS in resumed:
         return Progress(**resumed[PROGRESS])
+    # Of an earlier version: it has the tokens alone, so the counts are whole only where no step was done.
     return Progress(tokens=resumed.get("tokens", 0), is_whole=resumed["step"] == 0)

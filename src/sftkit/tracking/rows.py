@@ -27,6 +27,7 @@ def drop_rows_after(path: Path, step: int) -> None:
 def drop_evals_after(folder: Path, step: int) -> None:
     """Drop the details of evaluations after a step, as their rows are; evals/final too if its model is dropped."""
     for path in folder.glob("*"):
+        # The folder `final` has no step in its name; its results name the checkpoint that they are of.
         final = read_results(path / RESULTS) if path.name == Path(FINAL).name else []
         names = [str(result.get("settings", {}).get("model")) for result in final[:1]] or [path.name]
         found = step_of(names[0].rpartition("/")[2])

@@ -62,16 +62,20 @@ class Spikes:
             (fp32 [2, 4]: for each of JUDGED its value, the mean and the standard deviation before it, and 1 for a
             spike; bool 0-d: whether the step is left out)
         """
+        # NaN marks an empty place of the history, so the count of known ones needs no number on the host.
         values = torch.stack([loss.double(), norm.double()])
         known = ~self._history.isnan()
         count = known.sum(0)
         divisor = count.clamp(min=1)
         mean = torch.where(known, self._history, 0.0).sum(0) / divisor
         variance = torch.where(known, self._history - mean, 0.0).square().sum(0) / divisor
+        # After a long plateau the standard deviation is tiny, and any step would be many of them away.
         deviation = torch.maximum(variance.sqrt(), LEAST * mean.abs())
+        # A NaN compares as False: it would be no spike, enter the history and spoil every later mean.
         usable = finite & values.isfinite().all()
         spikes = usable & (count >= ENOUGH) & (values > mean + SIGMAS * deviation)
         skipped = ~finite | spikes.any() if self._leaves_out else ~finite
+        # Shifted, not written in a ring: the place would be a number on the host that differs after a skipped step.
         later = torch.cat([self._history[1:], values[None]])
         self._history.copy_(torch.where(usable & ~skipped, later, self._history))
         return torch.stack([values, mean, deviation, spikes.double()], dim=1).float(), skipped

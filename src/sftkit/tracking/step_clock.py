@@ -38,7 +38,8 @@ class StepClock:
         return seconds
 
     def so_far(self) -> list[float]:
-        """Return the same without starting anew. Before a pause this waits for the last step, as the pause itself does."""
+        """Return the same without starting anew. Before a pause this waits for the last step, as the pause itself
+        does."""
         for before, after in pairwise(self._marks):
             if isinstance(after, float):
                 self._seconds.append(after - before)  # type: ignore[operator]
@@ -56,6 +57,7 @@ class StepClock:
         """Return a mark of this moment: an event in the GPU's stream, or the host's clock."""
         if not self._cuda:
             return time.perf_counter()
+        # Only an event with timing has an elapsed_time; without the flag it is cheaper and says nothing.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -87,6 +89,7 @@ class SyncCounter:
         with warnings.catch_warnings(record=True) as seen:
             warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
             warnings.filterwarnings("always", message=SYNC)
+            # A prototype in torch, and not thread-local: waits of other threads count too (pytorch/pytorch#62092).
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield

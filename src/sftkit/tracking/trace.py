@@ -65,7 +65,9 @@ class Trace:
         self._finish()  # those steps' time is training time: it counts before the pause begins
         began = time.perf_counter()
         if begins:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes of a start and an end would be on the terminal
+            # Kineto's notes of a start and an end would be on the terminal (pytorch/pytorch#83383). It reads the
+            # variable when the first profile begins, and has no other switch.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             self._profile = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu)
             self._profile.start()
             self._started = time.perf_counter()
@@ -82,6 +84,7 @@ class Trace:
     def _write(self, recorded: profile) -> None:
         """End the recording and write both files; that they cannot be written is told, and ends no training."""
         self._finish()
+        # Before stop(), which takes seconds to gather the events.
         wall = 1e6 * (time.perf_counter() - self._started)
         recorded.stop()
         assert self._first is not None
@@ -137,6 +140,7 @@ def busy_shares(kernels: Sequence[tuple[str, float, float]], wall: float) -> dic
     communicating: list[Interval] = []
     for name, start, end in kernels:
         (communicating if any(part in name.lower() for part in _COMMUNICATION) else computing).append((start, end))
+    # What is exposed follows from unions: kernels of two streams overlap, and their sum would exceed the time.
     compute, either = covered(computing), covered(computing + communicating)
     return {
         "computing": compute / wall,

@@ -120,6 +120,8 @@ class Tracker:
         if not self._rt.is_main:
             return self
         run_dir, step = self._run_dir, self._step
+        # Lines after the checkpoint are of steps that are now trained again. Doing it here, not when the run starts,
+        # keeps them if the warm-up fails.
         drop_rows_after(run_dir / METRICS_FILE, step - self._open_window)
         for name in (EVALS, SAMPLES):
             drop_rows_after(run_dir / name, step)
@@ -132,6 +134,7 @@ class Tracker:
         if dashboard is not None:
             state = begun(resumed=self.run_id is not None)
             self.run_id, self._dashboard = dashboard.run_id, DashboardWriter(dashboard)
+            # Before the first row: if this process is killed, "running" stays, which says that no end was reported.
             self._dashboard.put(lambda service: service.summary(state))
             self._dashboard.record(step, partial(preflight_of, run_dir))
             self._dashboard.record(step, partial(proof_of, run_dir))
@@ -143,12 +146,14 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
+        # An error that ends training comes through no `event`: here it gets to events.jsonl and becomes an alert.
         for ended_by, event in ENDS.items():
             if self._is_open and isinstance(error, ended_by):
                 self.record_event(event, self._step, first_line(error))  # the console has the whole error
         self._write_events()
         if self._dashboard is not None:
             self._dashboard.record(self._step, partial(proof_of, self._run_dir))  # with its closing checks
+            # Last, as it may wait for half a minute; every file is written by then.
             if said := self._dashboard.finish(ending_of(self._run_dir, self._rt.status, error)):
                 self._rt.print(f"{self._dashboard.dashboard.name}: {said}")
 
@@ -171,6 +176,7 @@ class Tracker:
         self._rt.print(train_line(step, total_steps, values, console.width if console.is_interactive else None))
         if self._bar is not None:
             self._bar.newest = f"loss {_number(values['train/loss'], '.4f')}  {values['perf/tok_per_sec']:,.0f} tok/s"
+        # One slow window is noise (a checkpoint that fills the disk's cache, say), so several in a row are asked for.
         wait = values["perf/data_wait_pct"] or 0.0
         self._lines += 1
         starved = self._lines > 1 and wait > STARVED_PCT  # the first line of a start has workers that are starting
@@ -205,6 +211,7 @@ class Tracker:
             self._rt.print(f"  evaluation at step {step}: {eval_line(values, results)}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
+            # The whole table is sent anew each time: a dashboard shows the newest table only.
             newest = read_metric_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:]
             self._table(step, "samples", SAMPLE_COLUMNS, newest)
         if results:
@@ -252,6 +259,7 @@ class Tracker:
         """Append a line to a file; the dashboard gets it with `axes` beside it."""
         if not self._rt.is_main:
             return
+        # The disk has room again: events that waited are written now.
         if self._write(name, [{"step": step, "time": round(time.time(), 3), **values}]):
             self._write_events()
         if self._dashboard is not None:
@@ -285,6 +293,7 @@ def train_line(step: int, total_steps: int, values: dict[str, float | None], wid
         "mem": f"mem {_number(values['mem/peak_gib'], '5.1f')} GiB",
         "graphs": f"graphs {values['compile/graphs']:.0f}+{values['compile/recompiles']:.0f}",
     }
+    # A line that wraps would tear the live bar; a file has no width, so nothing is left out of logs.
     room = sys.maxsize if width is None else width + len(GAP)
     wanted = [name for name in _WANTED if columns[name]]  # the MFU is empty on hardware whose peak is unknown
     taken = accumulate(len(columns[name]) + len(GAP) for name in wanted)
@@ -296,6 +305,7 @@ def eval_line(values: Mapping[str, float | None], results: Sequence[Mapping[str,
     """Return an evaluation on one line: all values if they are few, else each task's main value
     and the means over several."""
     shown = {name: value for name, value in values.items() if not name.endswith(("/low", "/high"))}
+    # A suite has dozens of values (metrics, families, bounds): one line cannot hold them, and evals.jsonl has all.
     if results or len(shown) > CONSOLE_VALUES:
         means = ("val/loss", "val/bpb", *(("eval/centred_mean",) if len(results) != 1 else ()))
         shown = {name: shown[name] for name in means if name in shown}

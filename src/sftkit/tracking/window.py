@@ -27,6 +27,7 @@ def by_rank(rt: Runtime, own: torch.Tensor) -> list[list[float | None]]:
     Args:
         own: [n], this rank's, on its device; exact as fp64.
     """
+    # A sum of rows that are zero elsewhere gathers them exactly: x + 0 rounds nothing.
     table = torch.zeros(rt.world_size, len(own), dtype=torch.float64, device=own.device)
     table[rt.rank] = own
     return [[value if math.isfinite(value) else None for value in row] for row in rt.sum(table).tolist()]
@@ -42,6 +43,7 @@ def own_values(rt: Runtime, rows: list[list[float | None]], *, same_ranks: bool)
     table = torch.tensor([[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64)
     if same_ranks:
         return table[rt.rank]
+    # The sums over ranks stay right with any number of ranks if one has all and the others none.
     return table.sum(0) if rt.is_main else torch.zeros_like(table[0])
 
 
@@ -59,13 +61,16 @@ def resume_window(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: 
     Returns:
         a line to print where the first logged line has fewer steps than it would have had.
     """
+    # Progress by itself, as versions before open windows kept nothing else.
     step, window = resumed["step"], resumed.get(WINDOW)
     meter.resume(progress_of(resumed))
     since = step // log_every * log_every
     shorter = f"the first logged line has the steps from {step + 1} on, not those from {since + 1} on"
     if window is None:
         return f"{shorter}: the checkpoint is of a version that kept no open window" if step > since else None
+    # The number alone is not enough: the same ranks in another mesh share other rows.
     same_ranks = (resumed["world_size"], resumed["topology"]) == (rt.world_size, rt.topology.describe())
+    # Counts of steps do not depend on the ranks, so they go on in any case; sums of the meter may not.
     health.go_on(window["health"])
     if not meter.go_on(window["meter"], same_ranks=same_ranks):
         return f"{shorter}: other sums are measured now (loss.token_metrics)" if is_open(resumed) else None

@@ -11,7 +11,8 @@ from sftkit.evals.sandbox import memory
 from sftkit.evals.sandbox.programs import ADVICE, ProgramLimits, ProgramTests, run_tests
 from sftkit.evals.sandbox.system_calls import CLONE, MACHINES, REFUSED
 
-# A wall that does not stand is a sandbox that is not there. Each call would succeed, or fail otherwise, without its wall.
+# A wall that does not stand is a sandbox that is not there. Each call would succeed, or fail otherwise, without its
+# wall.
 PROBE = """
 import ctypes, errno, os, socket, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -64,6 +65,7 @@ def check_sandbox() -> str | None:
     """Return why programs cannot be run safely on this machine, with what to do; None if they can."""
     if sys.platform != "linux":
         return f"the sandbox for model-written code is made of Linux namespaces, this is {sys.platform}; {ADVICE}"
+    # On a machine that is not known the filter itself refuses, with a message, before these numbers matter.
     place = MACHINES.get(os.uname().machine, (0, 0))[0]
     numbers = {name: numbers[place] for name, numbers in REFUSED.items()} | {"clone": CLONE[place]}
     try:
@@ -80,6 +82,6 @@ def memory_bound() -> str:
         return f"{limits.total_memory_mib} MiB for all processes of a program together"
     processes = limits.processes + 2
     return (
-        f"{limits.memory_mib} MiB for each process of a program, which is up to {processes * limits.memory_mib} MiB for "
-        f"{processes}: no control group can be made here"
+        f"{limits.memory_mib} MiB for each process of a program, which is up to {processes * limits.memory_mib} MiB "
+        f"for {processes}: no control group can be made here"
     )

@@ -67,6 +67,8 @@ class Program:
         If it is gone, or answers with what is not data, that is the end: no `except` of a test may take it for an
         error.
         """
+        # A new one for each request: numbers of containers of an earlier one would let the program name lists that it
+        # no longer has.
         exchange = RequestAndReply(self._number_of, self._object_of)
         request = exchange.pack(operation, *values)
         try:
@@ -79,6 +81,7 @@ class Program:
         except (ValueError, MemoryError) as error:
             self.end(f"its answer is too long: {error}")
         try:
+            # Whatever the program has sent is parsed here, so any exception is its doing, and no test's.
             done, value = exchange.unpack(answer)
             raised = None if done is True else rebuilt(*value)
         except Exception as problem:
@@ -103,6 +106,7 @@ class Program:
 def rebuilt(name: str, base: str, text: str) -> BaseException:
     """Return an error of the program, of Python's own class of that name, or of a subclass of it
     with the program's name."""
+    # By name from Python's own: the program chooses among real exceptions and cannot bring a class of its own.
     kind = getattr(builtins, base)
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         raise TypeError(base)
@@ -132,7 +136,10 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
         if ended:
             os._exit(program_exit_code(status))
 
+    # A program that ends early would leave the tests waiting for its answer. The handler is set for the whole process,
+    # which does nothing else.
     signal.signal(signal.SIGCHLD, look)
+    # Only the length and the job are read: the nonce behind them stays unread until the tests are done.
     job = json.loads(read_exactly(feed, int(read_exactly(feed, 12))))
     os.write(verdict, STARTED)
     try:
@@ -148,6 +155,7 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
 def _run(job: dict[str, Any], program: Program) -> None:
     """Execute what the tests are given, the program in its process, and the tests; what any of them raises is
     raised."""
+    # The preamble comes first, so that the program's own names replace those that it shares with it.
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(job["preamble"], "given", "exec"), names)
     program.ask("run", job["program"])

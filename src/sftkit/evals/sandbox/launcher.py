@@ -39,13 +39,18 @@ def main() -> None:
 
 def launch(spec: dict[str, Any]) -> NoReturn:
     """Run the process outside: build the namespaces and the root, start pid 1, wait for it."""
+    # The caller's umask may keep the sandbox's user out of the folders made below; this process ends, so nothing is put
+    # back.
     os.umask(0o022)
+    # If sftkit is killed, this process must not stay behind with a program in it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Joined before any fork: children are born into the group, so that none is outside the limit.
     if spec["group"]:
         with open(spec["group"] + "/cgroup.procs", "w") as processes:
             processes.write("0")
     # The limit on processes counts by user, so that a user of its own keeps one sandbox from filling another's.
     user = 20_000 + os.getpid() % 40_000
+    # The new namespace of processes holds for children alone, hence the fork below.
     in_user_namespace = walls.new_namespaces()
     walls.build_root(spec["root"], spec["visible"], spec["limits"]["file_mib"])
     child = os.fork()
@@ -60,6 +65,7 @@ def launch(spec: dict[str, Any]) -> NoReturn:
 def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
     """Run pid 1 of the namespaces: enter the root, drop privileges, start the judge, end with it."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # In this order: entering needs privileges, and limits come last, since building takes more than a program may.
     walls.enter(spec["root"])
     walls.drop_privileges(user)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user has cleared it
@@ -69,6 +75,7 @@ def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
     first = os.fork()
     if first == 0:
         judge_and_program()
+    # pid 1 inherits every orphan of the program; it has to wait for them, but ends with the judge alone.
     while True:
         pid, status = os.wait()
         if pid == first:
@@ -78,6 +85,7 @@ def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
 def judge_and_program() -> NoReturn:
     """Run the judge. The program, which gets two pipes and nothing else, is started before a
     test or the nonce is read."""
+    # Away from 0 to 2, which become /dev/null: a print of the tests must not be read as a verdict.
     feed, verdict = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -86,6 +94,7 @@ def judge_and_program() -> NoReturn:
     answers, answer = os.pipe()
     program = os.fork()
     if program == 0:
+        # A session of its own, so that a signal to its process group does not reach the judge.
         os.setsid()
         for descriptor in (feed, verdict, ask, answers, null):
             os.close(descriptor)

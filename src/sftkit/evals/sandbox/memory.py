@@ -45,11 +45,14 @@ def parent() -> Path | None:
 def candidates() -> Iterator[Path]:
     """Yield the control group of this process, or the nearest one above it that divides its memory. Version 2 needs the
     second: a group with processes in it cannot divide."""
+    # Where this process is (cgroup), and where those hierarchies are mounted (mountinfo): in a container the two differ
+    # by a prefix.
     groups = [line.split(":", 2)[1:] for line in _text_of(Path("/proc/self/cgroup")).splitlines()]
     for line in _text_of(Path("/proc/self/mountinfo")).splitlines():
         root, mounted = line.split(" ")[3:5]
         kind, _, options = line.partition(" - ")[2].split(" ")[:3]
         for controllers, path in groups:
+            # Version 1: any group may have children with limits.
             if kind == "cgroup" and "memory" in options.split(",") and "memory" in controllers.split(","):
                 yield Path(mounted) / path.removeprefix(root).lstrip("/")
             if kind == "cgroup2" and not controllers:
@@ -69,6 +72,7 @@ def works(above: Path) -> bool:
     except OSError:
         return False
     try:
+        # By a process that ends at once: this one must not leave the group it is in.
         join = ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs"', str(folder)]
         return subprocess.run(join, stderr=subprocess.DEVNULL).returncode == 0
     finally:
@@ -80,6 +84,7 @@ def make(above: Path, mib: int, processes: int) -> Path:
     folder = above / f"sftkit-sandbox-{secrets.token_hex(8)}"
     folder.mkdir()
     try:
+        # By the files that the kernel made in it, not by the mount, which may be of both versions.
         limits = LIMITS["cgroup2" if (folder / "memory.max").exists() else "cgroup"]
         for name, value in limits.items():
             if name == next(iter(limits)) or (folder / name).exists():

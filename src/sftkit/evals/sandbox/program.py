@@ -52,6 +52,7 @@ def serve(channel: Channel) -> None:
         operation, *values = exchange.unpack(channel.receive())
         try:
             answer = exchange.pack(True, operations[operation](*values))  # noqa: FBT003 - a value that is sent
+        # exit() and KeyboardInterrupt too: the tests may expect them, and this process must answer.
         except BaseException as error:
             exchange = RequestAndReply(number_of, objects.__getitem__)
             answer = exchange.pack(False, described(error))  # noqa: FBT003 - a value that is sent
@@ -60,6 +61,7 @@ def serve(channel: Channel) -> None:
 
 def described(error: BaseException) -> tuple[str, str, str]:
     """Return (class of an error, the nearest of its base classes that is Python's own, its text)."""
+    # __str__ of an error is the program's code, and may raise as well.
     kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)

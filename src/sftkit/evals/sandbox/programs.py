@@ -108,8 +108,8 @@ def run_many(
 
 
 ADVICE = (
-    "it needs Linux 5.12 or newer on x86_64 or aarch64, with seccomp filters and namespaces: root, or user namespaces that "
-    "are allowed (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
+    "it needs Linux 5.12 or newer on x86_64 or aarch64, with seccomp filters and namespaces: root, or user "
+    "namespaces that are allowed (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
     "kernel.apparmor_restrict_unprivileged_userns=0; in Docker, as root: --cap-add SYS_ADMIN "
     "--security-opt apparmor=unconfined). Evaluate in a virtual machine or container that has them, or leave humaneval "
     "and mbpp out"
@@ -118,6 +118,7 @@ ADVICE = (
 
 def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
     """Attempt `run` once; OSError if a wall of the sandbox could not be built, and no code of a model has run."""
+    # Known to this process and the judge alone: printed after the tests, it proves that they ended.
     nonce = secrets.token_hex(NONCE_BYTES // 2).encode()
     began = time.monotonic()
     with (
@@ -129,6 +130,7 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
             data = json.dumps(asdict(job)).encode()
             feed.write(b"%012d" % len(data) + data + nonce)
             feed.seek(0)
+            # A file as stdin, not a pipe: a large job would fill a pipe before the launcher reads it.
             process = subprocess.Popen(
                 # no user packages, no site, and no folder of the script on the search path
                 [python(), "-s", "-S", "-P", "-c", LAUNCH, specification(root, group, limits)],
@@ -145,6 +147,7 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
         finally:
             kill(process)
         seconds = time.monotonic() - began
+        # Nothing of the model has run before STARTED, so that a failure here may be tried again.
         if not said.startswith(STARTED):
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
@@ -157,6 +160,7 @@ def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
 def specification(root: str, group: Path | None, limits: ProgramLimits) -> str:
     """Return the launcher's instructions as JSON: where to build, what to show of this machine,
     the control group to join."""
+    # Read-only in the sandbox: the interpreter, its standard library, and what they are linked with.
     executable = python()
     prefix = os.path.realpath(sys.base_prefix)
     own = (executable, f"{prefix}/lib", f"{prefix}/lib64") if prefix != "/usr" else (executable,)
@@ -167,12 +171,14 @@ def specification(root: str, group: Path | None, limits: ProgramLimits) -> str:
 def python() -> str:
     """Return the interpreter below a virtual environment, whose packages stay outside. sys._base_executable: Python
     has no public name for it."""
+    # No public name does: python/cpython#114476 asks for one.
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 def read_verdict(pipe: IO[bytes], deadline: float) -> tuple[bytes, bool]:
     """Return (what arrives until the pipe is closed or too much came, whether that was before `deadline`)."""
     said = b""
+    # poll and not select(2), which fails for descriptors from 1024 on, as a process with many workers has.
     arrivals = select.poll()
     arrivals.register(pipe, select.POLLIN)
     while len(said) <= MAX_VERDICT_BYTES:
@@ -202,6 +208,7 @@ def failure_reason(output: bytes, code: int, limits: ProgramLimits, *, in_time: 
     """Return why a program did not pass, for the per-example output."""
     if not in_time:
         return f"no end in {limits.wall_seconds:g} s"
+    # The kernel does not say which limit it was: SIGKILL comes from the group's memory as from the hard limit on CPU.
     if code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL, -signal.SIGKILL):
         return f"ended by the kernel: more than {limits.cpu_seconds} s of CPU, or no memory left"
     return output[:300].decode(errors="replace") or f"ended before its tests did (exit code {code})"

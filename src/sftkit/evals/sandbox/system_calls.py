@@ -104,7 +104,8 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 CLONE, SOCKETPAIR = (56, 220), (53, 199)
 FIRST_NEW = 424
-"Calls from here on, the same on all machines (io_uring, clone3, ...), do not exist, as on an older kernel, but for NEW."
+"""Calls from here on, the same on all machines (io_uring, clone3, ...), do not exist, as on an older kernel, but for
+NEW."""
 NEW = {"close_range": 436, "faccessat2": 439}
 X32 = 0x40000000
 "Bit of the numbers of x86_64's second, 32-bit table."

@@ -52,6 +52,7 @@ class RequestAndReply:
     def pack(self, *values: object) -> bytes:
         """Encode the values, with every container that is new or has changed."""
         encoded = [self.encode(value) for value in values]
+        # Encoding a container may meet others, which join the list that is being read.
         filled = [self._contents(container) for container in self.containers]  # grows while it is read
         # None: the other side has a container with the same contents
         changed = [None if repr(now) == repr(had) else now for now, had in zip_longest(filled, self.received)]
@@ -61,6 +62,7 @@ class RequestAndReply:
         """Return the values of the other side's `pack`; ValueError, TypeError or another Exception if it is not one."""
         message = json.loads(data)
         self.received = message["containers"]
+        # All empty ones first, so that a container may hold another one, or itself.
         for contents in self.received[len(self.containers) :]:
             self._add(MUTABLE[contents[0]][0]())
         for container, contents in zip(self.containers, self.received, strict=False):
@@ -74,6 +76,7 @@ class RequestAndReply:
         Subclasses lose what they add."""
         if value is None or isinstance(value, bool):
             return value
+        # By the type's own method: a subclass may have an __int__ that says something else.
         if isinstance(value, int):
             number = int.__int__(value)
             return number if abs(number) < PLAIN_INTEGERS else ["int", hex(number)]
@@ -84,9 +87,11 @@ class RequestAndReply:
         for name, (kind, parts, _) in IMMUTABLE.items():
             if isinstance(value, kind):
                 return [name, *map(self.encode, parts(value))]
+        # Registered before its parts are encoded: that ends the recursion of a list that holds itself.
         if isinstance(value, tuple(kind for kind, _, _ in MUTABLE.values())):
             return ["container", self.numbers[id(value)] if id(value) in self.numbers else self._add(value)]
         for name, (module, parts) in NUMBERS.items():
+            # A program that never imported decimal can have no Decimal; importing it here would cost every request.
             if module in sys.modules and isinstance(value, getattr(sys.modules[module], name)):
                 return [name, *map(self.encode, parts(value))]
         return ["object", self.number_of(value)]

@@ -23,6 +23,7 @@ OWN_PROCESSES = 3
 BOX = "/box"
 "Folder of the new root that becomes the program's: the kernel makes no user namespace for a process in a chroot."
 
+# By ctypes, as Python has no unshare before 3.12, nor mount, pivot_root, capset or seccomp.
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,6 +55,7 @@ def new_namespaces() -> bool:
         return False
     uid, gid = os.geteuid(), os.getegid()
     _check("unshare (user namespace)", libc.unshare(apart | CLONE_NEWUSER))
+    # setgroups is denied first: without that the kernel lets no unprivileged process write a gid_map.
     for name, line in (("setgroups", "deny"), ("gid_map", f"{INSIDE_ID} {gid} 1"), ("uid_map", f"{INSIDE_ID} {uid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(line)
@@ -65,6 +67,7 @@ def _show(root: str, path: str) -> None:
     target = root + path
     if os.path.islink(path):
         os.makedirs(os.path.dirname(target), exist_ok=True)
+        # Links stay links (/lib to usr/lib): what they lead to is shown by its own path.
         os.symlink(os.readlink(path), target)
         return
     os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
@@ -77,6 +80,7 @@ def _show(root: str, path: str) -> None:
 
 def build_root(root: str, visible: list[str], mib: int) -> None:
     """Build a file system in memory: what Python needs read-only, four devices, and /tmp, the one place to write."""
+    # First, or the mounts below would appear in the machine's own namespace too.
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID, "mode=755,size=1m")
     box = root + BOX
@@ -90,6 +94,8 @@ def build_root(root: str, visible: list[str], mib: int) -> None:
 def enter(root: str) -> None:
     """Make `root` the whole file system: nothing outside it can be named any more."""
     os.chdir(root)
+    # The old root is stacked on the new one by ".", and taken off at once: no folder is needed for it (pivot_root(2),
+    # NOTES).
     _check("pivot_root", libc.pivot_root(b".", b"."))
     _check("umount of the old root", libc.umount2(b".", MNT_DETACH))
     os.chroot(BOX)
@@ -98,12 +104,16 @@ def enter(root: str) -> None:
 
 def drop_privileges(user: int | None) -> None:
     """Drop all capabilities for good; root becomes `user`, who owns nothing (None: a user namespace has done that)."""
+    # From the bounding set first, while there is the capability to do so; 64 is more than any kernel has, and an
+    # unknown one fails alone.
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if user is not None:
         os.setgroups([])
+        # Groups before the user: afterwards there is no right to change them.
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
+    # After the change of user, which inside a user namespace has not happened and has dropped nothing.
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     _check("capset", libc.capset(header, none))
     _check("no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
@@ -132,6 +142,7 @@ def limit(limits: dict[str, int]) -> None:
         (resource.RLIMIT_NOFILE, 64, 64),
         (resource.RLIMIT_CORE, 0, 0),
     ):
+        # A limit of the machine's own that is lower already cannot be raised, and setting it would be an error.
         allowed = resource.getrlimit(what)[1]
         if allowed != resource.RLIM_INFINITY:
             soft, hard = min(soft, allowed), min(hard, allowed)

@@ -69,6 +69,7 @@ def load_task(
     if shots is not None and shots < 0:
         raise ConfigError(f"eval.shots: {shots} is less than 0")
     module, function = _BUILDERS[name].split(":")
+    # Imported by name when asked for, so that the names of tasks are known without their packages.
     build = getattr(import_module(f"sftkit.evals.tasks.{module}"), function)
     task: Task[Any, Any] = build(partial(rows.read_split, folder=data), shots, format, max_examples)
     return task

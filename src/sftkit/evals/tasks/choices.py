@@ -75,10 +75,12 @@ class Design:
         rows = read(self.examples)
         shots = shots or 0
         in_chat = format == "chat"
+        # Shots come from split train and never from the examples that are asked.
         train = replace(self.examples, files=(f"{self.name}_train",), split="train") if self.takes_shots else None
         pool = shot_rows(self.name, train, read, shots, spare=int(self.one_more))
         chosen = rows[:max_examples]
         drawn = drawn_shots(pool, chosen, shots, format, one_more=self.one_more)
+        # Prompts that begin alike share the cache of that beginning: drawn shots differ, so they do not.
         alike = (self.name if shots else "") if in_chat else ("" if shots else self.group)
         style = PromptStyle(self.name, format, alike)
         examples = tuple(
@@ -124,6 +126,7 @@ def drawn_shots(
 ) -> Iterator[Sequence[CheckedRow]]:
     """Yield the shots of each row: in a chat the first ones, else drawn by one random generator, exactly as
     lm-evaluation-harness draws them."""
+    # One generator for the whole task: the shots of an example depend on how many were drawn before it.
     rng = random.Random(SHOTS_SEED)
     for row in rows:
         if not shots or format == "chat":
@@ -131,6 +134,7 @@ def drawn_shots(
         elif not one_more:
             yield rng.sample(pool, shots)
         else:
+            # Both draws as lm-evaluation-harness makes them, so that the generator stays in the same state.
             drawn = [shot for shot in rng.sample(pool, shots + 1) if shot != row][:shots]
             yield drawn if len(drawn) == shots else rng.sample([shot for shot in pool if shot != row], shots)
 

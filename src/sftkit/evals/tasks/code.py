@@ -37,8 +37,8 @@ def task(
     program_job: Callable[[Question, str], ProgramTests],
     settings: dict[str, Any],
 ) -> Task[Question, Answer]:
-    """Return a task that is judged by running, for each question, what `program_job` makes of it and of the answer's program:
-    in a chat the code in the answer. `settings` get where the programs ran."""
+    """Return a task that is judged by running, for each question, what `program_job` makes of it and of the answer's
+    program: in a chat the code in the answer. `settings` get where the programs ran."""
     in_chat = settings["format"] == "chat"
     where = {
         "python": f"{platform.python_version()}, the standard library alone",

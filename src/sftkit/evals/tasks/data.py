@@ -91,6 +91,7 @@ def _files(split: DatasetSplit, folder: Path) -> list[Path]:
         raise DataError(f"eval.data {folder}: no such folder (looked in {Path.cwd()})")
     present = sorted(path for path in folder.iterdir() if path.is_file() and _unpacked(path).suffix in READERS)
     for name in split.files:
+        # The exact name, a sample named by its number of rows, or the parts that the hub's own files come in.
         exact = [path for path in present if _unpacked(path).stem == name]
         parts = [path for path in present if re.fullmatch(rf"{name}-\d+-of-\d+", _unpacked(path).stem)]
         samples = [path for path in present if re.fullmatch(rf"{name}_\d+", _unpacked(path).stem)]
@@ -137,8 +138,8 @@ def _from_hub(split: DatasetSplit) -> list[Any]:
         reason, _, _ = str(error).partition(". On a connected machine")  # what follows is about sources of training
         raise type(error)(
             f"{reason}. Set eval.data to a folder with the rows of {_hub_name(split)}, in a file named "
-            f"{' or '.join(split.files)} with the ending .jsonl, .parquet or .csv; or copy the HF_HOME cache of a machine that "
-            "has them"
+            f"{' or '.join(split.files)} with the ending .jsonl, .parquet or .csv; or copy the HF_HOME cache of a "
+            "machine that has them"
         ) from error
     return [parsed(raw) for raw in raw_rows]
 

@@ -43,6 +43,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
 
 def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question:
     prompt: Any
+    # Before the model is asked: a row without a number could never be right.
     if parse_number(row.text("answer")) is None:
         raise DataError(f'{row.where}: column "answer": there is no number in {row["answer"]!r}')
     if format == "chat":

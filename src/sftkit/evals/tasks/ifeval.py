@@ -26,6 +26,7 @@ def build(read: Read, shots: int | None, format: str, max_examples: int | None) 
         raise ConfigError(f"eval.shots: {shots}: ifeval has no few-shot examples; set 0 or null")
     rows = read(PROMPTS)
     rules_of = [_rules(row) for row in rows]
+    # Left out whole, not judged by the other rules: a prompt counts as followed only if all its rules are.
     languages = detects_languages()
     kept = [i for i, rules in enumerate(rules_of) if languages or not any(name in LANGUAGE for name, _ in rules)]
     if not kept:

@@ -11,20 +11,20 @@ import re
 from itertools import pairwise
 
 _ABBREVIATIONS = (
-    "adm al apr approx aug ave bros capt cf cmdr co col corp ct dec dept dr e.g esq est etc feb fig fri ft gen gov hon i.e "
-    "inc jan jr lt ltd maj mar messrs mon mr mrs ms mt no nov oct p.m a.m ph.d pp prof rep rev sat sen sep sept sgt sr st "
-    "sun thu thur thurs tue tues u.k u.n u.s u.s.a viz vol vs wed d.c b.c a.d ga fla ill mass mich minn pa va wash "
-    "calif conn mo okla ore tenn tex vt wis n.y n.j n.c s.c"
+    "adm al apr approx aug ave bros capt cf cmdr co col corp ct dec dept dr e.g esq est etc feb fig fri ft gen gov "
+    "hon i.e inc jan jr lt ltd maj mar messrs mon mr mrs ms mt no nov oct p.m a.m ph.d pp prof rep rev sat sen sep "
+    "sept sgt sr st sun thu thur thurs tue tues u.k u.n u.s u.s.a viz vol vs wed d.c b.c a.d ga fla ill mass mich "
+    "minn pa va wash calif conn mo okla ore tenn tex vt wis n.y n.j n.c s.c"
 )
 ABBREVIATIONS = frozenset(_ABBREVIATIONS.split())
 "In lower case, without the last period."
 _STARTERS = (
-    "a about after all although an and another any are as at because before being both but by can could despite did do does "
-    "during each either every finally first for from given had has have he her here hers his how however i if in instead is "
-    "it its just last let many maybe more most much my never next no not now of on once one only or other our perhaps please "
-    "second should since so some such that the their them then there therefore these they this those though through thus to "
-    "under unless until was we well were what when where whether which while who whose why will with without would yes yet "
-    "you your"
+    "a about after all although an and another any are as at because before being both but by can could despite did "
+    "do does during each either every finally first for from given had has have he her here hers his how however i "
+    "if in instead is it its just last let many maybe more most much my never next no not now of on once one only or "
+    "other our perhaps please second should since so some such that the their them then there therefore these they "
+    "this those though through thus to under unless until was we well were what when where whether which while who "
+    "whose why will with without would yes yet you your"
 )
 STARTERS = frozenset(_STARTERS.split())
 "Words that are written in lower case inside a sentence: with a capital letter after an abbreviation they begin one."
@@ -67,6 +67,7 @@ def capital_words(text: str) -> int:
 def _breaks(text: str) -> list[tuple[int, int]]:
     """Return (end of a sentence, start of the next one), judged at the last end mark of each word
     and at one that begins it."""
+    # Punkt looks at a word once, however many marks it has: "U.S.A." is judged at its last one.
     last: dict[tuple[int, bool], re.Match[str]] = {}
     for match in _END.finditer(text):
         start = _word_start(text, match.start())
@@ -97,6 +98,7 @@ def _ends(token: str, following: str) -> bool:
         return True
     if not token.endswith("."):
         return False
+    # The order of Punkt's rules: abbreviations and dots, then initials and numbers, whose period may be an ordinal's.
     begins = _begins_sentence(following)
     known, initial = _is_abbreviation(token), _INITIAL.match(token) is not None
     if set(token) == {"."} or (known and not initial):

@@ -86,7 +86,10 @@ def _begin(row: CheckedRow) -> str:
 
 def _ask(row: CheckedRow) -> str:
     tests = "\n".join(row.texts("test_list"))
-    ask = f"You are an expert Python programmer, and here is your task:\n{row.text('text')}\nYour code should pass these tests:"
+    ask = (
+        f"You are an expert Python programmer, and here is your task:\n{row.text('text')}\nYour code should pass "
+        "these tests:"
+    )
     return f"{ask}\n{tests}"
 
 

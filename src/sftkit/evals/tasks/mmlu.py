@@ -38,6 +38,7 @@ def spread_over_subjects(rows: Sequence[CheckedRow], max_examples: int | None) -
     if max_examples is None or max_examples >= len(rows):
         return list(rows)
     seen: dict[str, Iterator[int]] = defaultdict(count)
+    # (how many of the subject came before, place in the file): sorted, it goes round the subjects.
     order = sorted((next(seen[row.text("subject")]), position) for position, row in enumerate(rows))
     return [rows[position] for position in sorted(position for _, position in order[:max_examples])]
 

@@ -63,6 +63,7 @@ def _answers(row: CheckedRow, column: str) -> list[str]:
 @each
 def judge_mc2(example: Choices, likelihoods: Likelihoods) -> ExampleScores:
     """Mark mc2: the share of the true choices in the summed probability of all choices."""
+    # Subtracted, or exp of some hundred nats below 0 would be 0 for every choice.
     largest = max(likelihoods.sums)
     probabilities = [math.exp(nats - largest) for nats in likelihoods.sums]
     return {"mc2": sum(probabilities[i] for i in example.gold) / sum(probabilities)}
@@ -75,6 +76,7 @@ def _item(row: CheckedRow, *, multiple: bool, shuffled: bool) -> choices.Item:
     options, right = _choices(row, multiple=multiple)
     order = list(range(len(options)))
     if shuffled:
+        # By the row's own number: neither the number of examples nor the order of evaluation changes a prompt.
         random.Random(row.index).shuffle(order)
     gold = tuple(sorted(order.index(i) for i in right))
     return choices.Item(f"{PREAMBLE}Q: {question}\nA:", question, tuple(options[i] for i in order), gold)

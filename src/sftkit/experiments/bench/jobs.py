@@ -90,6 +90,8 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
     Raises:
         ConfigError: every problem of the plan, one a line, with file and key.
     """
+    # Problems between the parts of the plan first: a run of a plan that contradicts itself would be refused for reasons
+    # that follow from that.
     plan = read_plan(path)
     if plan.data.lengths is not None:  # a path that holds anywhere
         lengths = str((path.parent / plan.data.lengths).absolute())
@@ -160,6 +162,7 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
     own = [f"{path}: run {run.name}: {key}: is not set here, {reason}" for key, reason in _OWN.items() if key in flat]
     if own:
         raise ConfigError("\n".join(own))
+    # A row of another layout holds one document: data.row_length would be refused there.
     packed = flat.get("data.layout", "packed") == "packed"
     filled = {
         "data.max_length": _cap(plan.data),

@@ -70,6 +70,7 @@ def median_seconds(work: Callable[[], object], runs: int = 100) -> float:
     while time.perf_counter() < end:
         work()
         torch.cuda.synchronize()
+    # Events in the stream, not the host's clock: between two of them lies one call, without the time of its launch.
     events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     events[0].record()
     for event in events[1:]:

@@ -194,6 +194,7 @@ def expanded_runs(plan: BenchPlan) -> list[RunPlan]:
     base = next((run for run in plan.runs if ablations and run.name == ablations.of), None)
     if ablations is None or base is None:
         return list(plan.runs)
+    # An ablation is compared with its base alone; a loss that it changes on purpose is held to none.
     base = replace(base, baseline=base.name, same_loss_as=None, warm_from=None)
     changes = {f"{base.name}: {label}": {**base.set, **change} for label, change in ablations.each.items()}
     return [*plan.runs, *(replace(base, name=name, set=changed) for name, changed in changes.items())]
@@ -226,7 +227,9 @@ def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
         steps = run.steps or plan.steps
         timed = steps.total - steps.warm_up
         if timed <= 0 or timed % steps.window or steps.warm_up % steps.window:
-            yield f"runs.{i}.steps: warm_up, and total less warm_up, must be multiples of window, and one window is timed"
+            yield (
+                f"runs.{i}.steps: warm_up, and total less warm_up, must be multiples of window, and one window is timed"
+            )
     for name, model in plan.models.items():
         if "model_type" not in model:
             yield f"models.{name}: needs model_type, the name of a transformers architecture such as qwen3"

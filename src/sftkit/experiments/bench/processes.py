@@ -89,7 +89,10 @@ def wrong_processes(processes: Processes) -> Iterator[str]:
         return
     kind = accelerate_config(processes.topology)["distributed_type"]
     if processes.parallelism is not None and kind != "FSDP":
-        yield f"parallelism: {processes.topology} has no sizes: name a topology whose distributed_type is FSDP, not {kind}"
+        yield (
+            f"parallelism: {processes.topology} has no sizes: name a topology whose distributed_type is FSDP, not "
+            f"{kind}"
+        )
     elif processes.sizes and math.prod(processes.sizes.values()) != processes.count:
         sizes = " x ".join(f"{key} {size}" for key, size in processes.sizes.items())
         yield f"parallelism: {sizes} is {math.prod(processes.sizes.values())}, but processes is {processes.count}"
@@ -114,6 +117,7 @@ def bench_command(processes: Processes, worker: str | None, job_file: Path) -> t
     launch = Launch(path, processes.count, summary="")
     # Variables that the user has set stay as they are.
     environment = {
+        # Ranks share the cores: as many threads each as all cores have would wait for one another.
         "OMP_NUM_THREADS": str(max(1, cpu_cores() // processes.count)),  # accelerate launch would set 1
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         **({"ACCELERATE_USE_CPU": "true"} if config.get("use_cpu") else {}),
@@ -159,6 +163,8 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
         return
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(process.pid)
+        # Suspended before its children are listed, so that it starts none meanwhile; ranks have process groups of their
+        # own, so a signal to the launcher's would miss them.
         root.suspend()  # a launcher that sees a rank die would act on it
         tree = [*root.children(recursive=True), root]
         for member in tree:

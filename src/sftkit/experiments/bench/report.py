@@ -139,8 +139,9 @@ def result_line(row: ResultRow) -> str:
         return f"{row['name']}: failed after {row['wall_seconds']:.0f} s: {' '.join(str(row['error']).split())[:300]}"
     return (
         f"{row['name']}: {speed(row['tok_per_sec'])} tok/s, MFU {percent(middle(row['mfu']))}, "
-        f"{format_number(row['peak_memory_gib'], '{:.1f}')} GiB, first step {format_number(row['first_step_seconds'], '{:.1f}')} s, "
-        f"loss {format_number(last_loss(row), '{:.4f}')}, {row['wall_seconds']:.0f} s in all"
+        f"{format_number(row['peak_memory_gib'], '{:.1f}')} GiB, first step "
+        f"{format_number(row['first_step_seconds'], '{:.1f}')} s, loss {format_number(last_loss(row), '{:.4f}')}, "
+        f"{row['wall_seconds']:.0f} s in all"
     )
 
 
@@ -206,7 +207,8 @@ def calls_line(rows: Sequence[ResultRow]) -> str:
 
 
 def ratio(row: ResultRow, baseline: ResultRow | None) -> str:
-    """Return useful tokens/s over those of the baseline, with the baseline's name; a dash if they are not of one call."""
+    """Return useful tokens/s over those of the baseline, with the baseline's name; a dash if they are not of one
+    call."""
     # Speeds of two hosts are not compared, even of one kind of GPU.
     if baseline and not same_call(row, baseline):
         return "-"

@@ -123,6 +123,7 @@ def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
 
     Of several ranks the main one writes the row; one that fails writes in its place, and the first to do so is kept.
     """
+    # From the environment: the error may be that the process group could not be made.
     rank, several = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         row = run(job)

@@ -94,6 +94,7 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
     out.mkdir(parents=True, exist_ok=True)
     called = time.strftime("%Y-%m-%d %H:%M:%S")
     results: dict[str, Any] = {"plan": str(plan), "started": called, "machine": {}, "runs": []}
+    # Caches live as long as the call: a later one must not start warm.
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sftkit-bench-") as caches:
         results["machine"] = machine_ceilings(out)
         for number, job in enumerate(jobs, 1):

@@ -46,7 +46,9 @@ def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.nda
     """Return the positions and targets of each document, int64 [D] both."""
     if data.documents is None:
         assert data.lengths is not None
-        return tuple(np.array(sizes, dtype=np.int64) for sizes in read_lengths(Path(data.lengths)))  # type: ignore[return-value]
+        return tuple(  # type: ignore[return-value]
+            np.array(sizes, dtype=np.int64) for sizes in read_lengths(Path(data.lengths))
+        )
     d = data.documents
     sigma = math.sqrt(2.0 * math.log(d.mean / d.median))  # mean = median * exp(sigma**2 / 2)
     lengths = np.clip(np.rint(rng.lognormal(np.log(d.median), sigma, d.count)), 4, d.cap).astype(np.int64)
@@ -78,6 +80,7 @@ def new_model(
     Raises:
         ConfigError: the model has an encoder and tokens are made up, or it has no room for those of the tokenizer.
     """
+    # The random numbers of a device differ from those of another: runs that are compared are made on one kind.
     torch.manual_seed(spec.seed)
     if tokenizer is None:
         # A copy: a config of two parts takes their fields out of what it is given.

@@ -84,6 +84,7 @@ class Probe(Tracker):
         """Note the time, with nothing left to do on the device, where the end of this step is asked for."""
         super().advance(step)
         if step in self.noted:
+            # Without this the time would be that of the launches.
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.ended[step] = time.perf_counter()

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
+from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile walks arguments so
 
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import CompileConfig
@@ -164,6 +164,7 @@ def _inputs(module: torch.nn.Module, call: ModuleCall) -> dict[str, ModuleCall]:
 
     def keep(path: str, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if path not in found:
+            # Detached: a leaf of a graph that is gone could not be given a gradient again.
             copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
             found[path] = ModuleCall(copied[0], copied[1], call.shape)
 
@@ -205,6 +206,7 @@ def _compiled(
     with compiler_switches(CompileConfig(), dynamic_layout=dynamic), listening() as heard:
         compiled = torch.compile(probed.module, backend=backend, dynamic=dynamic)
         compiled(*first.args, **first.kwargs)
+        # What the first call compiles again is its own: modules that share code are compiled once each.
         heard.messages["recompiles"].clear()
         if second is not None:
             compiled(*second.args, **second.kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo  # private: explain has no public name
+import torch._dynamo  # private: explain has no public name (pytorch/pytorch#102053)
 from torch._dynamo.exc import TorchDynamoException  # what fullgraph=True raises; it has no public name
 
 from sftkit.experiments.explain.cases import remedy_of
@@ -14,15 +14,19 @@ from sftkit.experiments.explain.torch_logs import Break, listening, read_message
 from sftkit.runtime.words import counted
 
 ADDS = {
-    "explain": "graphs, operators and guards of one call at once; no break where no operator stands before it, no remedy",
-    "fullgraph": "the first break as an error, with Dynamo's explanation and hints; later ones are unseen, and numbers and "
-    "shapes that depend on values (.item(), x[mask]) pass, because fullgraph captures them as symbols",
-    "TORCH_LOGS": "every break as it happens, functions that Dynamo gives up, and recompiles of later calls; perf_hints come from Inductor "
-    "and stand with the kernels (--kernels)",
+    "explain": "graphs, operators and guards of one call at once; no break where no operator stands before it, no "
+    "remedy",
+    "fullgraph": "the first break as an error, with Dynamo's explanation and hints; later ones are unseen, and "
+    "numbers and shapes that depend on values (.item(), x[mask]) pass, because fullgraph captures them as symbols",
+    "TORCH_LOGS": "every break as it happens, functions that Dynamo gives up, and recompiles of later calls; "
+    "perf_hints come from Inductor and stand with the kernels (--kernels)",
 }
 "Instrument -> what it adds to the others, and what it leaves out."
 NONE_KNOWN = "none is known: move the line out of forward"
-FOLLOWS = "none of its own: it may follow from the break above it, which leaves code to be traced part by part; mend that first"
+FOLLOWS = (
+    "none of its own: it may follow from the break above it, which leaves code to be traced part by part; mend "
+    "that first"
+)
 
 
 Seen = tuple[str, list[Break]]
@@ -67,6 +71,7 @@ def _explain_breaks(subject: Subject) -> Seen:
     """Ask torch._dynamo.explain, which resets Dynamo before and after."""
     with subject.around():
         output = torch._dynamo.explain(subject.module)(*subject.call.args, **subject.call.kwargs)
+    # The last frame is the user's line; a reason without a stack, or of the end of a graph, is no break.
     places = [(one.reason, one.user_stack[-1]) for one in output.break_reasons if one.user_stack and one.graph_break]
     breaks = [read_message(reason, place.filename, place.lineno or 0) for reason, place in places]
     sizes = " + ".join(str(len(ops)) for ops in output.ops_per_graph or []) or "0"
@@ -91,6 +96,7 @@ def _first_error(subject: Subject) -> Seen:
 
 def _row(breaks: list[tuple[str, Break]], *, first: bool) -> dict[str, Any]:
     """Return what the instruments say of one place: that of the most words, the others' kinds beside it."""
+    # The kind and the remedy come from one message, so that they go together.
     best = max((one for _, one in breaks), key=lambda one: len(one.explanation) + sum(map(len, one.hints)))
     return {
         "file": best.file,

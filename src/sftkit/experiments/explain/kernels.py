@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import utils as dynamo_utils  # private: torch has no public records of compiles
-from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
+from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile walks arguments so
 
 from sftkit.compile.contract import compile_model, run_eagerly, undo_compile
 from sftkit.compile.debug import compiler_logs
@@ -54,6 +54,7 @@ def kernels_of(subject: Subject, compile: CompileConfig | None, out: Path) -> di
         # Eager is the same step, of which the Python of the model is run.
         slow, quick = alternately(run_eagerly()(step), step, device, CALLS)
     undo_compile(subject.trained.model if subject.trained else subject.module)
+    # Written only where Inductor had any.
     hints = compile_dir(out, 0) / "perf_hints.txt"
     return {
         "graphs": graphs,

@@ -17,20 +17,21 @@ def _names(text: str) -> frozenset[str]:
 
 
 REDUCTIONS = _names(
-    "sum mean amax amin max min argmax argmin softmax log_softmax logsumexp var var_mean std norm linalg_vector_norm prod any all "
-    "native_layer_norm layer_norm rms_norm fused_rms_norm native_group_norm cumsum nll_loss nll_loss_forward cross_entropy_loss "
-    "count_nonzero"
+    "sum mean amax amin max min argmax argmin softmax log_softmax logsumexp var var_mean std norm linalg_vector_norm "
+    "prod any all native_layer_norm layer_norm rms_norm fused_rms_norm native_group_norm cumsum nll_loss "
+    "nll_loss_forward cross_entropy_loss count_nonzero"
 )
 _MATRIX_OPERATORS = _names("mm addmm bmm baddbmm matmul linear addbmm dot mv einsum convolution mkl_linear grouped_mm")
 _COPIES = _names(
-    "copy clone to _to_copy contiguous cat stack index index_select gather scatter scatter_add index_put index_add embedding "
-    "embedding_dense_backward fill zero zeros zeros_like ones ones_like full full_like arange repeat new_zeros masked_fill "
-    "constant_pad_nd slice_backward select_backward"
+    "copy clone to _to_copy contiguous cat stack index index_select gather scatter scatter_add index_put index_add "
+    "embedding embedding_dense_backward fill zero zeros zeros_like ones ones_like full full_like arange repeat "
+    "new_zeros masked_fill constant_pad_nd slice_backward select_backward"
 )
 _NOTHING = _names(
-    "as_strided view reshape t transpose permute expand unsqueeze squeeze slice select detach alias resolve_conj resolve_neg empty "
-    "empty_like empty_strided resize lift_fresh unbind split chunk narrow flatten _unsafe_view unflatten is_nonzero item "
-    "_local_scalar_dense result_type _has_compatible_shallow_copy_type numpy_T movedim swapaxes expand_as view_as"
+    "as_strided view reshape t transpose permute expand unsqueeze squeeze slice select detach alias resolve_conj "
+    "resolve_neg empty empty_like empty_strided resize lift_fresh unbind split chunk narrow flatten _unsafe_view "
+    "unflatten is_nonzero item _local_scalar_dense result_type _has_compatible_shallow_copy_type numpy_T movedim "
+    "swapaxes expand_as view_as"
 )
 _DEVICE = (
     (COMMUNICATION, r"nccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter|AllReduce|SendRecv"),
@@ -58,6 +59,7 @@ def kind_of_operator(name: str, origins: Mapping[str, Sequence[str]]) -> str | N
     Args:
         origins: generated kernel -> the ATen operators that it came from.
     """
+    # Inductor puts the graph's number in front where a profile has several.
     name = re.sub(r"^graph_\d+_", "", name)
     if name.startswith("cpp_"):
         reduces = any(_plain(operator) in REDUCTIONS for operator in origins.get(name, ()))

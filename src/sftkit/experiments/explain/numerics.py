@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._inductor.config  # private: fallback_random has no public name
-from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
+import torch._inductor.config  # private: fallback_random has no public name (pytorch/pytorch#141645)
+from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile walks arguments so
 
 from sftkit.experiments.explain.subject import ModuleCall
 
@@ -51,6 +51,8 @@ def difference(module: torch.nn.Module, call: ModuleCall, compiled: Callable[...
         LargestDifference(name, _relative(other[name], tensor) if name in other else float("inf"), tensor.dtype)
         for name, tensor in eager.items()
     ]
+    # By the share of what is allowed: a bf16 output may be farther off than an fp32 gradient and still be the better
+    # one.
     none = LargestDifference("no output", 0.0, torch.float64)
     return max(found, key=lambda one: one.relative / (one.allowed or 1.0), default=none)
 

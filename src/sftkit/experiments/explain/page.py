@@ -88,7 +88,8 @@ def _bisected(rows: list[dict[str, Any]]) -> Html:
         "The smallest module at fault",
         html_table(["a module that", "which", "what was found", "confirmed", "script"], cells, text=(1, 2, 3, 4)),
         trees,
-        lead="From the top down: a module's parts are asked, each compiled by itself, where the whole of it has the fault.",
+        lead="From the top down: a module's parts are asked, each compiled by itself, where the whole of it has the "
+        "fault.",
     )
 
 
@@ -111,6 +112,7 @@ def time(result: dict[str, Any]) -> Html:
         milliseconds = 1e3 * profile["seconds"]
         parts = [(kind, milliseconds * share, STYLES[kind]) for kind, share in profile["shares"].items()]
         rows.append(Bar(way, parts, f"{milliseconds:.2f} ms"))
+    # Kinds that neither way has would be empty rows and entries of the legend.
     used = [kind for kind in KERNEL_KINDS if kind in eager["shares"] or kind in compiled["shares"]]
     shares = [[kind, *(f"{way['shares'].get(kind, 0.0):.1%}" for way in (eager, compiled))] for kind in used]
     heads = ["kernel or operator", "kind", "launches a step", "ms a step"]
@@ -137,7 +139,8 @@ def time(result: dict[str, Any]) -> Html:
         bars(funnel, "From Python to the device: how many calls a step takes"),
         html_table(["kind", "eager", "compiled"], shares, "Share of a step"),
         html_table(heads, longest, "Compiled: what takes most", text=(1,)),
-        lead="Seconds of the quickest of some steps without a profiler, shares from one. On a CPU, idle is the time between operators: Python, dispatcher, guards.",
+        lead="Seconds of the quickest of some steps without a profiler, shares from one. On a CPU, idle is the time "
+        "between operators: Python, dispatcher, guards.",
     )
 
 
@@ -202,7 +205,8 @@ def _labs(labs: dict[str, Any]) -> list[Html]:
             "softmax",
             "One softmax kernel",
             html_table(["kernel", "kind", "launches", "from"], kernels, text=(1, 3)),
-            lead="A linear layer and a softmax: the product is a call of a library; maximum, exponentials, sum and quotient are one kernel.",
+            lead="A linear layer and a softmax: the product is a call of a library; maximum, exponentials, sum and "
+            "quotient are one kernel.",
         ),
         section(
             "dispatch",

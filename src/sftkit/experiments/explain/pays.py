@@ -140,10 +140,12 @@ def measure_cases(device: torch.device, backend: str = "inductor") -> dict[str, 
 
 def _row(kind: CodeKind, sizes: Sizes, device: torch.device, backend: str) -> dict[str, Any]:
     torch._dynamo.reset()
+    # Made once for both ways: the same weights and inputs.
     make: Any = kind.make(sizes, device)
     plain = make(lambda function: function)
     started = time.perf_counter()
     call = make(lambda function: torch.compile(function, backend=backend, dynamic=False))
+    # The first call compiles; what follows is timed without it.
     call()
     finish(device)
     first = time.perf_counter() - started

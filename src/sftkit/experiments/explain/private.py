@@ -23,8 +23,8 @@ def _needed(owner: Any, name: str, where: str) -> Any:
     """
     if not hasattr(owner, name):
         raise ConfigError(
-            f"sftkit explain: torch {torch.__version__} has no {where}.{name}, which torch {TRIED} has: take that one, or leave "
-            "--kernels and --labs out"
+            f"sftkit explain: torch {torch.__version__} has no {where}.{name}, which torch {TRIED} has: take that "
+            "one, or leave --kernels and --labs out"
         )
     return getattr(owner, name)
 
@@ -38,6 +38,7 @@ def quiet_profiler() -> None:
 
 def kernels_in_profile() -> AbstractContextManager[None]:
     """Have generated C++ marked, inside, around each kernel, so that a profile on a CPU shows them by name."""
+    # Private: the option that marks generated kernels (pytorch/pytorch#89367).
     cpp = _needed(torch._inductor.config, "cpp", "torch._inductor.config")
     _needed(cpp, "enable_kernel_profile", "torch._inductor.config.cpp")
     # A patch of Inductor's settings, undone when the context is left.
@@ -46,6 +47,7 @@ def kernels_in_profile() -> AbstractContextManager[None]:
 
 def dispatch_keys(tensor: torch.Tensor) -> list[str]:
     """Return the dispatch keys of a tensor, the first that is asked for a kernel first."""
+    # Private: torch has no public view of dispatch keys. Its text lists the lowest priority first.
     keys = str(_needed(torch._C, "_dispatch_keys", "torch._C")(tensor))
     return [word.strip() for word in keys.partition("(")[2].rstrip(")").split(",") if word.strip()][::-1]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode  # private: the only view of every call of an operator
+from torch.utils._python_dispatch import TorchDispatchMode  # the only view of every operator (pytorch/pytorch#110073)
 
 from sftkit.experiments.explain.kinds import IDLE, KERNEL_KINDS, kind_of_kernel, kind_of_operator
 
@@ -74,6 +74,7 @@ def alternately(
     """
     found: tuple[list[float], list[float]] = [], []
     while len(found[0]) < calls + 2 or min(map(sum, found)) < least_seconds:
+        # One call of each in turn: a machine that slows down by its heat slows both.
         for seconds, step in zip(found, (eager, compiled), strict=True):
             started = time.perf_counter()
             step()
@@ -146,6 +147,7 @@ def kind_shares(work: Sequence[tuple[str, str, float, float]], wall: float) -> d
     for _, kind, start, end in sorted(work, key=lambda one: one[2]):
         spent[kind] += max(0.0, end - max(start, reached))
         reached = max(reached, end)
+    # Events end after the host's clock was read, so their sum may be a little more.
     whole = max(wall, sum(spent.values()))
     spent[IDLE] = whole - sum(spent.values())
     return {kind: spent[kind] / whole for kind in KERNEL_KINDS if spent[kind] > 0}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
+from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile walks arguments so
 
 from sftkit.experiments.bench.processes import run_logged
 from sftkit.experiments.explain.bisect import BisectAnswer, ProbedModule
@@ -28,7 +28,8 @@ HEAD = '''"""{title}: {name}
 
 {said}
 
-Written by `sftkit explain --bisect` with torch {version}. Run it with python: exit code {code} shows the fault, 0 that it is gone.
+Written by `sftkit explain --bisect` with torch {version}. Run it with python: exit code {code} shows the fault, 0 \
+that it is gone.
 """
 
 import base64
@@ -56,6 +57,7 @@ args = {args}
 kwargs = {kwargs}
 '''
 
+# error_on_graph_break is in no public namespace of torch 2.13; pytorch/pytorch#162023 proposed torch.compiler.
 BODY = {
     "breaks": """
 try:
@@ -111,6 +113,7 @@ print(f"relative difference {{worst:.2g}}, {allowed:g} is allowed")
 sys.exit(0 if worst <= {allowed!r} else {code})
 ''',
 }
+# Equal sizes of unrelated dimensions would share a symbol, and so fail a guard (pytorch/pytorch#129456).
 BODY["shapes"] = """
 import torch.fx.experimental._config
 
@@ -148,6 +151,7 @@ def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, tit
     Raises:
         NotWritable: an argument has no text.
     """
+    # Only questions about a second call have one; the others show their fault in the first.
     second = {"values": probed.again, "shapes": probed.other}.get(finding.question)
     values = [(call.args, call.kwargs) for call in (probed.call, second) if call]
     # Classes of named tuples among the arguments, and our attention, if the model's calls are made for it.
@@ -209,6 +213,7 @@ def _tensor(value: torch.Tensor) -> str:
     shape = "".join(f", {size}" for size in plain.shape)
     if plain.numel():
         data = base64.b64encode(zlib.compress(plain.flatten().view(torch.uint8).numpy().tobytes(), 9)).decode()
+        # A mask decides what is computed, so it is kept whatever its length; random booleans would be another fault.
         if len(data) <= _MAX_CHARACTERS or plain.dtype == torch.bool:
             return f"tensor({data!r}, {kind}{shape})"
     finite = plain.double()[plain.isfinite()]

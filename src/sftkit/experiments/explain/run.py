@@ -47,6 +47,7 @@ def run_explain(args: Namespace, cfg: Config | None) -> int:
     """
     out = report_dir(args)
     quiet_profiler()
+    # Before anything is compiled: the width is in the keys of compiled code only once it is named.
     name_vector_width()
     if args.labs:
         quiet_libraries()

@@ -104,8 +104,8 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
             compiler is unknown to this torch.
     """
     check_options(cfg.compile)
-    # Model, layout, attention and loss as the run has them, but with made-up lengths of documents, from an eighth to all
-    # of max_length, which decide the slots and buckets that a recipe leaves to its data.
+    # Model, layout, attention and loss as the run has them, but with made-up lengths of documents, from an eighth to
+    # all of max_length, which decide the slots and buckets that a recipe leaves to its data.
     config = config_of(cfg.model, layers)
     orig_model = _new_model(config, cfg.model, cfg.run.seed, rt)
     length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
@@ -223,6 +223,7 @@ def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrained
         fields = {k: v for k, v in config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
         kind = fields.pop("model_type", config.model_type)
         make = f"config = AutoConfig.for_model({kind!r}, **{fields!r})\n"
+    # Some models wrap their decoder in another model, so that it is asked for twice.
     levels = 1 if orig_model.get_decoder() is decoder(orig_model) else 2
     remote = ", trust_remote_code=True" if model.trust_remote_code else ""
     return (

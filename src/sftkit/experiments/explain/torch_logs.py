@@ -87,19 +87,21 @@ class TorchLogHandler(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[TorchLogHandler]:
-    """Keep the logs inside, where nothing is compiled yet, and forget afterwards what was compiled: Dynamo keeps code by
-    Python function, which modules share, and does not trace it again.
+    """Keep the logs inside, where nothing is compiled yet, and forget afterwards what was compiled: Dynamo keeps code
+    by Python function, which modules share, and does not trace it again.
 
     Raises:
         ConfigError: TORCH_LOGS is set, which torch lets win.
     """
     refuse_torch_logs()
+    # dynamo at ERROR: its own warnings would be on the terminal beside what is kept here.
     heard = TorchLogHandler()
     wanted = {"dynamo": logging.ERROR, **dict.fromkeys(TORCH_LOGS, True)}
     with torch_logs_to(heard, heard.for_terminal, **wanted), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
         torch._dynamo.reset()
         yield heard
+        # Afterwards too: code that was compiled for a question would be found by the next one.
         torch._dynamo.reset()
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree  # private: how torch.compile itself walks arguments
+from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile walks arguments so
 
 from sftkit.errors import ConfigError
 from sftkit.experiments.explain.flags import file_of
@@ -28,6 +28,7 @@ def of_file(words: str, device: torch.device) -> Subject:
     """
     path, (file, _, name) = file_of(words), words.rpartition(":")
     with _failures_of(words, "importing the file"):
+        # Under the file's own name, so that a `__main__` part does not run.
         loaded = runpy.run_path(str(path), run_name=path.stem)
     make = loaded.get(name)
     if not callable(make):

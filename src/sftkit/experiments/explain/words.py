@@ -69,21 +69,25 @@ def _bisected(row: dict[str, Any]) -> Iterator[str]:
 def _kernels(result: dict[str, Any]) -> Iterator[str]:
     counts = result["counts"]
     yield (
-        f"\na training step: {counts['dispatches']:,} operators dispatched in eager ({counts['views']:,} of them views), "
-        f"{counts['launches']:,} launches compiled; {counted(counts['graphs'], 'graph')}, "
+        f"\na training step: {counts['dispatches']:,} operators dispatched in eager ({counts['views']:,} of them "
+        f"views), {counts['launches']:,} launches compiled; {counted(counts['graphs'], 'graph')}, "
         f"{counted(counts['breaks'], 'break')}"
     )
     if result["busy"]:
         yield "  the machine did other work meanwhile: these times say little"
     for way in ("eager", "compiled"):
         profile = result["profiles"][way]
+        # Below half a percent a share would read 0 %.
         shares = (f"{kind} {share:.0%}" for kind, share in profile["shares"].items() if share >= 0.005)
         yield f"  {way:8}  {1e3 * profile['seconds']:8.2f} ms  {', '.join(shares)}"
     for graph in result["graphs"]:
         kernels = graph["kernels"] or []
         known = graph["aten_ops"] is not None
         operators = counted(graph["aten_ops"], "ATen operator") if known else "ATen operators not known"
-        yield f"  graph {graph['id']} {graph['pass']}: {graph['function']}, {operators}, {counted(len(kernels), 'kernel')}"
+        yield (
+            f"  graph {graph['id']} {graph['pass']}: {graph['function']}, {operators}, "
+            f"{counted(len(kernels), 'kernel')}"
+        )
 
 
 def _labs(labs: dict[str, Any]) -> Iterator[str]:

@@ -77,8 +77,8 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
         orig_model = new_model(ModelSpec(MODEL, cfg.run.seed, rt.precision), rt.device)
         documents = EncodedDocuments(synthetic_documents(data, MODEL["vocab_size"]), ROW_LENGTH // 2)
         batches = lay_out(cfg, rt, documents, objective)
-        # The plan takes the first entry that fits. On a CPU all do, so only the leanest is left to choose, which is what
-        # ranks of a GPU without room for more take.
+        # The plan takes the first entry that fits. On a CPU all do, so only the leanest is left to choose, which is
+        # what ranks of a GPU without room for more take.
         lean = mock.patch.object(memory_plan, "SHARDINGS", memory_plan.SHARDINGS[-1:])
         with lean if case.lean else nullcontext():
             engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))
@@ -94,6 +94,7 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
     if case.schedule:  # one more step
         with timed_passes(2 if case.schedule == "interleaved" else 1) as passes:
             for step in batches.steps(TRAINED_STEPS, TRAINED_STEPS + 1):
+                # All ranks begin together, or the wait for a late one would count as a bubble.
                 dist.barrier()
                 engine.step(step, LEARNING_RATE)
     states = engine.optimizer.state.values()
@@ -145,6 +146,7 @@ def timed_passes(stages_per_process: int) -> Iterator[list[TimelinePass]]:
         def one_chunk(stage: Any, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
             start = time.monotonic()
             found = plain(stage, micro_batch, *args, **kwargs)
+            # A pause up to a fixed time: what is measured is the schedule, not this machine's cores.
             time.sleep(max(start + seconds / stages_per_process - time.monotonic(), 0.0))
             what = {"stage": stage.stage_index, "micro_batch": micro_batch, "forward": name.startswith("forward")}
             noted.append(what | {"start": round(start, 4), "end": round(time.monotonic(), 4)})

@@ -160,6 +160,7 @@ def per_pattern() -> Table:
     for label, topology in topologies.items():
         layout = Layout("packed", (_ROW_LENGTH,), _ROWS[8], 1, topology.row_ranks, _ROW_LENGTH, _ROW_LENGTH)
         setup = replace(_inputs(shape("8B"), layout, topology, 0.9), stage_layers=(4,) * 8)
+        # Six FLOPs per parameter and token: two forward, four backward.
         sent, machines = sum(each.sent for each in traffic(setup)), Machines(8)
         compute = 6 * setup.shape.parameters * _ROW_LENGTH * _ROWS[8] / 8 / machines.flops
         times = [f"{sent / speed / compute:.1%}" for speed in (machines.inside, machines.between)]

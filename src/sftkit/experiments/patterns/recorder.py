@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode  # what CommDebugMode and the profilers of torch are made of
+from torch.utils._python_dispatch import TorchDispatchMode  # torch's notes name this path (pytorch/pytorch#110073)
 
 from sftkit.memory.traffic import ring_share
 from sftkit.ops.dtensor import local
@@ -73,6 +73,7 @@ class TrafficRecorder(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The operator of a DTensor would be counted with the size of the whole tensor, of which this rank holds a part.
         if DTensor in types:
             return NotImplemented  # it comes again, as what DTensor makes of it
         out = func(*args, **(kwargs or {}))
@@ -99,6 +100,7 @@ class TrafficRecorder(TorchDispatchMode):
         """Note a storage that is new, or has another size in bytes."""
         key = storage._cdata
         if key not in self._sizes:
+            # A weak reference: counting must not keep alive what is counted.
             self._there[key] = weakref.KeyedRef(storage, self._freed, key)
         self.alive += size - self._sizes.get(key, 0)
         self._sizes[key] = size
@@ -136,6 +138,7 @@ class Saved:
     def measuring(self) -> Iterator[None]:
         """Count, inside, what is saved until it is freed, and note the most of it anew."""
         self.max_alive = self.alive
+        # What unpacks returns the tensor itself, so the backward pass computes the same.
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
             yield
 
@@ -176,9 +179,13 @@ def _ranks(args: Any) -> tuple[int, ...]:
     """Return the ranks of the group among the arguments of a collective: an object, or a name where it is a functional
     one."""
     for arg in reversed(args):
-        # Private, but what the functional collectives themselves resolve a group's name with.
+        # Private, but what functional collectives, whose groups are names (pytorch/pytorch#93173), resolve them with.
         if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):
-            return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(arg)))  # type: ignore[arg-type]
+            return tuple(
+                dist.get_process_group_ranks(
+                    dist.distributed_c10d._resolve_process_group(arg)  # type: ignore[arg-type]
+                )
+            )
         # A ScriptObject tells its class by _type alone.
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))

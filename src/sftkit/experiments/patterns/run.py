@@ -1,4 +1,5 @@
-"""Train a small transformer on one, two and four processes of this CPU in every layout; say what each rank holds, sends, waits for.
+"""Train a small transformer on one, two and four processes of this CPU in every layout; say what each rank holds, \
+sends, waits for.
 
 python -m sftkit.experiments.patterns [--out FILE.json] [--processes N ...]
 python -m sftkit.experiments.patterns --show FILE.json
@@ -65,7 +66,8 @@ def main() -> int:
             failed |= problem is not None
             plural = "es" if processes > 1 else ""
             print_text(
-                f"{processes} process{plural}: {problem or f'{len(cases)} layouts in {time.perf_counter() - started:.0f} s'}"
+                f"{processes} process{plural}: "
+                f"{problem or f'{len(cases)} layouts in {time.perf_counter() - started:.0f} s'}"
             )
     out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
     print_text(f"\n{terminal_tables(results)}\nraw: {out}")
@@ -94,6 +96,8 @@ def _measure(cases: list[TopologyCase], folder: Path) -> tuple[dict[str, Any], s
     out, log = folder / f"{processes}.json", folder / f"{processes}.log"
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
     words = [*launcher, "-m", "sftkit.experiments.patterns.measure", str(out), *(case.key for case in cases)]
+    # Ctrl-C reaches this process alone, which then ends the ranks: those of a terminal would get it too, amid their
+    # imports.
     with starting_processes():
         problem = run_logged([sys.executable, *words], log, _ENVIRONMENT, _TIMEOUT_SECONDS)
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}

@@ -45,6 +45,7 @@ def exchanges(results: Results) -> Table:
     for case in measured_cases(results):
         if case.processes == 1:
             continue
+        # Of one rank, not the most of each kind: in a pipeline the ranks send different things.
         exchanged = max((rank["exchanged"] for rank in results["cases"][case.key]), key=sent)
         by_kind = []
         for kind in _KINDS:
@@ -79,6 +80,7 @@ def bubbles(results: Results) -> Table:
 def bubble(ranks: Sequence[Sequence[TimelinePass]]) -> float:
     """Return the share of the ranks' time in which they wait, from the first pass of any of them to the last."""
     passes = [each for rank in ranks for each in rank]
+    # From the first pass of any rank: the wait of the last stage for its first micro-batch is a part of the bubble.
     span = max(each["end"] for each in passes) - min(each["start"] for each in passes)
     return 1.0 - sum(each["end"] - each["start"] for each in passes) / (span * len(ranks))
 

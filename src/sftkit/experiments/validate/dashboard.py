@@ -32,6 +32,7 @@ def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str 
     from sftkit.tracking.dashboard.records import RunFile, record_table
     from sftkit.tracking.dashboard.remote import DashboardWriter, dashboard_name, open_dashboard
 
+    # Asked first: without a dashboard neither torch's Accelerator nor a thread is needed.
     name = dashboard_name(config)
     if name is None:
         return None

@@ -128,6 +128,7 @@ def compiled_model(trio: Trio) -> tuple[bool, str]:
 
 def recompiles_in_training(trio: Trio) -> tuple[bool, str]:
     """Check that nothing was compiled again after the warm-up, by the proof and by the logged counter."""
+    # Both: the counter is of logged steps, the proof of the whole run.
     row = trio.compiled.proof_row("No recompiles after the warm-up")
     count = trio.compiled.last("compile/recompiles")
     return count == 0 and bool(row and row["ok"]), row["found"] if row and not row["ok"] else f"{count or 0:.0f}"
@@ -171,6 +172,7 @@ def in_time(trio: Trio) -> Pays | None:
     spent = trio.compiled.summary.get("warm_up_seconds")
     if trio.eager.error or trio.compiled.error or not eager or not compiled or spent is None:
         return None
+    # The eager warm-up runs the same checks; only what it does not have is the compiler's.
     without = trio.eager.summary.get("warm_up_seconds") or 0.0
     return pays(median(eager), median(compiled), max(spent - without, 0.0))
 
@@ -210,6 +212,7 @@ def loss_within_noise(trio: Trio) -> tuple[bool, str]:
     found = distances(plain.losses(trio.warm_up), trio.compiled.losses(trio.warm_up))
     if plain.error or not noise or not found:
         return False, f"not measured: {name}: {plain.error}" if plain.error else "the runs logged no common steps"
+    # The mean tells a drift, the maximum a single step that went wrong.
     ok = mean(found) <= mean(noise) and max(found) <= max(noise)
     words = [f"{100 * mean(some):.3f} % apart on average, {100 * max(some):.3f} % at most" for some in (found, noise)]
     return ok, f"from {name} {words[0]}; two baseline seeds {words[1]}"

@@ -223,6 +223,7 @@ def record_validation(result: Mapping[str, Any], path: Path) -> str:
     failed = [f"{v['criterion']} ({v['layout']}, {v['processes']})" for v in result["verdicts"] if v["ok"] is False]
     if failed:
         return f"--record: nothing was recorded in {path}: failed: {', '.join(failed)}"
+    # All refusals before the first byte is written: the file is in the repository.
     check_portable(key_words(result["plan"]))
     check_one_commit(result)
     found = [entry_of(trio, result) for of_layout in trios(result) for trio in of_layout]
@@ -254,8 +255,8 @@ def check_one_commit(result: Mapping[str, Any]) -> None:
     commits = dict.fromkeys(str(known["git"] or "unknown") for known in environments if "git" in known)
     if len(commits) > 1:
         raise ConfigError(
-            f"--record: the runs are of several commits, {', '.join(commits)}: nothing was recorded; leave the checkout as it "
-            "is while they run"
+            f"--record: the runs are of several commits, {', '.join(commits)}: nothing was recorded; leave the "
+            "checkout as it is while they run"
         )
 
 
@@ -309,6 +310,6 @@ def check_portable(words: Iterable[str]) -> None:
             raise ConfigError(f"--record: {key}: looks like a secret, which the ledger must not hold")
         if _MACHINE_PATH.search(word):
             raise ConfigError(
-                f"--record: {word}: a path of this machine, which the ledger must not hold; name it from the repository's "
-                "root (a link will do) or leave out --record"
+                f"--record: {word}: a path of this machine, which the ledger must not hold; name it from the "
+                "repository's root (a link will do) or leave out --record"
             )

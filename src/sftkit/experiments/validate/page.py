@@ -42,7 +42,8 @@ def _facts(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {value}" for name, value in env.get("packages", {}).items() if value)
     return [
         f"{plan['recipe']} {' '.join(plan['overrides'])}, {plan['script']}".replace(" ,", ","),
-        f"{env.get('device', 'unknown device')}; {versions}; Python {env.get('python')}; commit {env.get('git') or 'unknown'}",
+        f"{env.get('device', 'unknown device')}; {versions}; Python {env.get('python')}; commit "
+        f"{env.get('git') or 'unknown'}",
         f"{plan['steps']} steps a run, each run in processes of its own with empty compiler caches; the first "
         f"{plan['warm_up']} steps are left out; medians of windows of {plan['window']} steps, extremes in brackets",
     ]

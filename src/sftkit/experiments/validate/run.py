@@ -45,7 +45,8 @@ def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None
     out.mkdir(parents=True, exist_ok=True)
     every = cases(plan, cfg, hardware, replica_of(cfg.model, cfg.optim, cfg.train), out)
     print_text(
-        f"{len(every)} runs of {plan.steps} steps; the first {plan.warm_up} are warm-up and count in no speed and no loss"
+        f"{len(every)} runs of {plan.steps} steps; the first {plan.warm_up} are warm-up and count in no speed and no "
+        "loss"
     )
     result: dict[str, Any] = {
         "plan": asdict(plan),
@@ -57,6 +58,7 @@ def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None
         result["runs"].append(run_case(case, plan))
         (out / "validation.json").write_text(json.dumps(result, indent=1))
         print_text(f"[{number}/{len(every)}] {run_line(result['runs'][-1], plan.warm_up)}")
+    # Compiled code of every run is gigabytes, and of no use to a later one: each begins with empty caches.
     shutil.rmtree(out / "caches", ignore_errors=True)
     return _write(judged(result, ledger), out)
 
@@ -135,4 +137,7 @@ def run_line(run: dict[str, Any], warm_up: int) -> str:
         return f"{run['name']}: FAILED: {measured.error}"
     speeds, loss = measured.speeds(warm_up), measured.last("train/loss")
     shown_loss = "-" if loss is None else f"{loss:.4f}"
-    return f"{run['name']}: {format_spread(speeds, ',.0f')} tok/s, loss {shown_loss}, {measured.largest('mem/peak_gib'):.2f} GiB"
+    return (
+        f"{run['name']}: {format_spread(speeds, ',.0f')} tok/s, loss {shown_loss}, "
+        f"{measured.largest('mem/peak_gib'):.2f} GiB"
+    )

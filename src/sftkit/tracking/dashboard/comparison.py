@@ -49,7 +49,8 @@ def find_run(run: str, entity: str, project: str, *, offline: bool) -> Compared:
         return Compared(name, (str(found),) if found else (name,), curves, machine_name(report["environment"]))
     if not _NAME.fullmatch(run):
         raise ConfigError(
-            f"--report {run!r}: neither a run directory nor the id or name of a wandb run (letters, digits, space and ._:-)"
+            f"--report {run!r}: neither a run directory nor the id or name of a wandb run (letters, digits, space "
+            "and ._:-)"
         )
     return Compared(run, (run,)) if offline else _from_wandb(run, entity, project)
 
@@ -59,10 +60,12 @@ def _from_wandb(run: str, entity: str, project: str) -> Compared:
     import wandb
 
     check_key()
+    # wandb's filters call the id `name` and what a person sees `display_name`.
     either = {"$or": [{"name": run}, {"display_name": run}]}
     try:
         found = next(iter(wandb.Api().runs(f"{entity}/{project}", filters=either)), None)
         rows = [] if found is None else list(found.scan_history())
+    # wandb raises its own, requests' and plain ValueErrors; all mean that there is no answer.
     except Exception as error:
         raise ConfigError(f"wandb does not give {entity}/{project}/{run}: {first_line(error)}") from error
     if found is None:
@@ -75,6 +78,7 @@ def comparison(
 ) -> reports.Report:
     """Return a report of two runs of a project; `logged`: names that they have, None: not known."""
     ids = [one for run in runs for one in run.ids]
+    # A run directory may know an id, a typed word may be either, so both fields are asked.
     either = workspaces.Or(workspaces.Metric("ID").isin(ids), workspaces.Metric("Name").isin(ids))
 
     def grid(shown: list[Any]) -> reports.PanelGrid:

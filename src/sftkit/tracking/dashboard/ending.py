@@ -44,8 +44,10 @@ def ending_of(run_dir: Path, status: RunStatus | None, error: BaseException | No
         status: of this process; None: there is none.
     """
     if error is not None:
+        # A rank whose error follows from another's would hide the cause: wandb shows one text.
         causes = [failure for failure in status.failures() if not failure.symptom] if status else []
         text = str(causes[0]) if causes else describe_error(error)
+        # The text leaves this machine, and may quote a URL or a setting with a key in it.
         if kind := secret_in(text):
             text = f"{type(error).__name__}: its text holds what looks like {kind}, and is in {STATUS} alone"
         code = 2 if isinstance(error, ConfigError | DataError) else 1
@@ -53,6 +55,7 @@ def ending_of(run_dir: Path, status: RunStatus | None, error: BaseException | No
     found = read_status(run_dir)
     state, name = str(found.get("status", "finished")), found.get("signal")
     summary = {"run/state": state, **({"run/signal": name} if name else {})}
+    # As a shell has it: 128 + signal. The process itself ends with 0, since it has saved.
     if state not in ("stopped", "preempted"):
         return Ending(state, 0, summary)
     return Ending(state, 128 + signal.Signals[name] if name else TIMED_OUT, summary)

@@ -58,8 +58,8 @@ def sentence(resolved: Mapping[str, Any], environment: Mapping[str, Any]) -> str
         return ""
     where = f"{environment.get('world_size', 1)} x {environment.get('device', 'unknown device')}"
     return (
-        f"{resolved['model_type']} with {resolved['parameters'] / 1e6:,.1f} M parameters on {', '.join(resolved['sources'])} "
-        f"({resolved['documents']:,} documents, {resolved['tokens']:,} tokens), {resolved['layout']} rows of up to "
-        f"{resolved['row_length']:,} tokens, {resolved['attention']} attention, {resolved['optimizer']}, {where}, "
-        f"commit {environment.get('git') or 'unknown'}"
+        f"{resolved['model_type']} with {resolved['parameters'] / 1e6:,.1f} M parameters on "
+        f"{', '.join(resolved['sources'])} ({resolved['documents']:,} documents, {resolved['tokens']:,} tokens), "
+        f"{resolved['layout']} rows of up to {resolved['row_length']:,} tokens, {resolved['attention']} attention, "
+        f"{resolved['optimizer']}, {where}, commit {environment.get('git') or 'unknown'}"
     )

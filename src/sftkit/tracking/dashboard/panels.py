@@ -180,6 +180,7 @@ def panel_sections(logged: Collection[str] | None) -> list[Section]:
 def _panel_of(panel: Panel, logged: Collection[str] | None) -> Panel | None:
     """Return the panel with those of its names that there are; None without any."""
     names = tuple(name for name in panel.names if has(name, logged))
+    # An axis that was never logged would leave the plot empty although its curves exist.
     if not names or (isinstance(panel, LinePlot) and not has(panel.x, logged)):
         return None
     return panel._replace(names=names)  # type: ignore[arg-type]

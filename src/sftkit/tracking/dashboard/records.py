@@ -43,6 +43,7 @@ class RunFile:
 def proof_of(run_dir: Path) -> RunFile:
     """Return the checks that a run has made of itself, those that failed first, and how many passed."""
     found = read_object(run_dir / PROOF)
+    # The sort keeps the order of equals, so within both groups checks stand as in proof.json.
     checks = sorted(found.get("rows", []), key=lambda check: check.get("ok") is not False)
     if not checks:
         return RunFile()
@@ -62,6 +63,7 @@ def preflight_of(run_dir: Path) -> RunFile:
     found = read_object(run_dir / PREFLIGHT)
     if not found:
         return RunFile()
+    # Both splits in one table, told apart by a column: wandb joins no tables.
     splits = {"train": found.get("sources", []), "val": found.get("validation", [])}
     sources = [{"split": split, **source} for split, rows in splits.items() for source in rows]
     odd = [source | finding for source in sources for finding in source.get("findings", [])]
@@ -72,6 +74,7 @@ def preflight_of(run_dir: Path) -> RunFile:
         record_table("preflight/findings", FINDING_COLUMNS, odd),
         record_table("preflight/warnings", ("warning",), warnings),
     ]
+    # Only this run's layout stands for it; the table has the others for comparison.
     own: Mapping[str, Any] = next((layout for layout in found.get("layouts", []) if layout.get("own")), {})
     values = {
         **{name: sum(source.get(name, 0) for source in splits["train"]) for name in ("documents", "tokens")},

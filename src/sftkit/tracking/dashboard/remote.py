@@ -48,7 +48,8 @@ def dashboard_name(config: LogConfig) -> str | None:
         return None
     raise ConfigError(
         f"log.tracker={config.tracker}: the package {config.tracker} is not installed here; "
-        f"{install('sftkit[trackio]' if config.tracker == 'trackio' else 'wandb')}, or set log.tracker=none (metrics.jsonl and report.html need no package)"
+        f"{install('sftkit[trackio]' if config.tracker == 'trackio' else 'wandb')}, or set log.tracker=none "
+        "(metrics.jsonl and report.html need no package)"
     )
 
 
@@ -81,6 +82,7 @@ def open_dashboard(
     name = dashboard_name(config)
     if name is None:
         return None
+    # Offline is tried if online fails, so that a network that is down costs no record.
     modes = ["local"] if name == "trackio" else list(dict.fromkeys((wandb_mode(config.wandb), "offline")))
     if modes[0] == "off":
         return None
@@ -107,9 +109,12 @@ def _start_wandb(
     """Start wandb. `init_args`: its mode and the folder that it writes in."""
     import wandb
 
+    # 20 s for a start, where wandb itself waits 90; its capture of stdout is off, as it would replace the stream that
+    # the live bar draws on.
     quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
     init: dict[str, Any] = {**init_args, "name": about.name, "settings": quiet}
     init |= {"group": about.group, "job_type": about.job_type, "tags": about.tags, "notes": about.notes}
+    # "allow" continues the run, or makes it anew if it was deleted on the server; "must" would fail then.
     init |= {"id": run_id, "resume": "allow"} if run_id else {}
     return Wandb(_started("wandb", project, init, dict(about.settings), accelerator), init_args["mode"])
 
@@ -117,6 +122,8 @@ def _start_wandb(
 def _start_trackio(project: str, run_id: str | None, about: Identity, accelerator: Accelerator) -> Trackio:
     """Start trackio."""
     init: dict[str, Any] = {"name": about.name, "group": about.group, "config": dict(about.settings)}
+    # "never" keeps a new run from being appended to an earlier one of the same name; no widget, and no threads that log
+    # the hardware.
     init |= {"resume": "allow" if run_id else "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
     with redirect_stdout(io.StringIO()):  # it prints nine lines at its start
         return Trackio(_started("trackio", project, init, {}, accelerator), project)
@@ -131,9 +138,11 @@ class DashboardWriter:
         self.dashboard = dashboard
         self.dropped = 0
         "rows, tables and alerts that the dashboard did not get"
+        # What holds unless the thread says otherwise: a thread that is stuck can report nothing.
         self._problem: str | None = "no answer in time"
         self._ending: Ending | None = None
         self._calls: queue.Queue[DashboardCall | None] = queue.Queue(QUEUE_ROWS)
+        # A daemon: a service that never returns must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"{dashboard.name} remote logger", daemon=True)
         self._thread.start()
 
@@ -169,6 +178,7 @@ class DashboardWriter:
                 call(self.dashboard)
             except Exception as error:
                 self._lose(f"does not take a row ({first_line(error)})")
+        # The queue orders them: whoever puts None has set the ending before.
         assert self._ending is not None, "set before the end is put into the queue"
         try:
             self.dashboard.finish(self._ending)
@@ -179,6 +189,7 @@ class DashboardWriter:
     def finish(self, ending: Ending) -> str | None:
         """End the run, within 30 seconds whatever the dashboard does; return what the person should be told."""
         self._ending = ending
+        # One deadline for both waits below: for room in the queue, and for the thread.
         end = time.monotonic() + FINISH_SECONDS
         with suppress(queue.Full):  # it has been stuck for long, and will not take an end either
             self._calls.put(None, timeout=FINISH_SECONDS)

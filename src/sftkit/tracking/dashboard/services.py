@@ -65,7 +65,10 @@ class Wandb:
         self._defined: set[str] = set()
         self._means = Means()
         # Found while it is alive and well: later, when it is to be killed, wandb may no longer answer.
+        # Found by name: wandb has no public handle of the process that it starts.
         self._service = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+        # wandb's own step only grows and drops rows below it, as after a resume from an earlier checkpoint
+        # (wandb/wandb#4482).
         run.define_metric("*", step_metric="step")
 
     def row(self, step: int, values: Values) -> None:
@@ -103,6 +106,7 @@ class Wandb:
 
     def abandon(self) -> None:
         """Kill wandb's own process: when Python ends, wandb would wait for it, for ever if it is stuck."""
+        # wandb.finish can wait for ever although all was sent (wandb/wandb#4929); what is on disk can be synced later.
         for process in self._service:
             with suppress(psutil.Error):
                 process.kill()

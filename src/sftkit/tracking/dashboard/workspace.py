@@ -71,6 +71,7 @@ def panel_of(panel: Panel) -> Any:
             return reports.ScalarChart(title=title, metric=reports.SummaryMetric(panels.value_of_run(name)))
         case Shown((name,)):
             return reports.WeavePanelSummaryTable(table_name=name, layout=reports.Layout(w=24, h=12))
+        # A pattern goes as a regular expression, so that names which appear later (a new source) are drawn too.
         case LinePlot((name,), title, x) if panels.is_pattern(name):
             return reports.LinePlot(title=title, x=x, title_x=x, metric_regex=panels.expression(name))
         case LinePlot(names, title, x):
@@ -96,6 +97,7 @@ def names_of(run_dir: Path | None) -> set[str] | None:
 
 def newest_on_wandb(root: Path) -> Path | None:
     """Return the run directory with the newest wandb run in it: those of a validation, which are many, have none."""
+    # By wandb's own folders, not by metrics.jsonl: the panels are for runs that it has.
     found = [path for path in root.glob("**/wandb/*run-*") if (path.parents[1] / METRICS_FILE).is_file()]
     kept = [path for path in found if not is_archived(path)]
     return max(kept, key=lambda path: path.stat().st_mtime).parents[1] if kept else None
@@ -125,9 +127,11 @@ def save_view(view: workspaces.Workspace | reports.Report) -> str:
     Raises:
         ConfigError: there is no key on this machine, or the server refuses.
     """
+    # Without a key wandb may ask for one at the terminal, and wait.
     check_key()
     try:
         view.save()
+    # wandb_workspaces passes on errors of wandb, of GraphQL and of requests.
     except Exception as error:
         where = f"{view.entity}/{view.project}"
         raise ConfigError(f"wandb does not take the dashboard of {where}: {first_line(error)}") from error
@@ -144,5 +148,6 @@ def check_key() -> None:
 
     if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False)):
         raise ConfigError(
-            f"there is no wandb key on this machine: run `{program_path('wandb')} login`, or look at the spec with --dry-run"
+            f"there is no wandb key on this machine: run `{program_path('wandb')} login`, or look at the spec with "
+            "--dry-run"
         )
