@@ -25,7 +25,8 @@ _OTHER_NAMES = {
     "train.resume": "resume_from resume_from_checkpoint",
     "data.max_length": "max_seq_length max_seq_len seq_length seq_len sequence_length sequence_len context_length "
     "context_len block_size cutoff_len model_max_length",
-    "data.train": "dataset datasets dataset_name dataset_path train_dataset train_data train_file train_files data_path",
+    "data.train": "dataset datasets dataset_name dataset_path train_dataset train_data train_file train_files "
+    "data_path",
     "data.val": "eval_dataset val_dataset validation_dataset val_data validation_data val_file validation_file",
     "data.layout": "packing packed sample_packing",
     "data.targets": "train_on_inputs train_on_prompt train_on_input assistant_only_loss completion_only_loss",

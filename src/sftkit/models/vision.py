@@ -189,8 +189,8 @@ def pixels_of(config: PretrainedConfig) -> Pixels:
 def unseen_pixels(orig_model: PreTrainedModel) -> str:
     """Return which rows and columns of a picture are in no patch of the encoder; empty where all are seen.
 
-    Patches are a convolution whose stride is its kernel, which leaves out what is less than a patch, as in ViT; Swin pads
-    instead. Published encoders may do so (384 pixels in patches of 14), so it is no reason to refuse one.
+    Patches are a convolution whose stride is its kernel, which leaves out what is less than a patch, as in ViT; Swin
+    pads instead. Published encoders may do so (384 pixels in patches of 14), so it is no reason to refuse one.
     """
     pixels = pixels_of(orig_model.config)
     for module in orig_model.get_encoder().modules():
@@ -204,9 +204,9 @@ def unseen_pixels(orig_model: PreTrainedModel) -> str:
             rest = {"rows": pixels.height % down, "columns": pixels.width % across}
             if left := [f"the last {number} {name}" for name, number in rest.items() if number]:
                 return (
-                    f"{orig_model.config.encoder.model_type}: of pictures of {pixels.height} x {pixels.width} pixels in patches of "
-                    f"{down} x {across} the encoder does not see {' and '.join(left)}; an image_size that is a multiple of "
-                    "patch_size loses none"
+                    f"{orig_model.config.encoder.model_type}: of pictures of {pixels.height} x {pixels.width} pixels in "
+                    f"patches of {down} x {across} the encoder does not see {' and '.join(left)}; an image_size that is a "
+                    "multiple of patch_size loses none"
                 )
     return ""
 
