@@ -205,8 +205,8 @@ def unseen_pixels(orig_model: PreTrainedModel) -> str:
             if left := [f"the last {number} {name}" for name, number in rest.items() if number]:
                 encoder = orig_model.config.encoder.model_type
                 return (
-                    f"{encoder}: of pictures of {pixels.height} x {pixels.width} pixels in patches of {down} x {across} the "
-                    f"encoder does not see {' and '.join(left)}; an image_size that is a multiple of patch_size "
+                    f"{encoder}: of pictures of {pixels.height} x {pixels.width} pixels in patches of {down} x {across} "
+                    f"the encoder does not see {' and '.join(left)}; an image_size that is a multiple of patch_size "
                     "loses none"
                 )
     return ""
