@@ -29,8 +29,8 @@ def batches_of(workers: int) -> Batches:
 def documents_of(step: int, number: int) -> list[str]:
     """Names of a step's documents in a micro-batch, from 0."""
     (found,) = batches_of(0).steps(step - 1, step)
-    before = sum(found.documents_in[:number])
-    return [f"test #{i}" for i in found.documents[before : before + found.documents_in[number]]]
+    before = sum(found.documents_per_micro_batch[:number])
+    return [f"test #{i}" for i in found.documents[before : before + found.documents_per_micro_batch[number]]]
 
 
 def stands_in(monkeypatch: pytest.MonkeyPatch, step: int, number: int, do: Callable[[], None]) -> None:

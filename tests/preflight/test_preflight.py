@@ -626,7 +626,7 @@ def run_until_loaded(monkeypatch: pytest.MonkeyPatch, script: str, recipe: Path)
     found: list[Examples] = []
 
     @contextmanager
-    def open_recipe(_: Config, stage: str) -> Iterator[assemble.Run]:
+    def start_run(_: Config, stage: str) -> Iterator[assemble.Run]:
         run_dir = Path(cfg.run.dir)
         run_dir.mkdir()
         yield assemble.Run(cfg, stage, cpu_runtime(), run_dir, assemble.NO_CHECKPOINT)
@@ -635,7 +635,7 @@ def run_until_loaded(monkeypatch: pytest.MonkeyPatch, script: str, recipe: Path)
         found.append(data.batches.examples)
         raise Loaded
 
-    monkeypatch.setattr(assemble, "open_recipe", open_recipe)
+    monkeypatch.setattr(assemble, "start_run", start_run)
     monkeypatch.setattr(assemble, "build_engine", build_engine)
     monkeypatch.setattr(sys, "argv", [f"scripts/{script}", str(recipe)])
     with pytest.raises(Loaded):

@@ -227,7 +227,7 @@ def test_a_spike_can_end_the_run_with_the_documents_of_the_micro_batch_that_lost
     told = Told(tmp_path, NumericsConfig(on_spike="error"))
     for loss in QUIET * 8:
         told.add(loss)
-    numbers = told.step_batches.documents_in
+    numbers = told.step_batches.documents_per_micro_batch
     guilty = list(told.step_batches.documents[sum(numbers[:2]) : sum(numbers[:3])])
     with pytest.raises(SpikeError) as error:
         told.add(2.0, losses=(1.0, 1.0, 5.0, 1.0))

@@ -46,7 +46,7 @@ class StepBatches:
     "the most (query, key) pairs that a rank computes over the mean of all ranks; 1.0: all the same"
     documents: tuple[int, ...] = ()
     "indices of the documents in this rank's rows"
-    documents_in: tuple[int, ...] = ()
+    documents_per_micro_batch: tuple[int, ...] = ()
     "how many of them each micro-batch has, one after the other"
     source_tokens: tuple[int, ...] = (0,)
     "document tokens of the global batch by source"
@@ -104,7 +104,7 @@ class StepDataset(Dataset[StepBatches]):
             num_positions=self.layout.positions(batch.row_length),
             rank_skew=batch.rank_skew(self.layout),
             documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
-            documents_in=tuple(sum(map(len, rows)) for rows in mine),
+            documents_per_micro_batch=tuple(sum(map(len, rows)) for rows in mine),
             source_tokens=tuple(source_tokens.astype(np.int64).tolist()),
             document_lengths=tuple(lengths.tolist()),
         )

@@ -48,7 +48,7 @@ def convert(raw: object, where: str) -> Row:
     if not isinstance(raw, dict):
         raise wrong_kind(f"{where}: the row", raw, "an object with columns", reason="row is not an object")
     present = {key: value for key, value in raw.items() if value is not None}
-    for columns, make in SHAPES:
+    for columns, make in FORMATS:
         if all(column in present for column in columns):
             return _completed(make(present, where), present)
     null = [key for key in raw if key not in present]
@@ -254,7 +254,7 @@ def _missing(image: str, where: str) -> DataError:
     return DataError(f"{where}: {image}: no such picture", reason="picture is missing")
 
 
-SHAPES: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
+FORMATS: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
     *((pair, _picture(*pair)) for pair in product(("image", "file_name"), ("captions", "caption", "text"))),
     (("messages",), _messages),
     (("conversations",), _conversations),

@@ -20,7 +20,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.kind import ModelKind
 from sftkit.models.structure import decoder
-from sftkit.ops.attention import documents_of, kernel_order, plain_attention
+from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
 from sftkit.ops.cross_attention import input_boundaries
 
 
@@ -93,7 +93,7 @@ class EncoderDecoder(ModelKind):
             "encoder_hidden_states": encoded.view(rows, places // rows * length, -1),
             "encoder_attention_mask": input_boundaries(batch.doc_ids, places // rows, length, backend, visible),
             "use_cache": False,
-            "documents": documents_of(batch, backend, context_group),
+            "documents": document_boundaries(batch, backend, context_group),
         }
 
     def hidden_states(

@@ -58,7 +58,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     is built.
 
     Args:
-        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_chosen` become methods that gather what they need, as the
+        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_selected` become methods that gather what they need, as the
             forward pass of orig_model does from now on.
         precision: of the weights; gradients are summed in fp32.
 
@@ -88,7 +88,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
     if output_projection(orig_model) in alone:
-        _gather_in(output_projection(orig_model), model, "sums_of_chosen")
+        _gather_in(output_projection(orig_model), model, "sums_of_selected")
     for before, after in itertools.pairwise(blocks):
         before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
 

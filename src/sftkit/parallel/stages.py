@@ -132,7 +132,7 @@ class StageModule(torch.nn.Module):
         hidden = decoded(self.decoder, inputs, batch, model.backend)
         if not self.is_last:
             return hidden.contiguous()  # what is sent, and what torch 2.11 asks for
-        sums = model.sums_of_chosen(model.objective.select(hidden, batch), batch)
+        sums = model.sums_of_selected(model.objective.select(hidden, batch), batch)
         self.totals.append(Totals.of(sums))
         return torch.stack([sums.loss * self._scale])
 

@@ -278,5 +278,5 @@ def spike_cause(losses_of_ranks: list[RankLoss], spikes: list[Spike]) -> str:
 
 def micro_batches_of(step_batches: StepBatches) -> list[tuple[int, int]]:
     """Return (document, micro-batch from 0) for each of this rank's documents of a step."""
-    numbers = [number for number, count in enumerate(step_batches.documents_in) for _ in range(count)]
+    numbers = [number for number, count in enumerate(step_batches.documents_per_micro_batch) for _ in range(count)]
     return list(zip(step_batches.documents, numbers, strict=True))

@@ -57,13 +57,13 @@ from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.about import about_run
 from sftkit.train.loop import train
-from sftkit.train.parts import Data, EncodedDocuments, Run, Start, TrainServices
+from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
 from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
 
 
 @contextmanager
-def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
+def start_run(cfg: Config, stage: str) -> Iterator[Run]:
     """Join the ranks and open the run directory, for the length of the context.
 
     On leaving it, put back what was changed in the process; an error is printed and recorded.
@@ -88,7 +88,7 @@ def set_environment(cfg: Config) -> None:
         os.environ.setdefault(name, value)
 
 
-def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
+def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
     """Load the model of the recipe, and find how long documents may be (max_length).
 
     Raises:
@@ -113,10 +113,10 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     rt.print(resolved)
     for line in filter(None, (describe_added_tokens(orig_model, tokenizer), padding.describe_padding(orig_model))):
         rt.print(line)
-    return Start(orig_model, tokenizer, max_length)
+    return LoadedModel(orig_model, tokenizer, max_length)
 
 
-def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: Objective) -> Data:
+def load_data(run: Run, loaded: LoadedModel, tokenize: partial[Tokenized], objective: Objective) -> Data:
     """Load the documents, tokenized now or from the cache, laid out in rows.
 
     Args:
@@ -128,10 +128,10 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
     cfg = run.cfg
     with run.rt.main_first():
         examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
-        encode = partial(kind_of(start.orig_model.config).with_inputs, start.orig_model, start.tokenizer)
-        examples = encode(examples, start.max_length, cfg.data)
-        validation = {name: encode(one, start.max_length, cfg.data) for name, one in validation.items()}
-    documents = EncodedDocuments(examples, start.max_length, int(start.tokenizer.pad_token_id or 0))
+        encode = partial(kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
+        examples = encode(examples, loaded.max_length, cfg.data)
+        validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
+    documents = EncodedDocuments(examples, loaded.max_length, int(loaded.tokenizer.pad_token_id or 0))
     batches = lay_out(cfg, run.rt, documents, objective, run.resume)
     # for models with an encoder the evaluation chooses the samples itself
     shown = 0 if examples.encoder_inputs is not None else cfg.eval.samples
@@ -156,7 +156,7 @@ def lay_out(
     return Batches(dataset, cfg.run.seed, num_workers=workers, earlier=earlier, first_step=step)
 
 
-def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> Engine:
+def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data) -> Engine:
     """Return the engine that computes the steps of this run; print its choices and warnings before anything compiles.
 
     Raises:
@@ -166,11 +166,11 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
     def record(plan: MemoryPlan | None) -> None:
         if not run.rt.is_main:
             return
-        learned, model = preflight.data_of_run(data.batches, data.validation), PlannedModel(start.orig_model, plan)
-        found = preflight.analyse(run.cfg, start.tokenizer, learned, model, preflight.machine_of(run.rt))
+        learned, model = preflight.data_of_run(data.batches, data.validation), PlannedModel(loaded.orig_model, plan)
+        found = preflight.analyse(run.cfg, loaded.tokenizer, learned, model, preflight.machine_of(run.rt))
         preflight.record_preflight(run.dir, run.rt, found)
 
-    training = Training(start.orig_model, objective, data.batches.layout, run.cfg.model)
+    training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model)
     cfg = with_layers(run.cfg, earlier_layers(run))
     engine = make_engine(cfg, run.rt, Path(run.cfg.run.dir), training, record)
     # what was measured is written down, for a resume to keep
@@ -222,18 +222,18 @@ def make_engine(
     return Blocks(cfg, training, rt, run_dir, planned)
 
 
-def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
+def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> None:
     """Make evaluation, checkpoints and tracker; run the loop; write the summary.
 
     Raises:
         ConfigError: the run cannot work or be resumed like this.
         NumericsError, CheckpointError: as train says.
     """
-    cfg, rt, tokenizer = run.cfg, run.rt, start.tokenizer
+    cfg, rt, tokenizer = run.cfg, run.rt, loaded.tokenizer
     run_dir = Path(cfg.run.dir)
     suite = Suite(
         config=cfg.eval,
-        orig_model=start.orig_model,
+        orig_model=loaded.orig_model,
         tokenizer=tokenizer,
         rt=rt,
         model=engine.model,
@@ -242,12 +242,12 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
         sample_rows=data.samples,
         run_dir=run_dir,
     )
-    checkpoints = open_checkpoints(run, start, data, engine)
+    checkpoints = open_checkpoints(run, loaded, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     check_steps_left(run, data.batches, resumed["step"])
     # a new run that starts from the checkpoint of another one is a run of its own on the dashboard
     point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
-    about = about_run(run, start.orig_model, data.batches, engine.setup)
+    about = about_run(run, loaded.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, point) as tracker:
         services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, [prompt_check(data.prompted_targets)])
         trained = train(cfg, rt, engine, data.batches, services)
@@ -269,15 +269,15 @@ def check_steps_left(run: Run, batches: Batches, step: int) -> None:
         )
 
 
-def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Checkpoints:
+def open_checkpoints(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Checkpoints:
     """Return the checkpoints of a run. The engine exists by now, so that a resume can load into its optimizer.
 
     Raises:
         ConfigError: the disk cannot hold them.
     """
-    identity = run_identity(start.orig_model, start.tokenizer, data.batches.examples, data.batches.layout)
+    identity = run_identity(loaded.orig_model, loaded.tokenizer, data.batches.examples, data.batches.layout)
     recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))
-    state = (start.orig_model, start.tokenizer, engine.optimizer)
+    state = (loaded.orig_model, loaded.tokenizer, engine.optimizer)
     checkpoints = Checkpoints(Path(run.cfg.run.dir), run.cfg.checkpoint, run.rt, *state, recipe, identity)
     checkpoints.check_space(engine.setup.checkpoint_bytes, new_run=not run.rt.resumes)
     return checkpoints

@@ -38,7 +38,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Start:
+class LoadedModel:
     """What training starts from."""
 
     orig_model: PreTrainedModel
