@@ -34,7 +34,9 @@ def expanded(path: str) -> str:
     found = os.path.expanduser(path)
     if found.startswith("~"):
         name = path.partition("/")[0]
-        raise ConfigError(f"{name} is nobody's home directory here. Write the path in full, or ./{name} for that name")
+        raise ConfigError(
+            f"{name}: no such user on this machine. Write the path in full, or ./{name} for a file of that name"
+        )
     return found
 
 

@@ -137,7 +137,7 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     if not faults:
         return array
     raise DataError(
-        f"{first_of(faults, SHOWN, '; ')}. Mend {'it' if len(faults) == 1 else 'them'}, or take out the rows: {len(faults)} of {len(names):,} "
+        f"{first_of(faults, SHOWN, '; ')}. Repair {'it' if len(faults) == 1 else 'them'}, or remove the rows: {len(faults)} of {len(names):,} "
         "pictures cannot be read",
         reason="not a picture",
     )

@@ -96,7 +96,7 @@ def require_source_and_texts(row: Row) -> tuple[str, Sequence[str]]:
         return turns[0]["content"], [turns[1]["content"]]
     raise DataError(
         f"{row.where}: neither a picture with captions (image or file_name, and caption, captions or text) nor a question "
-        "with its answer (prompt, completion), and this script learns what is said of one. Texts and conversations are for the other stages",
+        "with its answer (prompt, completion), one of which this script needs. Texts and conversations are for the other stages",
         reason="nothing for an encoder",
     )
 
@@ -142,7 +142,7 @@ def _completed(row: Row, raw: Raw) -> Row:
         raise wrong_kind(f"{row.where}: chat_template_kwargs", args, "an object", reason="malformed template arguments")
     if taken := RESERVED & (args or {}).keys():
         raise DataError(
-            f"{row.where}: chat_template_kwargs has {', '.join(sorted(taken))}, which tokenizing gives by itself",
+            f"{row.where}: chat_template_kwargs has {', '.join(sorted(taken))}, which sftkit sets itself",
             reason="malformed template arguments",
         )
     row = replace(row, template_args=args or None)

@@ -81,7 +81,7 @@ class Blocks:
                 rt.print(advice, "warning")
             # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
-                rt.print("one process: the pipeline has one stage, so a step is that of train.engine=blocks")
+                rt.print("one process: the pipeline has one stage, so steps run as with train.engine=blocks")
             if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
                 layers = measured_layers(cfg.compile, cfg.train, training, choice.backend, rt)
                 cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))

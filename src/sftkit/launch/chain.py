@@ -144,7 +144,7 @@ def checks(run_dir: Path) -> str:
 
 
 def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """Return lines on what to make of an accuracy that SFT has not moved beyond chance; empty where it has.
+    """Return lines that explain an accuracy that SFT has not raised; empty if it has.
 
     Args:
         families: the result of the evaluation: value and 95 % interval (low, high), 0-1.
@@ -154,9 +154,9 @@ def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[st
         return []
     longer = invocation("scripts/run_chain.py", "recipes/default")
     return [
-        "  that is no more than before SFT, within its interval: the stages ran and",
-        "  proved themselves, but so small a model in so few steps learns nothing that",
-        f"  can be asked. One that does, in some minutes: {longer}",
+        "  that is no more than before SFT, within the interval: all stages ran, but so",
+        "  small a model learns no task in so few steps. A model that learns them, in",
+        f"  some minutes: {longer}",
     ]
 
 

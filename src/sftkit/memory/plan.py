@@ -201,8 +201,8 @@ def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
     # What one process holds times the shards is the whole model; rounded up to whole GPUs.
     ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * shards // total_bytes)} such GPUs or more")
     raise ConfigError(
-        f"weights, gradients and states of {s.optimizer} alone take {gib(held)} on each GPU, which has {gib(total_bytes)}: smaller "
-        f"rows make no room for {s.shape.parameters / 1e9:.1f} billion parameters. Take {', or '.join(ways)}, or a smaller model"
+        f"weights, gradients and states of {s.optimizer} for {s.shape.parameters / 1e9:.1f} billion parameters take {gib(held)} on "
+        f"each GPU, which has {gib(total_bytes)}, whatever the rows. Take {', or '.join(ways)}, or a smaller model"
     )
 
 

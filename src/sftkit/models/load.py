@@ -63,7 +63,7 @@ def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigErro
     if os.path.isdir(path) or hub_answers():
         return ConfigError(f"{path}: cannot load the {kind}: {str(error).splitlines()[0]}")
     return ConfigError(
-        f"{path}: {unreachable()}, and this {kind} is not whole in the local cache. {download_help(path)}"
+        f"{path}: {unreachable()}, and this {kind} is not complete in the local cache. {download_help(path)}"
     )
 
 
@@ -157,7 +157,7 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
 def check_complete(
     where: str | Path, model_class: type, missing: Set[str], mismatched: Set[tuple[str, torch.Size, torch.Size]]
 ) -> None:
-    """Refuse files whose weights are not all of the model's.
+    """Refuse files that do not have all weights of the model.
 
     Args:
         missing, mismatched: as from_pretrained reports them, the latter with both shapes.
@@ -167,11 +167,14 @@ def check_complete(
     """
     if missing:
         raise ConfigError(
-            f"{where}: no {first_of(sorted(missing))} for {model_class.__name__} in its files; copy or download the model again"
+            f"{where}: its files lack {first_of(sorted(missing))} of {model_class.__name__}; copy or download the model again"
         )
     if mismatched:
         name, there, here = min(mismatched)
-        raise ConfigError(f"{where}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json")
+        raise ConfigError(
+            f"{where}: {name} has shape {list(there)} in the files and {list(here)} in the model: use the config.json of "
+            "these weights"
+        )
 
 
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:

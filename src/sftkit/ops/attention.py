@@ -202,7 +202,7 @@ def attend(  # noqa: PLR0913 - transformers calls it
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks (s_aux) are not supported")
     if position_bias is not None and documents.mask is None:
-        raise RuntimeError(f"attention backend {documents.backend} knows no relative positions")
+        raise RuntimeError(f"attention backend {documents.backend} does not support relative positions")
     if documents.group is not None:
         key, value = gather_rows(key, value, documents.group)
     width = value.shape[-1]
@@ -210,7 +210,7 @@ def attend(  # noqa: PLR0913 - transformers calls it
         value = F.pad(value, (0, query.shape[-1] - width))
     if documents.cu_seqlens is not None:
         if softcap is not None or dropout:
-            raise RuntimeError(f"attention backend {documents.backend} knows no soft cap or dropout")
+            raise RuntimeError(f"attention backend {documents.backend} does not support soft cap or dropout")
         out = _flash(query, key, value, documents, scores)
     elif documents.blocks is not None:
         assert documents.doc_ids is not None

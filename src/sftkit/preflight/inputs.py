@@ -149,7 +149,9 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if not skips or len(errors) == seen < FIRST_ROWS:
         raise errors[0]
     if len(errors) == seen and len(reasons) == 1 and reasons <= rows.WRONG_COLUMNS:
-        raise DataError(f"{errors[0]}. The first {seen} rows are all like this, so it is not left to on_bad_row=skip")
+        raise DataError(
+            f"{errors[0]}. All of the first {seen} rows are like this, so on_bad_row=skip does not skip them"
+        )
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -102,11 +102,11 @@ class DelayedFlags:
 
 
 _COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
-"Numbers of steps: not finite, left out in a row, left out in the window, with a spike; the same on every rank."
+"Numbers of steps: not finite, skipped in a row, skipped in the window, with a spike; the same on every rank."
 
 
 class Health:
-    """Counts what went wrong, and ends training where the recipe says so."""
+    """Counts steps that are not finite or spike, and ends training if the recipe says so."""
 
     def __init__(
         self, numerics: NumericsConfig, rt: Runtime, batches: Batches, objective: Objective, tracker: Tracker
@@ -114,8 +114,8 @@ class Health:
         """Begin to count.
 
         Args:
-            rt: with the status of the run: what ends it is written there, and the documents of a step beside it.
-            tracker: problems are reported to it, as events.
+            rt: has the run's status, in which the error that ends the run is recorded.
+            tracker: gets the problems as events.
         """
         assert rt.status is not None
         self._monitored = objective.monitored
@@ -123,7 +123,7 @@ class Health:
         self._status, self._tracker = rt.status, tracker
         self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
         self.spikes = Spikes(numerics.on_spike, objective.monitored, rt.device)
-        "for the engine, which asks it to judge each step before the update"
+        "the engine calls it for each step, before the update"
         self._nonfinite = self._in_a_row = self._in_window = self._spiked = 0
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
@@ -131,10 +131,10 @@ class Health:
         self._flags.push(step, step_batches, outcome)
 
     def read_flags(self, *, wait: bool) -> tuple[bool, int]:
-        """Judge the steps whose flags are known; `wait`: all of them, before a line is logged or a checkpoint written.
+        """Check the steps whose flags have arrived; `wait`: all steps, before a line is logged or a checkpoint written.
 
         Returns:
-            (whether a rank asks to stop, sum of the divisors of the steps that were left out)
+            (whether a rank requests a stop, sum of the divisors of the skipped steps)
 
         Raises:
             NumericsError: on every rank; the weights are as they were before that step.
@@ -149,30 +149,30 @@ class Health:
             skipped += known.step_batches.divisor * known.skipped
             if not known.finite:
                 self._nonfinite += 1
-                self._leave_out(known, "nonfinite", self._numerics.on_nonfinite)
+                self._report_skipped(known, "nonfinite", self._numerics.on_nonfinite)
             elif known.spikes:
                 self._spiked += 1
                 if known.skipped:
-                    self._leave_out(known, "spike", self._numerics.on_spike)
+                    self._report_skipped(known, "spike", self._numerics.on_spike)
                 else:
                     self._tracker.event("spike", known.step, f"step {known.step}: {'; '.join(map(str, known.spikes))}")
         return stop, skipped
 
-    def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
+    def _report_skipped(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
         """Report a step that was left out; end training if that is asked for or too many were, with the loss of every
         rank in the error, which the run's status has too."""
         self._write_documents(known, kind)
         losses_of_ranks, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
         reason = spike_cause(losses_of_ranks, known.spikes) if known.finite else cause(losses_of_ranks, norm)
         if then != "error" and self._in_a_row <= self._numerics.max_skips:
-            self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
+            self._tracker.event(kind, known.step, f"step {known.step}: {reason}; update skipped")
             return
         values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
-        skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
+        skips = f" after {self._in_a_row - 1} skipped steps" * (self._in_a_row > 1)
         text = (
-            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was left "
-            f"out. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
-            "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or leave such steps out with "
+            f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update was "
+            f"skipped. The documents of that step are in {skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at "
+            "them, lower optim.lr, resume from the last checkpoint with train.resume=auto, or skip such steps with "
             f"numerics.on_{kind}=skip"
         )
         nonfinite = [rank for rank, one in enumerate(losses_of_ranks) if one.micro_batches]
@@ -191,11 +191,11 @@ class Health:
         counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
         return {**counts, "spikes": self.spikes.window()}
 
-    def go_on(self, window: Window) -> None:
+    def restore_window(self, window: Window) -> None:
         """Go on from a checkpoint, before the first step."""
         for name in _COUNTS:
             setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have fewer counts
-        self.spikes.go_on(window["spikes"])
+        self.spikes.restore_window(window["spikes"])
 
     def _write_documents(self, known: StepRecord, kind: Literal["nonfinite", "spike"]) -> None:
         """Write this rank's documents of a step that was left out to a file."""

@@ -49,7 +49,7 @@ class Meter:
         "peak FLOPs per second of one GPU; None: the MFU is unknown"
         if self._peak and self._windows is None:
             self._peak = None
-            rt.print("no MFU: the model has layers of a kind whose work is not counted")
+            rt.print("no MFU: the model has layers whose FLOPs are not known here")
         self.shapes = ShapeCounts(batches.layout, rt.topology.ranks_per_row)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
@@ -202,17 +202,17 @@ class Meter:
         }
 
     def resume(self, progress: Progress) -> None:
-        """Go on from what a checkpoint has done, before the first step and before `go_on`."""
+        """Go on from what a checkpoint has done, before the first step and before `restore_window`."""
         self._before = progress
 
-    def go_on(self, window: Window, *, same_ranks: bool) -> bool:
+    def restore_window(self, window: Window, *, same_ranks: bool) -> bool:
         """Go on with the window of a checkpoint, before the first step. `same_ranks`: see window.own_values.
 
         Returns:
             False where other sums were measured: then only the shapes are taken over. Tokens of sources with other
             names are not taken over either.
         """
-        self.shapes.go_on(window)
+        self.shapes.restore_window(window)
         if window["sums"] != list(self._sums.names):
             return False
         for name, attribute in _COUNTS.items():
@@ -222,7 +222,7 @@ class Meter:
         self._before = self._before.plus(-self._tokens, -self._targets, -self._pairs, -seconds, -self._encoded)
         if window.get("sources") == self.sources:
             self._source_tokens += np.asarray(window["source_tokens"], np.int64)
-        self._clock.go_on(window["step_seconds"])
+        self._clock.restore_window(window["step_seconds"])
         *sums, own_divisor, waited = own_values(self._rt, window["by_rank"], same_ranks=same_ranks).tolist()
         # Ranks wait side by side, so their seconds do not add up: with other ranks than before,
         # the longest wait counts.
@@ -263,7 +263,7 @@ class ShapeCounts:
         "micro-batches of a shape that the layout did not declare when they ran"
         self._last = (0, 0)
 
-    def go_on(self, window: Window) -> None:
+    def restore_window(self, window: Window) -> None:
         """Add the counts of a checkpoint. What was declared then may not be now: micro-batches may have changed."""
         for rows, length, count in window["shapes"]:
             self.seen[rows, length] += count

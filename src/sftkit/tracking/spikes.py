@@ -81,7 +81,7 @@ class Spikes:
         taken = self._history[~self._history.isnan().any(1)].tolist()
         return {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
 
-    def go_on(self, window: Window) -> None:
+    def restore_window(self, window: Window) -> None:
         """Go on from a checkpoint, before the first step. Earlier versions kept two histories, of unequal lengths."""
         count = min(len(window["losses"]), len(window["norms"]))
         if count:

@@ -263,9 +263,9 @@ def check_steps_left(run: Run, batches: Batches, step: int) -> None:
     last = batches.num_steps(run.cfg.train.epochs, run.cfg.train.max_steps)
     if run.resume.folder is not None and not run.rt.resumes and step >= last:
         raise ConfigError(
-            f"train.resume={run.resume.setting}: it is at step {step}, and this run, a new one in {run.cfg.run.dir}, ends at "
-            f"step {last}: there is nothing left to train. Raise train.max_steps or train.epochs, or start from its "
-            "weights with model.path"
+            f"train.resume={run.resume.setting}: the checkpoint is at step {step}, and the new run in {run.cfg.run.dir} ends "
+            f"at step {last}: there is nothing left to train. Raise train.max_steps or train.epochs, or start from the "
+            "checkpoint's weights with model.path"
         )
 
 
