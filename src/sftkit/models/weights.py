@@ -149,7 +149,7 @@ def _fill(tensor: torch.Tensor, source: Any, where: str, new: NewRows | None) ->
     there = tuple(tensor.shape) if new is None else (new.before, *tensor.shape[1:])
     if shape != there:
         raise ConfigError(
-            f"{where} has shape {list(shape)}, and {list(there)} in the model: use the config.json of these weights"
+            f"{where} has shape {list(shape)} in the files and {list(there)} in the model: use the config.json of these weights"
         )
     _copy(tensor, source, new)
 
