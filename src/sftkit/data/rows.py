@@ -24,7 +24,7 @@ WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not t
 }
 "Reasons to refuse a row for its columns, which all rows of a file share."
 
-BAD_ROW_ADVICE = "mend the row, or leave out and count all such rows with data.on_bad_row=skip"
+BAD_ROW_ADVICE = "fix the row, or skip and count all such rows with data.on_bad_row=skip"
 "Said of one bad row, where it ends the run."
 
 GENERATED = "builtin:"

@@ -96,7 +96,7 @@ def load_model(
                 orig_model = load(path, precision, load_options(path, model))
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
-    # The vocabulary: a row for each token first, then padding behind them.
+    # The vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
         make_rows(orig_model, tokenizer)
@@ -124,7 +124,7 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     text = config.get_text_config()
     if text is config or config.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
-    log.info("of %s the text model alone is loaded (%s)", config.model_type, text.model_type)
+    log.info("of %s only the text model is loaded (%s)", config.model_type, text.model_type)
     return text
 
 

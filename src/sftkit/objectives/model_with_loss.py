@@ -56,12 +56,13 @@ class ModelWithLoss(torch.nn.Module):
         return self.sums_of_selected(selected, batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
-        """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks, without gradient."""
+        """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks, without
+        gradient."""
         return from_last(self.orig_model, self._hidden(batch, backend))
 
     def sums_of_selected(self, selected: torch.Tensor, batch: Batch) -> Sums:
-        """Return the sums of a batch from the hidden states that its objective selects, [N, H]. In a pipeline all stages
-        but the last return zeros, so that the sum over ranks counts each row once."""
+        """Return the sums of a batch from the hidden states that its objective selects, [N, H]. In a pipeline all
+        stages but the last return zeros, so that the sum over ranks counts each row once."""
         stages = stages_of(self.orig_model)
         if stages is not None and not stages.last:
             nothing = selected.new_zeros((), dtype=torch.promote_types(selected.dtype, torch.float32))

@@ -58,8 +58,8 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     is built.
 
     Args:
-        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_selected` become methods that gather what they need, as the
-            forward pass of orig_model does from now on.
+        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_selected` become methods that gather what they
+            need, as the forward pass of orig_model does from now on.
         precision: of the weights; gradients are summed in fp32.
 
     Raises:

@@ -29,7 +29,7 @@ from sftkit.tracking.window import Window
 
 @dataclass(frozen=True)
 class RankLoss:
-    """The loss of a rank in a step that is left out, as the other ranks get it."""
+    """The loss of a rank in a skipped step, as it is sent to the other ranks."""
 
     loss: float
     "nats per target"
@@ -59,7 +59,7 @@ class StepRecord:
     "what each of this rank's micro-batches adds to the divisor"
     outcome: StepOutcome
     stop: bool
-    "a rank asks to stop"
+    "a rank requests a stop"
     finite: bool
     skipped: bool
     spikes: list[Spike]
@@ -89,7 +89,7 @@ class DelayedFlags:
         self._waiting.append((launched, host, arrived))
 
     def read(self, *, wait: bool) -> list[StepRecord]:
-        """Return the steps whose flags can be read by now, oldest first; `wait`: all steps."""
+        """Return the steps whose flags have arrived, oldest first; `wait`: all steps."""
         records = []
         while len(self._waiting) > (0 if wait else self._late):
             launched, host, arrived = self._waiting.popleft()
@@ -159,8 +159,8 @@ class Health:
         return stop, skipped
 
     def _report_skipped(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
-        """Report a step that was left out; end training if that is asked for or too many were, with the loss of every
-        rank in the error, which the run's status has too."""
+        """Report a skipped step; end training if the recipe says so or too many were skipped. The error, which the
+        run's status has too, lists the loss of every rank."""
         self._write_documents(known, kind)
         losses_of_ranks, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
         reason = spike_cause(losses_of_ranks, known.spikes) if known.finite else cause(losses_of_ranks, norm)
@@ -187,18 +187,18 @@ class Health:
         return {"health/spikes": spikes, "health/skipped_steps": skipped, "health/nonfinite_steps": self._nonfinite}
 
     def window(self) -> Window:
-        """Return the counts so far and what spikes are measured against. Waits for the device."""
+        """Return the counts so far and the history of spikes, for a checkpoint. Waits for the device."""
         counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
         return {**counts, "spikes": self.spikes.window()}
 
     def restore_window(self, window: Window) -> None:
-        """Go on from a checkpoint, before the first step."""
+        """Resume from a checkpoint, before the first step."""
         for name in _COUNTS:
             setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have fewer counts
         self.spikes.restore_window(window["spikes"])
 
     def _write_documents(self, known: StepRecord, kind: Literal["nonfinite", "spike"]) -> None:
-        """Write this rank's documents of a step that was left out to a file."""
+        """Write this rank's documents of a skipped step to a file."""
         examples, nonfinite = self._batches.examples, nonfinite_micro_batches(known.outcome)
         content = {
             "step": known.step,
@@ -222,7 +222,7 @@ class Health:
             file.write_text(json.dumps(content, indent=1))
 
     def _of_all_ranks(self, known: StepRecord) -> list[RankLoss]:
-        """Return what each rank knows of its loss in a step that is left out; every rank must call it."""
+        """Return what each rank knows of its loss in a skipped step; every rank must call it."""
         losses, examples = losses_of(known), self._batches.examples
         named = [losses.index(max(losses))] if known.finite else nonfinite_micro_batches(known.outcome)
         own = RankLoss(
@@ -236,7 +236,7 @@ class Health:
 
 
 def losses_of(known: StepRecord) -> list[float]:
-    """Return what is minimised per target in each micro-batch of this rank. Waits for the device."""
+    """Return the minimised loss per target of each micro-batch of this rank. Waits for the device."""
     pairs = zip(known.outcome.losses.tolist(), known.own_divisors, strict=True)
     return [loss / max(divisor, 1) for loss, divisor in pairs]
 

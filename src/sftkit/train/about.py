@@ -1,4 +1,4 @@
-"""What a dashboard shows of a run beside its curves: the recipe, what became of its `auto`s, and where it runs."""
+"""What a dashboard shows of a run besides its curves: the recipe, what each `auto` became, and where it runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The assembly of a run, the same for all stages: a stage script says what is special to it, this module the order.
-
-Order is kept by construction: each function takes what the one before it returns.
+"""The assembly of a run, the same for all stages. A stage script calls these functions in order and adds what is
+special to the stage; each function takes what the previous one returns.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ from sftkit.train.summary import write_summary
 
 @contextmanager
 def start_run(cfg: Config, stage: str) -> Iterator[Run]:
-    """Join the ranks and open the run directory, for the length of the context.
+    """Start a run: join the process group and open the run directory, for the duration of the context.
 
-    On leaving it, put back what was changed in the process; an error is printed and recorded.
+    On exit, restore what was changed in the process; an error is printed and recorded.
 
     Raises:
         ConfigError: the launcher's settings do not fit, ranks have different recipes, or the checkpoint to resume is
@@ -82,8 +81,8 @@ def start_run(cfg: Config, stage: str) -> Iterator[Run]:
 
 
 def set_environment(cfg: Config) -> None:
-    """Set the environment variables that graph.passes need; a value that the user has set stays. Call it before
-    the process group is made, which reads them."""
+    """Set the environment variables that graph.passes need; a value that the user has set stays. Call it before the
+    process group is made, which reads them."""
     for name, value in environment_of_passes(cfg.graph.passes).items():
         os.environ.setdefault(name, value)
 
@@ -96,7 +95,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
             option of the compiler is unknown to this torch, which is checked first.
     """
     cfg, rt = run.cfg, run.rt
-    # What the recipe alone decides is refused first, before weights are loaded.
+    # First refuse what the recipe alone shows to be wrong, before weights are loaded.
     check_options(cfg.compile)
     if cfg.train.engine == "graph":
         from sftkit.graph.distribute import check_device  # experimental, as below
@@ -117,10 +116,10 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
 
 
 def load_data(run: Run, loaded: LoadedModel, tokenize: partial[Tokenized], objective: Objective) -> Data:
-    """Load the documents, tokenized now or from the cache, laid out in rows.
+    """Load the documents, tokenized now or from the cache, and lay them out in rows.
 
     Args:
-        tokenize: turns a record into tokens and their loss mask: what the stage learns.
+        tokenize: turns a record into tokens and their loss mask, as the stage learns it.
 
     Raises:
         ConfigError, DataError: what is wrong with the sources or the layout.
@@ -145,7 +144,7 @@ def lay_out(
     objective: Objective,
     resume: ResumeCheckpoint = NO_CHECKPOINT,
 ) -> Batches:
-    """Return this rank's batches of the documents, in rows of declared shapes. They go on with the plan segments of the
+    """Return this rank's batches of the documents, in rows of declared shapes. They continue the plan segments of the
     resumed checkpoint, so that no document of the epoch is repeated or lost."""
     examples, earlier = documents.examples, resume.segments
     lengths = DocumentLengths(examples.lengths, documents.max_length, encoded=examples.encoded)

@@ -12,12 +12,12 @@ class Due:
     """What follows a step, in this order."""
 
     window: bool
-    """keep for the checkpoint what was counted since the last line that was due, before a line that only a stop asks
-    for uses it up: a resumed run then writes the same lines as an uninterrupted one"""
+    """keep the open window for the checkpoint, before a line that only a stop makes due would close it: a resumed run
+    then writes the same lines as an uninterrupted one"""
     log: bool
     save: bool
     wait_for_save: bool
-    "go on only when the checkpoint is published"
+    "wait until the checkpoint is published"
     evaluate: bool
 
     @property

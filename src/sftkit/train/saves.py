@@ -1,5 +1,5 @@
-"""What the loop saves: what a checkpoint carries of it, which is all that a resume needs besides weights, optimizer and
-random states, and what it reports about saves."""
+"""What the loop saves in a checkpoint, which is all that a resume needs besides weights, optimizer and random states;
+and what it reports about saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sftkit.tracking.window import WINDOW, Window
 from sftkit.train.parts import Saves, TrainServices
 
 DATA_KEYS = ("thinking", "split_turns", "targets", "too_long")
-"Keys of the recipe's data section that say what is learned of a document."
+"Keys of the recipe's data section that say what is learned from a document."
 
 
 @dataclass(frozen=True)
