@@ -189,8 +189,8 @@ CANNOT = {
     "a long name": (f"runs/{LONG}", "is too long, with 300 bytes in a name"),
     "a long path": ("/".join(["runs", *["x" * 200] * 25]), "and 3800 at most"),
     "a control character": ('"runs/\\e[31m"', "has characters that no terminal shows"),
-    "a file in its place": ("{file}", "is no folder, so {file} cannot be one"),
-    "a file on the way": ("{file}/runs/x", "is no folder, so {file}/runs/x cannot be one"),
+    "a file in its place": ("{file}", "is not a folder, so {file} cannot be one"),
+    "a file on the way": ("{file}/runs/x", "is not a folder, so {file}/runs/x cannot be one"),
 }
 
 

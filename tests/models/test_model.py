@@ -57,9 +57,9 @@ def test_a_config_that_transformers_refuses_is_a_config_error(tokenizer) -> None
     for kind, told in (
         (
             "no_such_model",
-            r'model_type: "no_such_model" is no architecture of transformers .* llama, gpt2, vit and t5$',
+            r'model_type: "no_such_model" is not an architecture of transformers .* llama, gpt2, vit and t5$',
         ),
-        ("qwen33", r'model_type: "qwen33" is no architecture of .*\. Did you mean "qwen3"\?$'),
+        ("qwen33", r'model_type: "qwen33" is not an architecture of .*\. Did you mean "qwen3"\?$'),
     ):
         with pytest.raises(ConfigError, match=rf"^model\.scratch: {told}"):
             from_scratch({"model_type": kind}, tokenizer, 0)

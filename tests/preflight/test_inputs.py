@@ -274,7 +274,7 @@ def test_wrong_columns_all_along_the_beginning_are_not_skipped(here: Path) -> No
     ):
         write(here / "rows.jsonl", *[bad] * 2 * FIRST_ROWS)
         assert f"rows.jsonl:1: {told}" in refused(*words)
-        assert "The first 100 rows are all like this" in refused(*words)
+        assert "All of the first 100 rows are like this" in refused(*words)
         write(here / "rows.jsonl", *[bad] * (FIRST_ROWS - 1), CHAT, *[bad] * FIRST_ROWS)
         assert problems(*words) == []
 

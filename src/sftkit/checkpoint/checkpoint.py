@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Checkpoints:
-    """Saves and restores everything a run needs to go on exactly. Every rank has one and calls the same methods."""
+    """Saves and restores everything that a run needs to continue exactly. Every rank has one and calls the same
+    methods."""
 
     run_dir: Path
     config: CheckpointConfig

@@ -1,4 +1,4 @@
-"""torch.compile for the train step: in place, for declared shapes, held to a contract. All else runs eagerly."""
+"""torch.compile for the train step: in place and for declared shapes only. Everything else runs eagerly."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def random_state_kept() -> AbstractContextManager[None]:
 def step_contract(
     on_recompile: str, breaks: Sequence[str] = (), fell_back: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Hold training to what the warm-up compiled: within the context nothing is compiled any more in a step.
+    """Forbid or report compilation in a step, within the context: the warm-up has compiled all declared shapes.
 
     Args:
         on_recompile: "error": the step that needs a new graph ends training; "eager": that call runs uncompiled, and

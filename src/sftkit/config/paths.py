@@ -94,7 +94,7 @@ def unusable(run_dir: str) -> str | None:
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent):
-        return f"{parent} is no folder, so {run_dir} cannot be one: take another name, or move that file away"
+        return f"{parent} is not a folder, so {run_dir} cannot be one: take another name, or move that file away"
     try:
         with tempfile.TemporaryFile(dir=parent):
             return None

@@ -39,7 +39,7 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
         argument: what the array is called.
 
     Raises:
-        DataError: a file is no picture.
+        DataError: a file is not a picture.
     """
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     different, index = list(number), np.array([number[name] for name in names])
@@ -56,7 +56,7 @@ def read_image(name: str, size: ImageSize) -> np.ndarray:
     says, stretched to the size.
 
     Raises:
-        DataError: the file is no picture.
+        DataError: the file is not a picture.
     """
     if name.startswith(PREFIX):
         return picture(name, size)
@@ -126,7 +126,7 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     """Fill the array with all pictures.
 
     Raises:
-        DataError: some files are no pictures: all are read, to say how many, and which come first.
+        DataError: some files are not pictures: all are read, to say how many, and which come first.
     """
     faults = list[DataError]()
     for i, name in enumerate(names):

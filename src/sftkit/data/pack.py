@@ -52,7 +52,7 @@ class DocumentLengths:
 
 @dataclass(frozen=True)
 class Layout:
-    """The row shapes that a run declares up front, and how many rows of each make a global and a micro-batch."""
+    """The row shapes that a run declares, and the number of rows of each in a global batch and a micro-batch."""
 
     kind: str
     row_lengths: tuple[int, ...]
@@ -63,7 +63,7 @@ class Layout:
     max_length: int
     "most positions of a document; rows of a packed layout may be longer"
     max_doc_length: int
-    "no document of the data is longer; what attention kernels are told"
+    "length of the longest document, which attention kernels need"
     docs_per_row: int = 1
     "the most documents in a row"
     budget_rows: int = 1
@@ -116,7 +116,7 @@ class Layout:
         return tuple((self.micro_rows(t), t) for t in self.row_lengths)
 
     def declares(self, rows: int, row_length: int) -> bool:
-        """Return whether a micro-batch may have this shape. Nothing else ever reaches the compiled model."""
+        """Return whether a micro-batch may have this shape. No other shape reaches the compiled model."""
         if self.dynamic:
             return rows == self.micro_batch_size and row_length == self.padded(row_length) <= self.max_length
         return (rows, row_length) in self.shapes

@@ -109,7 +109,7 @@ def make_plan(
         if setup is not None and name != setup.optimizer:
             setup = replace(setup, optimizer=name)
             setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
-    # Refuse what cannot fit, say what is planned, warn of what may not fit.
+    # Refuse what cannot fit, print the plan, warn about what may not fit.
     if setup is not None:
         _check_room(setup, total_bytes)
     found = None if setup is None else estimate(setup)

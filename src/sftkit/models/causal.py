@@ -21,7 +21,7 @@ from sftkit.ops.attention import document_boundaries, kernel_order, plain_attent
 
 
 def _model_inputs(inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
-    """Return the arguments of a decoder: what it is given, and where the documents of the batch are."""
+    """Return the arguments of a decoder: its inputs, and the boundaries of the batch's documents."""
     return {**inputs, "use_cache": False, "documents": document_boundaries(batch, backend, context_group)}
 
 
@@ -47,7 +47,7 @@ def decoded(
 
 
 class CausalLM(ModelKind):
-    """A model that `get_decoder` and `get_output_embeddings` of transformers take apart. See models.kind.ModelKind."""
+    """A model with `get_decoder` and `get_output_embeddings` of transformers. See models.kind.ModelKind."""
 
     auto_class = getattr(transformers, auto_classes.CAUSAL)
 

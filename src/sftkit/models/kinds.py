@@ -31,6 +31,6 @@ def check_causal(config: PretrainedConfig, what: str) -> None:
     """
     if config.is_encoder_decoder:
         raise ConfigError(
-            f"{config.model_type} has an encoder: {what} is for models that continue a text. Its run measures its captions by "
-            "itself (data.val), and transformers generates with it, see docs/captioning.md"
+            f"{config.model_type} has an encoder: {what} is for models that continue a text. Its training run evaluates its "
+            "captions (data.val), and transformers generates with it, see docs/captioning.md"
         )

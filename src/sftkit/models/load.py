@@ -222,7 +222,9 @@ def _unknown_type(scratch: dict[str, object]) -> str | None:
         if named and named not in CONFIG_MAPPING:
             near = difflib.get_close_matches(named, list(CONFIG_MAPPING.keys()), n=1)
             hint = f'. Did you mean "{near[0]}"?' if near else ", which has names such as llama, gpt2, vit and t5"
-            return f'{place}model_type: "{named}" is no architecture of transformers {transformers.__version__}{hint}'
+            return (
+                f'{place}model_type: "{named}" is not an architecture of transformers {transformers.__version__}{hint}'
+            )
     return None
 
 

@@ -13,7 +13,7 @@ _WORDS = {
     CONTEXT: "given in a prompt",
     MARKED: "marked by the data (weight, train)",
     EARLIER: "in earlier turns (data.targets=last_turn)",
-    HISTORY: "rendered otherwise once they are history",
+    HISTORY: "rendered differently once they are history",
     BORDER: "share a token with their prompt",
     TOO_LONG: "in documents that are too long",
 }
@@ -36,7 +36,7 @@ def answers_line(source: dict[str, Any]) -> str | None:
         skipped.append(f"the reasoning of {answers['reasoning_left_out']:,} is left out")
     if answers[SPLIT_TOKENS]:
         skipped.append(
-            f"{counted(answers[SPLIT_TOKENS], 'token')} in documents of their own for answers that the chat template renders otherwise "
+            f"{counted(answers[SPLIT_TOKENS], 'token')} in documents of their own for answers that the chat template renders differently "
             "once they are history (data.split_turns)"
         )
     if not skipped:
@@ -54,7 +54,7 @@ def answer_warnings(source: dict[str, Any]) -> list[str]:
     if answers[HISTORY]:
         texts.append(
             f"source {name}: {answers[HISTORY]:,} of {counted(answers['answers'], 'answer')} context only, as the chat template "
-            "renders answers otherwise once they are history. data.split_turns=true learns each as it is asked, "
+            "renders answers differently once they are history. data.split_turns=true learns each as it is asked, "
             f"{_split_turns_text(source)}"
         )
     if answers["reasoning_left_out"]:
@@ -72,7 +72,7 @@ def answer_warnings(source: dict[str, Any]) -> list[str]:
         share = 100.0 * answers[SPLIT_TOKENS] / source["tokens"]
         texts.append(
             f"source {name}: {share:.0f} % of its tokens are documents of their own for earlier answers, which the chat template "
-            "renders otherwise once they are history. data.split_turns=false saves them, and learns the last answers only"
+            "renders differently once they are history. data.split_turns=false saves them, and learns the last answers only"
         )
     return texts
 

@@ -26,7 +26,7 @@ ROWS_READ = 2_000
 "Rows of a source that are read again at most."
 _ALL_LEARNED = 0.95
 """Share of targets in a source's tokens from which all of its tokens count as learned, but for marked answers; in chat
-SFT prompts are no targets."""
+SFT prompts are not targets."""
 ANSWERS = 200
 "Answers in the conversations of the sample, which are tokenized again in both ways: about a second."
 

@@ -71,7 +71,7 @@ def _target(row: CheckedRow) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # of escapes in published strings, which Python deprecates
             solution, asked = ast.parse(row.text("code")), ast.walk(ast.parse(tests))
     except SyntaxError as error:
-        raise DataError(f"{row.origin}: task_id {row['task_id']}: code or tests are no Python: {error}") from None
+        raise DataError(f"{row.origin}: task_id {row['task_id']}: code or tests are not Python: {error}") from None
     defined = {node.name for node in solution.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     return {"tests": tests, "names": sorted(defined & {node.id for node in asked if isinstance(node, ast.Name)})}
 
