@@ -121,7 +121,9 @@ class Checkpoints:
         metric = self.config.best
         value = values.get(metric) if metric else None
         if metric and values and metric not in values and self.rt.is_main:
-            log.warning("checkpoint.best: %s is no metric of this evaluation; it has %s", metric, ", ".join(values))
+            log.warning(
+                "checkpoint.best: %s is not a metric of this evaluation, which has %s", metric, ", ".join(values)
+            )
         if metric and value is not None and self.rt.is_main:
             self._writer.consider(Best(step_dir(self.run_dir, step).name, metric, value))
 

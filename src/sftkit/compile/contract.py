@@ -268,6 +268,8 @@ def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception 
     reason = " ".join(str(error or "it failed on another rank").split())[:300]
     if compile.on_failure == "error":
         raise ConfigError(f"compile.on_failure=error and the model cannot be compiled here: {reason}") from error
-    log.warning("torch.compile does not work here, training eagerly: %s (compile.enabled=false hides this)", reason)
+    log.warning(
+        "torch.compile does not work here, training eagerly: %s (compile.enabled=false avoids this warning)", reason
+    )
     undo_compile(model)
     return False

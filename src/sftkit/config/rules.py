@@ -1,4 +1,4 @@
-"""What one setting forbids another. Each rule yields (key, what is wrong)."""
+"""Rules between settings. Each rule yields (key, what is wrong)."""
 
 from __future__ import annotations
 

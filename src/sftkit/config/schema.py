@@ -37,7 +37,7 @@ def settings(cls: type[T]) -> type[T]:
 
 @settings
 class RunConfig:
-    """Where the run lives and its seed."""
+    """The directory of the run, its seed and its timeouts."""
 
     dir: FilePath
     "Run directory: config.yaml, metrics.jsonl, evals.jsonl, summary.json and step-NNNNNN/ checkpoints."
@@ -106,7 +106,7 @@ class ModelConfig:
 
 @settings
 class DataConfig:
-    """What is learned from and how it is laid out in rows of static shape."""
+    """The data, and how it is laid out in rows of static shape."""
 
     train: tuple[SourceConfig, ...]
     "Training sources, mixed by shuffling."

@@ -1,4 +1,4 @@
-"""What reaches a terminal or a page: text of any origin, with whatever could steer or hide there written out; warnings
+"""Print text of any origin to a terminal, with characters that could control it or hide text escaped; warnings
 and errors in colour where a person watches."""
 
 from __future__ import annotations

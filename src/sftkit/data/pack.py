@@ -158,7 +158,10 @@ def make_layout(
     micro = largest_divisor(share, train.micro_batch_size)
     if micro != train.micro_batch_size:
         log.info(
-            "micro-batch of %s, the most up to %d that divides %d", counted(micro, "row"), train.micro_batch_size, share
+            "micro-batch of %s: the largest number up to %d that divides %d",
+            counted(micro, "row"),
+            train.micro_batch_size,
+            share,
         )
     plain = Layout(
         data.layout,

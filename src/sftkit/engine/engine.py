@@ -23,7 +23,7 @@ from sftkit.tracking.tracker import EventKind
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: all that an engine needs besides the recipe."""
+    """The inputs of an engine besides the recipe."""
 
     orig_model: PreTrainedModel
     "as loaded or made; the engine moves it to the device and changes it in place"
@@ -47,7 +47,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine has chosen before its first step, for example where the recipe says auto."""
+    """The choices of an engine before its first step, for example where the recipe says auto."""
 
     attention: str
     "name of the backend"

@@ -25,7 +25,7 @@ from sftkit.tracking.spikes import Spikes
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What stays the same in all steps of a run."""
+    """The parts of a step that stay the same in a run."""
 
     model: torch.nn.Module
     "compiled and wrapped; returns the sums of a batch"
@@ -46,7 +46,7 @@ class MicroBatches(NamedTuple):
 
 
 class RankSums(NamedTuple):
-    """What the ranks add up at the end of a step."""
+    """The values of a rank that are summed over ranks at the end of a step."""
 
     squared_norm: torch.Tensor
     "0-d: this rank's share of the squared norm of all gradients; its dtype, fp32 or fp64, is that of the sum over ranks"

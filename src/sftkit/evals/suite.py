@@ -241,7 +241,9 @@ class Suite:
             outputs = self.answers(encoded, limits, task.examples)
         if num_truncated:
             log.warning(
-                "%s: %d prompts are longer than the model reads and lost their beginning", task.name, num_truncated
+                "%s: %d prompts are longer than the model's context and were truncated at the beginning",
+                task.name,
+                num_truncated,
             )
         settings["prompts_cut"] = num_truncated
         scores = self.rt.from_main(lambda: task.judge(task.examples, outputs))

@@ -39,7 +39,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C ends an answer. Arrow k
 
 @dataclass
 class ChatHistory:
-    """What has been said so far."""
+    """The messages so far."""
 
     system: str | None
     messages: list[Message] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What models with an encoder have in common: an input is encoded once for each document, whose text attends to it.
+"""Common code of models with an encoder: an input is encoded once for each document, whose text attends to it.
 
 A row of several documents has a place for the encoded input of each; boundaries keep a text from those of all others
 (ops.cross_attention).

@@ -124,7 +124,7 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     text = config.get_text_config()
     if text is config or config.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
-    log.info("of %s only the text model is loaded (%s)", config.model_type, text.model_type)
+    log.info("%s: only its text model is loaded (%s)", config.model_type, text.model_type)
     return text
 
 

@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline has: the work is split as evenly as possible, head and loss included."""
+"""Split the layers over the stages of a pipeline, so that the work, head and loss included, is as even as possible."""
 
 from __future__ import annotations
 

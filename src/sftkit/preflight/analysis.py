@@ -44,7 +44,7 @@ DUPLICATE_PCT = 5.0
 
 @dataclass(frozen=True)
 class DataOfRun:
-    """What a run learns from, and in which steps."""
+    """The data of a run, and its batches."""
 
     examples: Examples
     validation: dict[str, Examples]
@@ -55,7 +55,7 @@ class DataOfRun:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What memory and disk are counted for."""
+    """The model for which memory and disk are estimated."""
 
     orig_model: PreTrainedModel | None = None
     "on any device, also meta: only its sizes are read; None: memory and disk are unknown"

@@ -1,5 +1,4 @@
-"""What data.split_turns=true would cost where it is off, estimated from a sample of the first conversations of a
-source."""
+"""Estimate what data.split_turns=true would cost if it is off, from a sample of the first conversations of a source."""
 
 from __future__ import annotations
 

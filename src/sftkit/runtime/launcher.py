@@ -1,4 +1,4 @@
-"""What a run needs of torch's elastic launcher, whoever started it. No torch."""
+"""Checks of the launcher: the variables that a run needs, whoever set them. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start does before its first step, and right after it, when it claims the run directory."""
+"""The beginning of a start: before its first step, and right after it, when it claims the run directory."""
 
 from __future__ import annotations
 

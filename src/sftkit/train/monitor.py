@@ -1,4 +1,4 @@
-"""What is measured and watched in the steps, and the logged lines."""
+"""Measure and watch the steps, and log lines about them."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Saves(Protocol):
 
 @dataclass(frozen=True)
 class TrainServices:
-    """What the loop uses to evaluate, save and log."""
+    """The parts with which the loop evaluates, saves and logs."""
 
     evaluate: Evaluate
     "evaluates orig_model at a step; every rank calls it"

@@ -1,4 +1,4 @@
-"""What the loop saves in a checkpoint, which is all that a resume needs besides weights, optimizer and random states;
+"""The state of the loop in a checkpoint, all that a resume needs besides weights, optimizer and random states;
 and what it reports about saves."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DATA_KEYS = ("thinking", "split_turns", "targets", "too_long")
 
 @dataclass(frozen=True)
 class LoopPosition:
-    """Where the loop is when a step is saved."""
+    """The position of the loop when a step is saved."""
 
     epoch: int
     total_steps: int

@@ -1,4 +1,4 @@
-"""How training ended: summary.json, the report, and the closing lines on the console."""
+"""The end of training: summary.json, the report, and the closing lines on the console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sftkit.runtime.start import Runtime
 
 @dataclass
 class Trained:
-    """What the loop reports when it ends; until then, the newest values."""
+    """The result of the loop; until it ends, the newest values."""
 
     step: int
     total_steps: int
