@@ -270,7 +270,7 @@ def test_the_cost_of_split_turns_is_estimated_while_it_is_off(
     assert sampled["factor"] == pytest.approx(estimate["factor"], rel=0.2)
     more = f"{sampled['tokens']:,} tokens more, in {sampled['documents']:,} further documents"
     text = f"for about {sampled['factor']:.2f} times the tokens of this source ({more}; estimated from {sampled['conversations']} conversations)"
-    assert any(warning.endswith(f"learns each as it is asked, {text}") for warning in found["warnings"])
+    assert any(warning.endswith(f"learns each after its own prompt, {text}") for warning in found["warnings"])
 
 
 def test_split_turns_costs_nothing_where_the_template_only_appends(

@@ -229,26 +229,26 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
     warnings += [text for source in analysis["sources"] for text in answers.answer_warnings(source)]
     if analysis["target_pct"] < TARGET_PCT:
         warnings.append(
-            f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step computes what is not learned. "
+            f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step's work is wasted. "
             "Look at the samples of scripts/inspect_data.py: are the answers in the assistant's turns?"
         )
     share = analysis["end_of_turn_pct"]
     if share is not None and share < END_OF_TURN_PCT:
         warnings.append(
             f"{100 - share:.1f} % of the conversations are cut before the end of their last answer, so they do not teach the "
-            f"model to stop. Raise data.max_length ({analysis['max_length']}), or leave them out with data.too_long=drop"
+            f"model to stop. Raise data.max_length ({analysis['max_length']}), or drop them with data.too_long=drop"
         )
     if analysis["duplicate_pct"] > DUPLICATE_PCT:
         warnings.append(
-            f"{analysis['duplicate_pct']:.1f} % of the training documents are exact copies of others, which then weigh more: "
-            "remove them, or use repeat for a source that should"
+            f"{analysis['duplicate_pct']:.1f} % of the training documents are exact copies of others, which gives these more "
+            "weight: remove the copies, or use repeat for a source that should have more weight"
         )
     of_validation = {source["name"]: source["documents"] for source in analysis["validation"]}
     for name, count in analysis["validation_in_train"].items():
         if count > OVERLAP_PCT / 100 * of_validation[name]:
             warnings.append(
-                f"validation source {name}: {count:,} of its documents are also trained on, so its loss says too little "
-                "about new data. Take another split for data.val, or slices that do not overlap"
+                f"validation source {name}: {count:,} of its documents are also trained on, so its loss says little about "
+                "new data. Use another split for data.val, or slices that do not overlap"
             )
     return [*warnings, *_padding_warning(analysis)]
 
@@ -280,7 +280,7 @@ def _padding_warning(analysis: dict[str, Any]) -> list[str]:
         return []
     best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
     if own["steps"] == 1:
-        advice = "The data fills no global batch: lower train.global_batch_size, or bring more data"
+        advice = "The data does not fill one global batch: lower train.global_batch_size, or use more data"
     elif best["own"]:
         advice = "No other layout pads less: lower train.global_batch_size, or data.max_length if it is far above p99"
     else:
@@ -295,7 +295,7 @@ def machine_warnings(analysis: dict[str, Any]) -> list[str]:
         advice = "; ".join(memory["remedies"]) or "a smaller model or a larger GPU"
         warnings.append(
             f"a step is estimated at {size_text(memory['estimated_gib'])}, and the GPU has {memory['gpu_gib']:.1f} GiB: it may "
-            f"run out of memory. What saves most: {advice}"
+            f"run out of memory. Largest savings: {advice}"
         )
     if disk["fits"] is False:
         warnings.append(

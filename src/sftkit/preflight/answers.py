@@ -54,25 +54,25 @@ def answer_warnings(source: dict[str, Any]) -> list[str]:
     if answers[HISTORY]:
         texts.append(
             f"source {name}: {answers[HISTORY]:,} of {counted(answers['answers'], 'answer')} context only, as the chat template "
-            "renders answers differently once they are history. data.split_turns=true learns each as it is asked, "
+            "renders answers differently once they are history. data.split_turns=true learns each after its own prompt, "
             f"{_split_turns_text(source)}"
         )
     if answers["reasoning_left_out"]:
         texts.append(
             f"source {name}: the reasoning before {counted(answers['reasoning_left_out'], 'answer')} is not in the text that is trained on: "
-            "data.thinking=off leaves it out, or the chat template drops it from history, where data.split_turns=true keeps it"
+            "either data.thinking=off drops it, or the chat template drops it from history (data.split_turns=true keeps it)"
         )
     if answers[THINKING_OFF]:
         texts.append(
             f"source {name}: {answers[THINKING_OFF]:,} of {counted(source['rows'], 'conversation')} trained with thinking turned "
-            "off, as they have no reasoning; the chat template by itself leaves it on. Ask for answers so, or make it the default of "
-            "chat, evaluation and servers: model.chat_template_args.enable_thinking=false"
+            "off, as they have no reasoning; the chat template's default is on. Turn thinking off when you use the model, or "
+            "make that the default of chat, evaluation and servers: model.chat_template_args.enable_thinking=false"
         )
     if answers[SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
         share = 100.0 * answers[SPLIT_TOKENS] / source["tokens"]
         texts.append(
-            f"source {name}: {share:.0f} % of its tokens are documents of their own for earlier answers, which the chat template "
-            "renders differently once they are history. data.split_turns=false saves them, and learns the last answers only"
+            f"source {name}: {share:.0f} % of its tokens are in separate documents for earlier answers, which the chat template "
+            "renders differently once they are history. data.split_turns=false saves them, and learns only the last answers"
         )
     return texts
 
