@@ -21,23 +21,23 @@ def main() -> None:
     from sftkit.objectives.caption import Caption
     from sftkit.train import assemble
 
-    with assemble.open_recipe(cfg, "caption") as run:
+    with assemble.start_run(cfg, "caption") as run:
         # Where we start. Evaluation, samples and checkpoints use orig_model; only a training step runs it compiled.
         tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run.dir, run.rt)
-        start = assemble.load_start(run, tokenizer)
+        loaded = assemble.load_orig_model(run, tokenizer)
 
         # What we learn from: captions, each with its picture, which is read and resized once. What we minimise: the
         # negative log-likelihood of each token, given the picture and all tokens before it.
-        tokenize = stages.caption(cfg.data, tokenizer, start.max_length)
+        tokenize = stages.caption(cfg.data, tokenizer, loaded.max_length)
         objective = Caption(cfg.loss)
-        data = assemble.load_data(run, start, tokenize, objective)
+        data = assemble.load_data(run, loaded, tokenize, objective)
 
         # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see
         # engine/blocks.py.
-        engine = assemble.build_engine(run, start, objective, data)
+        engine = assemble.build_engine(run, loaded, objective, data)
 
         # What is kept and watched, and the loop (train/loop.py): steps, evaluations, checkpoints, until the last one.
-        assemble.run_to_end(run, start, data, engine)
+        assemble.run_to_end(run, loaded, data, engine)
 
 
 if __name__ == "__main__":

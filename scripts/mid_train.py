@@ -20,23 +20,23 @@ def main() -> None:
     from sftkit.objectives.next_token import NextToken
     from sftkit.train import assemble
 
-    with assemble.open_recipe(cfg, "mid") as run:
+    with assemble.start_run(cfg, "mid") as run:
         # Where we start. Evaluation, samples and checkpoints use orig_model; only a training step runs it compiled.
         tokenizer = load_tokenizer(cfg.model)
-        start = assemble.load_start(run, tokenizer)
+        loaded = assemble.load_orig_model(run, tokenizer)
 
         # What we learn from: all tokens, of texts and of conversations. What we minimise: the negative log-likelihood
         # of each, given those before it.
-        tokenize = stages.mid(cfg.data, tokenizer, start.max_length)
+        tokenize = stages.mid(cfg.data, tokenizer, loaded.max_length)
         objective = NextToken(cfg.loss)
-        data = assemble.load_data(run, start, tokenize, objective)
+        data = assemble.load_data(run, loaded, tokenize, objective)
 
         # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see
         # engine/blocks.py.
-        engine = assemble.build_engine(run, start, objective, data)
+        engine = assemble.build_engine(run, loaded, objective, data)
 
         # What is kept and watched, and the loop (train/loop.py): steps, evaluations, checkpoints, until the last one.
-        assemble.run_to_end(run, start, data, engine)
+        assemble.run_to_end(run, loaded, data, engine)
 
 
 if __name__ == "__main__":

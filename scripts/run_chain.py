@@ -36,7 +36,7 @@ def main() -> int:
         code = launch.run_script(name, str(folder / f"{stage}.yaml"), overrides)
         if was_stopped(runs[stage], stage_started, code):
             words = [word for word in sys.argv[1:] if not word.startswith("train.resume=")]
-            print_text(f"stopped; go on: {invocation('scripts/run_chain.py', *words, 'train.resume=auto')}")
+            print_text(f"stopped; resume with: {invocation('scripts/run_chain.py', *words, 'train.resume=auto')}")
             return code
         if code != 0:
             return code
@@ -44,7 +44,7 @@ def main() -> int:
     code = 0
     sft = recipes["sft"]
     if is_evaluated(sft.run, sft.eval):
-        print_text(f"evaluated before: {runs['sft']}")
+        print_text(f"already evaluated: {runs['sft']}")
     else:
         code = launch.call(evaluate_command(sft.run, sft.eval))
     if code == 0:

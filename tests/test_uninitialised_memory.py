@@ -35,7 +35,7 @@ from sftkit.models.weights import load_model_weights, make_room
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash, linear_cross_entropy
-from sftkit.ops.attention import attend, documents_of, kernel_order
+from sftkit.ops.attention import attend, document_boundaries, kernel_order
 from sftkit.ops.gather_rows import gather_rows
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.optim.build import build_optimizer
@@ -219,7 +219,7 @@ def attention(
         for h in (heads[0], heads[1], heads[1])
     ]
     query = leaves[0] if batch.columns is None else leaves[0][:, :, batch.columns]
-    documents = documents_of(batch, backend, context_group="none")._replace(group=None)
+    documents = document_boundaries(batch, backend, context_group="none")._replace(group=None)
     call = torch.compile(attend, fullgraph=True, dynamic=False) if backend == "flex" else attend
     with kernel_order(backend):
         out, _ = call(torch.nn.Module(), query, *leaves[1:], None, documents=documents)

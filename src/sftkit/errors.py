@@ -35,7 +35,7 @@ _NEXT_ROW = "\n  "
 
 
 class RunError(Exception):
-    """What ends a run with a message that is made for people. Scripts print it and exit with code 1."""
+    """An error that ends a run with a message for users. Scripts print it and exit with code 1."""
 
 
 class CheckpointError(RunError):

@@ -255,7 +255,7 @@ def test_a_stopped_run_says_how_to_go_on_and_a_finished_one_does_not(tmp_path: P
     write_summary(tmp_path, replace(trained, stopped=True, step=2), cpu_runtime())
     out = capsys.readouterr().out
     assert "stopped at step 2 of 3" in out
-    assert re.search(r"^go on: .* train\.resume=auto$", out, re.MULTILINE)
+    assert re.search(r"^resume with: .* train\.resume=auto$", out, re.MULTILINE)
 
 
 def test_resuming_with_another_optimizer_or_precision_is_refused(tmp_path: Path, tokenizer) -> None:

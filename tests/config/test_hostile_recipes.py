@@ -149,7 +149,7 @@ def test_recipes_that_extend_one_another_for_ever_are_refused(tmp_path: Path) ->
     assert "more than 16 files that extend one another" in refused(tmp_path / "1.yaml")
     (tmp_path / "link.yaml").symlink_to("a.yaml")
     (tmp_path / "a.yaml").write_text("extends: link.yaml\n")
-    assert "goes round in a circle" in refused(tmp_path / "a.yaml")
+    assert "files extend one another in a circle" in refused(tmp_path / "a.yaml")
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_tilde_is_the_home_directory_in_every_path_of_a_recipe(recipe: Path, t
 
 
 def test_the_home_of_nobody_is_refused(recipe: Path) -> None:
-    text = "~no-such-user is nobody's home directory here. Write the path in full, or ./~no-such-user for that name"
+    text = "~no-such-user: no such user on this machine. Write the path in full, or ./~no-such-user for a file of that name"
     assert refused(recipe, "run.dir=~no-such-user/x") == f"command line: run.dir: {text}"
     assert refused("~no-such-user/x.yaml") == text
 
@@ -189,8 +189,8 @@ CANNOT = {
     "a long name": (f"runs/{LONG}", "is too long, with 300 bytes in a name"),
     "a long path": ("/".join(["runs", *["x" * 200] * 25]), "and 3800 at most"),
     "a control character": ('"runs/\\e[31m"', "has characters that no terminal shows"),
-    "a file in its place": ("{file}", "is no folder, so {file} cannot be one"),
-    "a file on the way": ("{file}/runs/x", "is no folder, so {file}/runs/x cannot be one"),
+    "a file in its place": ("{file}", "is not a folder, so {file} cannot be one"),
+    "a file on the way": ("{file}/runs/x", "is not a folder, so {file}/runs/x cannot be one"),
 }
 
 

@@ -337,7 +337,7 @@ def test_extends_takes_a_shipped_recipe_as_the_command_line_does_and_lists_them_
 def test_extends_in_a_circle_and_of_a_missing_file_are_clear(write):
     first = write("extends: b.yaml\n", "a.yaml")
     write("extends: a.yaml\n", "b.yaml")
-    assert "goes round in a circle" in problems(first)[0]
+    assert "files extend one another in a circle" in problems(first)[0]
     lost = write("extends: lost.yaml\n" + MINIMAL, "c.yaml")
     assert problems(lost) == [f"{lost}: extends: no such file: {lost.with_name('lost.yaml')}"]
 

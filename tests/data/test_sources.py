@@ -73,7 +73,7 @@ CHOICES = "Which?\n\nA. x\nB. y\n\nAnswer with the letter."
 CALL = {"role": "assistant", "content": "", "tool_calls": [
     {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}  # fmt: skip
 
-SHAPES = {
+FORMATS = {
     "messages": ({"id": 3, "messages": MESSAGES, "tools": None}, MESSAGES),
     "sharegpt": (
         {"conversations": [
@@ -103,9 +103,9 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_shape(name):
-    raw, expected = SHAPES[name]
+    raw, expected = FORMATS[name]
     if isinstance(expected, tuple):
         expected = [{"role": "user", "content": expected[0]}, {"role": "assistant", "content": expected[1]}]
     row = rows.convert(raw, "x:1")

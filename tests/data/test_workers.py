@@ -29,8 +29,8 @@ def batches_of(workers: int) -> Batches:
 def documents_of(step: int, number: int) -> list[str]:
     """Names of a step's documents in a micro-batch, from 0."""
     (found,) = batches_of(0).steps(step - 1, step)
-    before = sum(found.documents_in[:number])
-    return [f"test #{i}" for i in found.documents[before : before + found.documents_in[number]]]
+    before = sum(found.documents_per_micro_batch[:number])
+    return [f"test #{i}" for i in found.documents[before : before + found.documents_per_micro_batch[number]]]
 
 
 def stands_in(monkeypatch: pytest.MonkeyPatch, step: int, number: int, do: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ def test_a_data_worker_that_is_killed_names_the_documents_that_it_was_making(
         train()
     text = str(error.value)
     assert text.startswith(f"a data worker (process {(tmp_path / 'pid').read_text()}) was killed by {number.name}: ")
-    assert f"It was making step 5, micro-batch 3: documents {', '.join(names[:5])}" in text
+    assert f"It was building step 5, micro-batch 3: documents {', '.join(names[:5])}" in text
     assert len(seen) == 4
 
 
@@ -86,14 +86,14 @@ def test_a_data_worker_that_is_killed_with_nothing_in_hand_says_so() -> None:
         with batches.workers_named():
             next(steps)
             idle = 0
-            while idle < 50:  # between two micro-batches it has nothing in hand for a moment, too
+            while idle < 50:  # between two micro-batches it is idle for a moment, too
                 idle = idle + 1 if batches._dataset.at_work[0, 1] == 0 else 0
                 time.sleep(0.01)
             os.kill(int(batches._dataset.at_work[0, 0]), signal.SIGKILL)
             for _ in range(1000):  # torch says so in a signal handler, wherever this is
                 time.sleep(0.01)
 
-    with pytest.raises(WorkerError, match=r"was killed by SIGKILL: .* It had nothing in hand"):
+    with pytest.raises(WorkerError, match=r"was killed by SIGKILL: .* It was idle"):
         train()
 
 

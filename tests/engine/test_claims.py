@@ -470,18 +470,18 @@ def test_a_head_whose_gradient_misses_rows_of_no_documents_token_is_found(tmp_pa
     orig_model = tiny_llama()
     kept = torch.ones_like(orig_model.lm_head.weight)
     kept[rows] = 0
-    right = ModelWithLoss.sums_of_chosen
+    right = ModelWithLoss.sums_of_selected
 
-    def wrong(self: ModelWithLoss, chosen: torch.Tensor, batch: Batch) -> Any:
+    def wrong(self: ModelWithLoss, selected: torch.Tensor, batch: Batch) -> Any:
         weight = orig_model.lm_head.weight
         handle = weight.register_hook(lambda gradient: gradient * kept)
-        sums = right(self, chosen, batch)
+        sums = right(self, selected, batch)
         handles.append(handle)
         return sums
 
     handles: list[Any] = []
     monkeypatch.setattr(gradient_rows, "TOKENS", 4)
-    monkeypatch.setattr(ModelWithLoss, "sums_of_chosen", wrong)
+    monkeypatch.setattr(ModelWithLoss, "sums_of_selected", wrong)
     monkeypatch.setattr(gradient_check.Sides, "_plain", unhooked(gradient_check.Sides._plain, handles))
     engine, _ = engine_with(tmp_path, orig_model)
     check = warm(engine)[GRADIENTS]

@@ -170,7 +170,7 @@ def test_mbpp_takes_from_the_program_what_the_published_solution_defines() -> No
     lies = "def set(x):\n    return {2}\ndef len(x):\n    return 2\n"
     assert passed(task, row["code"]) == [1]
     assert passed(task, str(row["code"]).replace("[1].x", "[1].x - (nodes[0] is nodes[1])") + "\n" + lies) == [0]
-    with pytest.raises(DataError, match=r"task_id 11: code or tests are no Python"):
+    with pytest.raises(DataError, match=r"task_id 11: code or tests are not Python"):
         mbpp.build(reading([row | {"code": "def f(:"}]), 0, "completion", None)
 
 

@@ -147,7 +147,7 @@ def test_what_the_bench_fills_in_cannot_be_set(tmp_path: Path) -> None:
         ({"model": "tiny", "processes": 2}, "runs.1.processes: 2 need a topology: one of cp, cpu, cpu_ddp"),
         (
             {"model": "tiny", "topology": "cpu_dpp"},
-            'runs.1.topology: "cpu_dpp" is no file of accelerate_configs. Did you',
+            'runs.1.topology: "cpu_dpp" is not a file of accelerate_configs. Did you',
         ),
         ({"model": "tiny", "parallelism": {"tp_size": 2}}, "runs.1.parallelism: needs a topology"),
         (

@@ -73,7 +73,7 @@ def test_what_a_model_says_cannot_steer_the_terminal(talk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"), [("", "ended its answer at once"), ("\n" * 256, "answered with white space alone")]
+    ("said", "told"), [("", "ended its answer at once"), ("\n" * 256, "answered with white space only")]
 )
 def test_an_empty_answer_is_told_as_one_and_is_not_kept(talk, tmp_path: Path, said: str, told: str) -> None:
     asked, out, err = talk("Hi?", "Yes?", "/save", said=said)

@@ -170,7 +170,7 @@ class JoinedError(Exception):
 
 
 def by_script(cfg: Config) -> None:
-    with assemble.open_recipe(cfg, "sft"):
+    with assemble.start_run(cfg, "sft"):
         pass
 
 

@@ -298,7 +298,7 @@ def test_of_a_script_that_is_killed_the_launcher_says_signal_likely_cause_newest
         assert not folder.exists()
         return
     where = f"{folder}: newest logged step 4, newest checkpoint {folder}/step-000003"
-    assert f"{where}; go on from there: {command} train.resume=auto" in output
+    assert f"{where}; resume from there: {command} train.resume=auto" in output
     status = json.loads((folder / "run_status.json").read_text())
     assert (status["status"], status["step"]) == ("failed", 4)
     assert status["error"].startswith("killed by SIGKILL: ")

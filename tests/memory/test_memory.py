@@ -321,7 +321,7 @@ def test_a_model_that_no_rows_make_room_for_is_refused(
     rt, cfg = runtime(), recipe(optim=OptimConfig(name=optimizer))
     rt.topology = topology
     layout = packed(row_length=2048, world_size=topology.world_size)
-    with pytest.raises(ConfigError, match=rf"alone take .* on each GPU, which has {gpu_gib}\.0 GiB") as refused:
+    with pytest.raises(ConfigError, match=rf"parameters take .* on each GPU, which has {gpu_gib}\.0 GiB") as refused:
         make_plan(cfg, qwen3("8B"), layout, rt, Fixed(gpu_gib * GIB))
     assert ways in str(refused.value)
     make_plan(cfg, qwen3("8B"), layout, rt, Fixed(H200))  # estimated, and perhaps warned of

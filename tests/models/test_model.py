@@ -67,9 +67,9 @@ def test_a_config_that_transformers_refuses_is_a_config_error(tokenizer) -> None
     for kind, told in (
         (
             "no_such_model",
-            r'model_type: "no_such_model" is no architecture of transformers .* llama, gpt2, vit and t5$',
+            r'model_type: "no_such_model" is not an architecture of transformers .* llama, gpt2, vit and t5$',
         ),
-        ("qwen33", r'model_type: "qwen33" is no architecture of .*\. Did you mean "qwen3"\?$'),
+        ("qwen33", r'model_type: "qwen33" is not an architecture of .*\. Did you mean "qwen3"\?$'),
     ):
         with pytest.raises(ConfigError, match=rf"^model\.scratch: {told}"):
             from_scratch({"model_type": kind}, tokenizer, 0)
@@ -195,7 +195,7 @@ def test_a_template_whose_turn_marks_are_no_tokens_is_refused(tmp_path: Path, to
     tokenizer.save_pretrained(tmp_path / "t")
     template = tmp_path / "x.jinja"
     template.write_text("<|turn_of|>{{ messages[0].content }}")
-    with pytest.raises(ConfigError, match=r"<\|turn_of\|>, which is no token"):
+    with pytest.raises(ConfigError, match=r"<\|turn_of\|>, which is not a token"):
         load_tokenizer(ModelConfig(tokenizer=str(tmp_path / "t"), chat_template=str(template)))
     with pytest.raises(ConfigError, match=r"nope\.jinja: No such file"):
         load_tokenizer(ModelConfig(tokenizer=str(tmp_path / "t"), chat_template="nope.jinja"))
@@ -226,8 +226,8 @@ def test_the_peak_of_a_device_is_known_by_its_whole_name_or_not_at_all(name: str
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (None, "no model.layers.1.mlp.up_proj.weight"),
-        (torch.zeros(3, 32), r"is \[3, 32\] and the model's is \[64, 32\]"),
+        (None, "its files lack model.layers.1.mlp.up_proj.weight"),
+        (torch.zeros(3, 32), r"has shape \[3, 32\] in the files and \[64, 32\] in the model"),
     ],
 )
 def test_a_weight_that_is_missing_or_misshapen_is_an_error_and_not_random_numbers(

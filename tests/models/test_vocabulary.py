@@ -411,7 +411,9 @@ def test_a_new_model_has_the_added_tokens_in_its_vocabulary(save: Save) -> None:
 def test_a_file_whose_tokens_are_missing_names_the_template_that_brings_its_own(save: Save) -> None:
     source = save()
     file = str(ROOT / "src/sftkit/data/chatml.jinja")
-    with pytest.raises(ConfigError, match=r"<\|im_start\|>, which is no token of .*Set model\.chat_template to chatml"):
+    with pytest.raises(
+        ConfigError, match=r"<\|im_start\|>, which is not a token of .*Set model\.chat_template to chatml"
+    ):
         load_tokenizer(ModelConfig(path=source.path, chat_template=file))
 
 
@@ -421,5 +423,5 @@ def test_a_weight_of_another_size_is_still_an_error_where_the_vocabulary_grows(s
     config = Path(source.path) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 273}))
     for empty in (False, True):
-        with pytest.raises(ConfigError, match=r"is \[272, 48\] and the model's is \[273, 48\]"):
+        with pytest.raises(ConfigError, match=r"has shape \[272, 48\] in the files and \[273, 48\] in the model"):
             loaded(source, empty=empty)

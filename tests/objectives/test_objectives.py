@@ -77,8 +77,8 @@ class PerDocument:
     def select(self, hidden: Tensor, batch: Batch) -> Tensor:
         return self._next_token.select(hidden, batch)
 
-    def sums(self, chosen: Tensor, batch: Batch, head: Head) -> Sums:
-        found = self._next_token.sums(chosen, batch, head)
+    def sums(self, selected: Tensor, batch: Batch, head: Head) -> Sums:
+        found = self._next_token.sums(selected, batch, head)
         return Sums(found.loss, {"nll": found.measured["nll"], "documents": torch.tensor(float(self.count(batch)))})
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:

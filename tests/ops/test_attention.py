@@ -19,7 +19,7 @@ from sftkit.data.shard import FULL_ROW, RowShard
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash
-from sftkit.ops.attention import Documents, attend, document_mask, documents_of, plain_attention
+from sftkit.ops.attention import Documents, attend, document_boundaries, document_mask, plain_attention
 from sftkit.ops.flex import blocks_of
 
 DOCUMENTS = {
@@ -99,7 +99,7 @@ def check(
     wanted.backward(grad.to(dtype).double())
 
     given = [x.to(dtype).requires_grad_() for x in qkv]
-    documents = documents_of(batch.to(torch.device(device)), backend)
+    documents = document_boundaries(batch.to(torch.device(device)), backend)
     call = torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend
     got, _ = call(torch.nn.Module(), *given, None, documents=documents, sliding_window=window, softcap=softcap)
     got.backward(grad.to(dtype))
@@ -160,7 +160,7 @@ def test_flex_computes_what_the_reference_does() -> None:
                 key,
                 value,
                 None,
-                documents=documents_of(batch, backend),
+                documents=document_boundaries(batch, backend),
                 sliding_window=window,
                 softcap=softcap,
             )[0]
@@ -181,7 +181,7 @@ def test_changing_one_document_leaves_the_others_as_they_are(make: object) -> No
                 input_ids=ids,
                 position_ids=batch.inputs["position_ids"],
                 use_cache=False,
-                documents=documents_of(batch, "reference"),
+                documents=document_boundaries(batch, "reference"),
             ).last_hidden_state
             for ids in (batch.inputs["input_ids"], changed)
         ]

@@ -251,7 +251,7 @@ def test_rows_that_a_run_skips_are_refused_only_where_all_are_bad(here: Path) ->
 
 
 def test_one_bad_row_among_good_ones_is_refused_with_what_can_be_done_about_it(here: Path) -> None:
-    rows, advice = "data.train.0.path=rows.jsonl", "mend the row, or leave out and count all such rows with"
+    rows, advice = "data.train.0.path=rows.jsonl", "fix the row, or skip and count all such rows with"
     answers_nothing = {"messages": [{"role": "user"}]}
     write(here / "rows.jsonl", CHAT, answers_nothing)
     assert f"({advice} data.on_bad_row=skip)" in refused(rows)
@@ -306,7 +306,7 @@ def test_wrong_columns_all_along_the_beginning_are_not_skipped(here: Path) -> No
     ):
         write(here / "rows.jsonl", *[bad] * 2 * FIRST_ROWS)
         assert f"rows.jsonl:1: {told}" in refused(*words)
-        assert "The first 100 rows are all like this" in refused(*words)
+        assert "All of the first 100 rows are like this" in refused(*words)
         write(here / "rows.jsonl", *[bad] * (FIRST_ROWS - 1), CHAT, *[bad] * FIRST_ROWS)
         assert problems(*words) == []
 

@@ -271,7 +271,7 @@ def test_the_cost_of_split_turns_is_estimated_while_it_is_off(
     assert sampled["factor"] == pytest.approx(estimate["factor"], rel=0.2)
     more = f"{sampled['tokens']:,} tokens more, in {sampled['documents']:,} further documents"
     text = f"for about {sampled['factor']:.2f} times the tokens of this source ({more}; estimated from {sampled['conversations']} conversations)"
-    assert any(warning.endswith(f"learns each as it is asked, {text}") for warning in found["warnings"])
+    assert any(warning.endswith(f"learns each after its own prompt, {text}") for warning in found["warnings"])
 
 
 def test_split_turns_costs_nothing_where_the_template_only_appends(
@@ -645,7 +645,7 @@ def run_until_loaded(monkeypatch: pytest.MonkeyPatch, script: str, recipe: Path)
     found: list[Examples] = []
 
     @contextmanager
-    def open_recipe(_: Config, stage: str) -> Iterator[assemble.Run]:
+    def start_run(_: Config, stage: str) -> Iterator[assemble.Run]:
         run_dir = Path(cfg.run.dir)
         run_dir.mkdir()
         yield assemble.Run(cfg, stage, cpu_runtime(), run_dir, assemble.NO_CHECKPOINT)
@@ -654,7 +654,7 @@ def run_until_loaded(monkeypatch: pytest.MonkeyPatch, script: str, recipe: Path)
         found.append(data.batches.examples)
         raise Loaded
 
-    monkeypatch.setattr(assemble, "open_recipe", open_recipe)
+    monkeypatch.setattr(assemble, "start_run", start_run)
     monkeypatch.setattr(assemble, "build_engine", build_engine)
     monkeypatch.setattr(sys, "argv", [f"scripts/{script}", str(recipe)])
     with pytest.raises(Loaded):

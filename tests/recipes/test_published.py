@@ -327,7 +327,7 @@ def test_a_topology_that_cannot_hold_or_cut_the_model_is_refused(recipe: Path, t
     cfg = read(recipe)
     least = memory_plan(read(recipe, "optim.name=adamw_sr"), None, Topology()).setup
     assert least is not None
-    with pytest.raises(ConfigError, match=r"alone take .*fsdp2\.yaml on 2 such GPUs or more"):
+    with pytest.raises(ConfigError, match=r"parameters take .*fsdp2\.yaml on 2 such GPUs or more"):
         memory_plan(cfg, 0.9 * held_bytes(least) / GIB, Topology())
     model_type = shell(published(cfg)).config.model_type
     config = yaml.safe_load((ROOT / "accelerate_configs" / "tp.yaml").read_text())

@@ -40,14 +40,14 @@ def killed_run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("resume", "then"), [("auto", "this start goes on from there"), (None, "train.resume=auto would")]
+    ("resume", "then"), [("auto", "this start resumes from there"), (None, "train.resume=auto would")]
 )
 def test_the_next_start_says_that_the_run_before_was_killed_and_where_it_was(
     killed_run: Path, capsys: pytest.CaptureFixture[str], resume: str | None, then: str
 ) -> None:
     with cpu_runtime() as rt:
         open_run(str(killed_run), resume, "run: {}\n", rt)
-    told = f"{killed_run}: the run before was killed without a word: newest logged step 4, newest checkpoint "
+    told = f"{killed_run}: the previous run was killed: newest logged step 4, newest checkpoint "
     out = capsys.readouterr().out
     assert f"{told}{killed_run}/step-000003; {then}" in out
 
@@ -62,7 +62,7 @@ def test_a_start_after_a_run_that_ended_says_nothing(killed_run: Path, capsys: p
 def test_the_report_shows_a_run_that_was_killed_as_killed_and_a_live_one_as_running(killed_run: Path) -> None:
     status = gather_report(killed_run)["status"]
     assert (status["status"], status["step"]) == ("killed", 4)
-    assert f"newest logged step 4, newest checkpoint {killed_run}/step-000003; go on from there: " in status["error"]
+    assert f"newest logged step 4, newest checkpoint {killed_run}/step-000003; resume from there: " in status["error"]
     assert status["error"].endswith("train.resume=auto")
     page = write_report(killed_run).read_text()
     assert ">killed<" in page
@@ -90,12 +90,12 @@ def test_what_a_rank_that_was_left_has_written_stays_and_a_run_that_lives_on_is_
     told = report_killed(folder, signal.SIGKILL, "a cause", started, words)
     assert told == f"error: the launcher was killed by SIGKILL: a cause\n{folder}: the run itself is still at work"
     held.release()
-    status.end("failed", first_failing_rank=1, error="rank 1 ended without a word")
+    status.end("failed", first_failing_rank=1, error="rank 1 ended without an error message")
     told = report_killed(folder, signal.SIGKILL, "a cause", started, words)
     assert told.startswith("error: rank 1 was killed by SIGKILL: a cause\n")
     assert told.endswith(f"no checkpoint; start it again: {start_command(words)}")
     assert "train.resume=other/step-000002" in told, "there is nothing that auto would find"
-    assert read_status(folder)["error"] == "rank 1 ended without a word"
+    assert read_status(folder)["error"] == "rank 1 ended without an error message"
 
 
 def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:

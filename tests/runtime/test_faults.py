@@ -65,7 +65,7 @@ def test_a_rank_that_is_killed_is_named_by_those_that_lose_it(start) -> None:
     assert run.end() == 128 + signal.SIGKILL
     found = run.status()
     assert (found["status"], found["first_failing_rank"]) == ("failed", 1), run.output[-3000:]
-    assert "ended without a word" in found["error"]
+    assert "ended without an error message" in found["error"]
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_a_rank_that_is_killed_is_named_by_those_that_wait_for_it_for_ever(start
 def test_a_rank_that_is_killed_while_the_model_is_loaded_is_named_and_not_taken_for_a_stop(start) -> None:
     run = start("killed in loading")
     assert run.end() != 0
-    told = "error: rank 1 ended without a word (killed? out of memory?) before the first step"
+    told = "error: rank 1 ended without an error message (killed? out of memory?) before the first step"
     assert run.output.count(told) == 1, run.output[-3000:]
     assert not run.dir.exists()
 

@@ -252,7 +252,7 @@ def test_a_signal_to_the_chain_of_stages_ends_it_although_the_launcher_reports_a
     assert chain.end() == 128 + signal.SIGTERM, chain.output[-3000:]
     chain.check_ended("preempted", "SIGTERM")
     words = f"scripts/run_chain.py {tmp_path} data.cache_dir={tmp_path}/cache train.resume=auto\n"
-    assert f"stopped; go on: {program_path('python')} {words}" in chain.output
+    assert f"stopped; resume with: {program_path('python')} {words}" in chain.output
     assert not (tmp_path / "mid").exists()
 
 

@@ -28,7 +28,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.stages import stages_of
 from sftkit.objectives.sums import Totals
-from sftkit.ops.attention import documents_of, use_document_attention
+from sftkit.ops.attention import document_boundaries, use_document_attention
 from sftkit.runtime.start import Runtime
 
 VOCAB_SIZE = 64
@@ -143,7 +143,7 @@ def token_nll(orig_model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     logits = orig_model(
         **batch.inputs,
         use_cache=False,
-        documents=documents_of(batch, "reference"),
+        documents=document_boundaries(batch, "reference"),
     ).logits
     flat = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORE, reduction="none")
     return flat.view(batch.targets.shape)

@@ -64,7 +64,7 @@ def tiny_gemma2() -> PreTrainedModel:
 
 
 def odd_llama(dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
-    """Its vocabulary of 67 is no multiple of what fast matrix products need; answers of different prompts differ."""
+    """Its vocabulary of 67 is not a multiple of what fast matrix products need; answers of different prompts differ."""
     sizes = {"hidden_size": 64, "intermediate_size": 130, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=67, num_key_value_heads=2, head_dim=16, max_position_embeddings=256, **sizes)
     torch.manual_seed(0)

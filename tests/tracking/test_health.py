@@ -84,7 +84,7 @@ def test_the_documents_of_the_micro_batch_whose_loss_is_not_finite_are_named_and
     tmp_path: Path,
 ) -> None:
     health, step_batches = health_of(tmp_path, NumericsConfig())
-    numbers = step_batches.documents_in
+    numbers = step_batches.documents_per_micro_batch
     assert len(numbers) == 4
     assert sum(numbers) == len(step_batches.documents)
     health.add(1, step_batches, outcome(nll=NAN, losses=torch.tensor([1.0, 2.0, float("inf"), 3.0])))
@@ -178,7 +178,7 @@ def test_only_so_many_steps_in_a_row_are_left_out(tmp_path: Path) -> None:
     assert [found["step"] for found in written] == [1, 2, 4, 5]
     assert all(found["documents"] for found in written)
     health.add(6, step_batches, outcome(nll=NAN))
-    with pytest.raises(NonFiniteError, match="after 2 steps that were left out"):
+    with pytest.raises(NonFiniteError, match="after 2 skipped steps"):
         health.read_flags(wait=False)
 
 

@@ -108,7 +108,7 @@ def test_after_a_resume_the_same_steps_are_left_out_to_the_bit() -> None:
         judged(whole, steps[:cut])
         judged(first, steps[:cut])
         back = Spikes("skip", "nll", CPU)
-        back.go_on(json.loads(json.dumps(first.window())))
+        back.restore_window(json.loads(json.dumps(first.window())))
         assert judged(back, steps[cut:]) == judged(whole, steps[cut:])
         assert back.window() == whole.window()
         torch.testing.assert_close(back._history, whole._history, rtol=0, atol=0, equal_nan=True)
@@ -123,7 +123,7 @@ def test_the_history_of_a_version_that_judged_when_it_logged_is_taken_over() -> 
         "grad_norms": [1],
     }
     back = Spikes("skip", "nll", CPU)
-    back.go_on(window)
+    back.restore_window(window)
     assert back.window() == {"losses": QUIET * 8, "norms": QUIET * 8}
     assert judged(back, [(2.0, 1.0)]) == [(["loss"], True)]
 
@@ -227,7 +227,7 @@ def test_a_spike_can_end_the_run_with_the_documents_of_the_micro_batch_that_lost
     told = Told(tmp_path, NumericsConfig(on_spike="error"))
     for loss in QUIET * 8:
         told.add(loss)
-    numbers = told.step_batches.documents_in
+    numbers = told.step_batches.documents_per_micro_batch
     guilty = list(told.step_batches.documents[sum(numbers[:2]) : sum(numbers[:3])])
     with pytest.raises(SpikeError) as error:
         told.add(2.0, losses=(1.0, 1.0, 5.0, 1.0))
@@ -254,17 +254,17 @@ def test_spikes_that_are_left_out_count_with_steps_that_are_not_finite_and_only_
     assert told.add(3.0) == (False, divisor), "what was left out has not widened the history"
     (first, second) = told.events()
     assert first.startswith("step 33: loss 2 is far above the mean before it, 1 (sd 0.071)")
-    assert first.endswith("; left out")
+    assert first.endswith("; update skipped")
     assert second.startswith("step 35: loss 3")
     assert told.add(1.0) == (False, 0)
     assert told.health.read() == {"health/spikes": 2, "health/skipped_steps": 2, "health/nonfinite_steps": 0}
     told.add(2.0)
     back = Told(tmp_path / "back", NumericsConfig(on_spike="skip", on_nonfinite="skip", max_skips=2))
-    back.health.go_on(json.loads(json.dumps(told.health.window())))
+    back.health.restore_window(json.loads(json.dumps(told.health.window())))
     for one in (told, back):
         one.step = 37
         assert one.add(2.0) == (False, divisor)
-        with pytest.raises(SpikeError, match=r"step 39: loss 2 .* after 2 steps that were left out"):
+        with pytest.raises(SpikeError, match=r"step 39: loss 2 .* after 2 skipped steps"):
             one.add(2.0)
         assert one.health.read()["health/spikes"] == 3
 

@@ -327,7 +327,7 @@ def test_a_dashboard_that_raises_costs_its_own_rows_and_is_complained_of_once(tm
     assert len(rows(tmp_path / "metrics.jsonl")) == 2
     assert caplog.text.count("server gone") == 1
     assert dashboard.ending == Ending("finished", 0, {"run/state": "finished"})
-    assert "wandb: 2 rows did not get there, metrics.jsonl has all; `wandb sync" in capsys.readouterr().out
+    assert "wandb: 2 rows were not sent; metrics.jsonl has all; `wandb sync" in capsys.readouterr().out
 
 
 def test_a_dashboard_that_never_answers_holds_neither_training_nor_its_end(
@@ -345,7 +345,7 @@ def test_a_dashboard_that_never_answers_holds_neither_training_nor_its_end(
     assert caplog.text.count("has not answered for") == 1
     assert "wandb does not finish: no answer in time" in caplog.text
     assert dashboard.abandoned
-    assert " rows did not get there, metrics.jsonl has all; `wandb sync" in capsys.readouterr().out
+    assert " rows were not sent; metrics.jsonl has all; `wandb sync" in capsys.readouterr().out
 
 
 def test_a_slow_dashboard_gets_every_row_before_the_end(tmp_path: Path) -> None:
@@ -632,7 +632,7 @@ def test_a_wandb_process_that_is_stopped_costs_no_row_and_does_not_hold_the_end_
     assert "trained" in done.stdout
     assert done.stderr.count("wandb has not answered for 1000 rows") == 1
     assert "wandb does not finish: no answer in time" in done.stderr
-    assert "rows did not get there" in done.stdout
+    assert "rows were not sent" in done.stdout
     assert len(rows(tmp_path / "metrics.jsonl")) == 2000
 
 

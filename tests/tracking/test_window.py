@@ -48,7 +48,7 @@ def resume(meter: Meter, window: dict[str, Any], health: Any = None) -> str | No
     """On the same ranks."""
     rt = cpu_runtime()
     resumed = {"step": 1, "world_size": 1, "topology": rt.topology.describe(), WINDOW: {"meter": window, "health": {}}}
-    return resume_window(resumed, meter, health or SimpleNamespace(go_on=lambda *_: None), rt, 4)
+    return resume_window(resumed, meter, health or SimpleNamespace(restore_window=lambda *_: None), rt, 4)
 
 
 def test_a_resume_does_not_forget_shapes_that_were_not_declared() -> None:
@@ -57,7 +57,7 @@ def test_a_resume_does_not_forget_shapes_that_were_not_declared() -> None:
     meter.shapes.add(next(iter(Batches(StepDataset(batches.examples, other), seed=0).steps(0, 1))))
     window = saved(meter, batches)
     back, _ = meter_of()
-    assert back.go_on(window, same_ranks=True)
+    assert back.restore_window(window, same_ranks=True)
     assert back.shapes.seen == meter.shapes.seen
     assert back.read()["shape/undeclared"] == other.accumulation
     assert shapes_check(back.shapes, batches.layout).ok is False
@@ -66,7 +66,7 @@ def test_a_resume_does_not_forget_shapes_that_were_not_declared() -> None:
 def test_shapes_that_an_earlier_start_declared_stay_declared_where_the_micro_batch_is_another_now() -> None:
     window = saved(*meter_of(micro=4))
     back, batches = meter_of()
-    assert back.go_on(window, same_ranks=True)
+    assert back.restore_window(window, same_ranks=True)
     back.add(next(iter(batches.steps(0, 1))), OUTCOME)
     found = shapes_check(back.shapes, batches.layout)
     assert found.ok is True
@@ -82,7 +82,7 @@ def test_on_another_number_of_ranks_the_wait_is_that_of_the_rank_that_waited_mos
     waits = [10.0, *[20.0] * 7]
     window |= {"seconds": 100.0, "by_rank": [[*own[:-1], waited] for waited in waits]}
     back, _ = meter_of()
-    assert back.go_on(window, same_ranks=same_ranks)
+    assert back.restore_window(window, same_ranks=same_ranks)
     assert back.read()["perf/data_wait_pct"] == pytest.approx(percent, rel=0.01)
 
 
@@ -122,7 +122,7 @@ def test_a_run_with_one_source_says_nothing_of_others_before() -> None:
 def test_where_other_sums_are_measured_now_the_history_of_spikes_is_taken_over_all_the_same() -> None:
     window, taken = saved(*meter_of()), []
     window["sums"].append("entropy")
-    line = resume(meter_of()[0], window, SimpleNamespace(go_on=lambda *given: taken.append(given)))
+    line = resume(meter_of()[0], window, SimpleNamespace(restore_window=lambda *given: taken.append(given)))
     assert "other sums are measured now" in (line or "")
     assert taken == [({},)]
 
@@ -138,4 +138,4 @@ def test_a_model_whose_work_cannot_be_counted_has_no_mfu_and_a_line_says_so(
         meter = Meter(model, NextToken(LossConfig()), batches, rt)
         meter.add(next(iter(batches.steps(0, 1))), OUTCOME)
         assert (meter.read()["perf/mfu"] is not None) == counted
-        assert ("no MFU: the model has layers of a kind" in capsys.readouterr().out) == (not counted)
+        assert ("no MFU: the model has layers whose FLOPs" in capsys.readouterr().out) == (not counted)

@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Checkpoints:
-    """Saves and restores everything a run needs to go on exactly. Every rank has one and calls the same methods."""
+    """Saves and restores everything that a run needs to continue exactly. Every rank has one and calls the same
+    methods."""
 
     run_dir: Path
     config: CheckpointConfig
@@ -123,7 +124,9 @@ class Checkpoints:
         metric = self.config.best
         value = values.get(metric) if metric else None
         if metric and values and metric not in values and self.rt.is_main:
-            log.warning("checkpoint.best: %s is no metric of this evaluation; it has %s", metric, ", ".join(values))
+            log.warning(
+                "checkpoint.best: %s is not a metric of this evaluation, which has %s", metric, ", ".join(values)
+            )
         if metric and value is not None and self.rt.is_main:
             self._writer.consider(Best(step_dir(self.run_dir, step).name, metric, value))
 

@@ -155,7 +155,7 @@ def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> 
     refused = {key: values for key, values in kept.items() if key not in allowed}
     if refused:
         raise ConfigError(
-            f"{prefix}: the recipe is not the one of the checkpoint:\n{_lines(refused)}\n"
+            f"{prefix}: the recipe differs from that of the checkpoint:\n{_lines(refused)}\n"
             + "".join(f"  ({key}: {CHANGED[key]})\n" for key in refused if key in CHANGED)
             + f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
         )

@@ -1,4 +1,4 @@
-"""Which checkpoint a start goes on from: looked for once, before anything that depends on it is made."""
+"""Find the checkpoint from which a start resumes: once, before anything that depends on it is made."""
 
 from __future__ import annotations
 

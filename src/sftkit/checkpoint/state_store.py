@@ -151,7 +151,8 @@ class _IndexUnpickler(pickle.Unpickler):
         if is_dtype or (module, name) in INDEX_CLASSES:
             return super().find_class(module, name)
         raise ConfigError(
-            f"names {module}.{name}, which is no part of an index of optimizer states: the checkpoint was tampered with"
+            f"names {module}.{name}, which is not part of an index of optimizer states: the checkpoint was tampered "
+            f"with"
         )
 
 

@@ -115,7 +115,7 @@ def load_compiled(where: str, key: str, index: int = 0) -> str:
             problem = "torch cannot read it"
         except Exception as error:  # torch may raise anything for a file that it cannot use
             problem = f"torch cannot read it ({error})"
-    log.warning("compile.cache: %s: %s; compiling anew", path, problem)
+    log.warning("compile.cache: %s: %s; compiling from scratch", path, problem)
     return "cold compile"
 
 

@@ -1,4 +1,4 @@
-"""torch.compile for the train step: in place, for declared shapes, held to a contract. All else runs eagerly."""
+"""torch.compile for the train step: in place and for declared shapes only. Everything else runs eagerly."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _compiled_parts(orig_model: PreTrainedModel, scope: str) -> list[torch.nn.Mo
     blocks = decoder_blocks(orig_model)
     if not blocks:
         raise ConfigError(
-            f"compile.scope: {type(orig_model).__name__} names no decoder block (_no_split_modules); "
-            "set compile.scope=model or compile.enabled=false"
+            f"compile.scope: {type(orig_model).__name__} names no decoder block (_no_split_modules); set "
+            "compile.scope=model or compile.enabled=false"
         )
     return blocks + small_modules(orig_model)
 
@@ -125,7 +125,7 @@ def random_state_kept() -> AbstractContextManager[None]:
 def step_contract(
     on_recompile: str, breaks: Sequence[str] = (), fell_back: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Hold training to what the warm-up compiled: within the context nothing is compiled any more in a step.
+    """Forbid or report compilation in a step, within the context: the warm-up has compiled all declared shapes.
 
     Args:
         on_recompile: "error": the step that needs a new graph ends training; "eager": that call runs uncompiled, and
@@ -279,6 +279,8 @@ def _fall_back(model: torch.nn.Module, compile: CompileConfig, error: Exception 
     reason = " ".join(str(error or "it failed on another rank").split())[:300]
     if compile.on_failure == "error":
         raise ConfigError(f"compile.on_failure=error and the model cannot be compiled here: {reason}") from error
-    log.warning("torch.compile does not work here, training eagerly: %s (compile.enabled=false hides this)", reason)
+    log.warning(
+        "torch.compile does not work here, training eagerly: %s (compile.enabled=false avoids this warning)", reason
+    )
     undo_compile(model)
     return False

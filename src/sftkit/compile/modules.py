@@ -198,9 +198,9 @@ def recording_advice(compile: CompileConfig, *, dynamic_layout: bool) -> str | N
     if not (dynamic_layout and has_cuda_graphs(compile)):
         return None
     return (
-        "warning: data.layout=dynamic with CUDA graphs (compile.mode) records graphs anew for each row length, while "
-        "training: steps may be slower than eager ones. Take compile.mode=default or max-autotune-no-cudagraphs, or a "
-        "layout of fixed shapes"
+        "warning: data.layout=dynamic with CUDA graphs (compile.mode) records new graphs for each row length during "
+        "training: steps may be slower than eager ones. Take compile.mode=default or max-autotune-no-cudagraphs, or "
+        "a layout of fixed shapes"
     )
 
 

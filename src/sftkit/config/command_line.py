@@ -1,4 +1,4 @@
-"""What the command lines of all scripts have in common: paths, secrets, and how a wrong word is refused. No torch."""
+"""Common parts of the command lines of all scripts: paths, secrets, refusing a wrong word. No torch."""
 
 from __future__ import annotations
 

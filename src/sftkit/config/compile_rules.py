@@ -1,4 +1,4 @@
-"""What settings of the compiler forbid one another, and what goes with them alone."""
+"""Rules between settings of the compiler."""
 
 from __future__ import annotations
 

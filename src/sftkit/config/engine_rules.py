@@ -1,4 +1,4 @@
-"""What each engine asks of the other settings."""
+"""Rules between the engine and other settings."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CHECKPOINTING = frozenset({"full_checkpointing", "selective_checkpointing"})
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What is known of a pass before its code is imported."""
+    """Facts about a pass that are known without importing its code."""
 
     name: str
     stage: str

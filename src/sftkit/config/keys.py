@@ -1,4 +1,4 @@
-"""What can stand in a recipe: every dotted key with its type, default and meaning, read off schema.py; and --help."""
+"""Every key of a recipe, dotted, with its type, default and meaning from schema.py; and --help."""
 
 from __future__ import annotations
 

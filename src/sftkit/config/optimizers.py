@@ -27,7 +27,7 @@ class Extra(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """What is known of an optimizer before its code is imported."""
+    """Facts about an optimizer that are known without importing its code."""
 
     name: str
     code: str

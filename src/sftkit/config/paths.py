@@ -34,7 +34,9 @@ def expanded(path: str) -> str:
     found = os.path.expanduser(path)
     if found.startswith("~"):
         name = path.partition("/")[0]
-        raise ConfigError(f"{name} is nobody's home directory here. Write the path in full, or ./{name} for that name")
+        raise ConfigError(
+            f"{name}: no such user on this machine. Write the path in full, or ./{name} for a file of that name"
+        )
     return found
 
 
@@ -94,7 +96,7 @@ def unusable(run_dir: str) -> str | None:
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent):
-        return f"{parent} is no folder, so {run_dir} cannot be one: take another name, or move that file away"
+        return f"{parent} is not a folder, so {run_dir} cannot be one: take another name, or move that file away"
     try:
         # Tried, not asked: os.access says nothing of a full disk or a read-only mount, and root may do everything.
         with tempfile.TemporaryFile(dir=parent):

@@ -1,4 +1,4 @@
-"""Which recipe a path that is none may have meant. No torch."""
+"""Suggest recipes for a path that is not one. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule between settings is: what it asks, and what it finds."""
+"""Types of the rules between settings: what a rule reads, and what it yields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one setting forbids another. Each rule yields (key, what is wrong)."""
+"""Rules between settings. Each rule yields (key, what is wrong)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _chat_template(get: Get) -> Iterator[Problem]:
 def _checkpoints(get: Get) -> Iterator[Problem]:
     saves, evaluates, pins = get("checkpoint.every"), get("eval.every"), get("checkpoint.pin_every")
     if pins is not None and (saves is None or pins % saves):
-        problem = f"{pins} is no multiple of checkpoint.every, {saves}: no such checkpoint is written"
+        problem = f"{pins} is not a multiple of checkpoint.every, {saves}: no such checkpoint is written"
         yield "checkpoint.pin_every", problem
     if get("checkpoint.best") is not None and (saves is None or evaluates is None):
         yield "checkpoint.best", "needs checkpoint.every and eval.every: only a step with both can be the best"
@@ -168,8 +168,8 @@ def _attention(get: Get) -> Iterator[Problem]:
     if get("attention.backend") == "sdpa" and get("data.layout") == "packed":
         yield (
             "attention.backend",
-            "sdpa keeps no documents apart, and packed rows hold several documents: "
-            "take another backend, or layout bucketed, fixed or dynamic",
+            "sdpa keeps no documents apart, and packed rows hold several documents: take another backend, or layout "
+            "bucketed, fixed or dynamic",
         )
 
 

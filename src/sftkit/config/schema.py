@@ -37,16 +37,16 @@ def settings(cls: type[T]) -> type[T]:
 
 @settings
 class RunConfig:
-    """Where the run lives and its seed."""
+    """The directory of the run, its seed and its timeouts."""
 
     dir: FilePath
     "Run directory: config.yaml, metrics.jsonl, evals.jsonl, summary.json and step-NNNNNN/ checkpoints."
     seed: NonNegative = 0
     "Seeds weights, data order and dropout."
     step_timeout_seconds: Annotated[float, Field(gt=0.0)] = 600.0
-    "Seconds without progress in a step after which a rank ends the run and reports where it is, with its stack; must be longer than any step."
+    "Seconds without progress in a step after which a rank ends the run and reports where it hangs, with its stack; must be longer than any step."
     start_timeout_seconds: Annotated[float, Field(gt=0.0)] = 3600.0
-    "The same for what takes longer: warm-up with compilation, the first step, an evaluation, a checkpoint."
+    "The same limit for what takes longer: warm-up with compilation, the first step, an evaluation, a checkpoint."
 
 
 @settings
@@ -64,7 +64,7 @@ class SourceConfig:
     repeat: Positive = 1
     "Passes over this source in an epoch."
     max_rows: Positive | None = None
-    "Use only the first rows; null: all."
+    "Use only this many rows, from the beginning; null: all."
 
 
 @settings
@@ -74,7 +74,7 @@ class TokenizerTraining:
     vocab_size: Annotated[int, Field(ge=300, le=LARGEST)] = 4096
     "Number of entries, special tokens included."
     sources: tuple[SourceConfig, ...] | None = None
-    "What it is trained on; null: data.train."
+    "Data that it is trained on; null: data.train."
 
 
 @settings
@@ -87,53 +87,53 @@ class ModelConfig:
     scratch: dict[str, Any] | None = None
     "Fields of a transformers config with model_type: random weights of that shape, no checkpoint."
     tokenizer: FilePath | None = None
-    "Hub id or local folder of the tokenizer; null: the one beside model.path."
+    "Hub id or local folder of the tokenizer; null: the one of model.path."
     train_tokenizer: TokenizerTraining | None = None
     "Train a new tokenizer instead of loading one."
     chat_template: FilePath | None = None
-    "Replaces the tokenizer's chat template; saved with every checkpoint. chatml: our own, and its <|im_start|> and <|im_end|> are added where the tokenizer lacks them, with rows of embedding and head for them; or a Jinja file whose tokens are there."
+    "Replaces the tokenizer's chat template; saved with every checkpoint. chatml: our own; <|im_start|> and <|im_end|> are added if the tokenizer lacks them, with rows of embedding and head for them. Or a Jinja file that uses only tokens of the tokenizer."
     chat_template_args: dict[str, bool | int | float | str | None] | None = None
-    "Arguments that the chat template has from now on where a caller gives none, such as {enable_thinking: false}: in training, chat, evaluation and in whatever loads a checkpoint. A record's chat_template_kwargs come first."
+    "New defaults of the chat template's arguments, such as {enable_thinking: false}: for training, chat, evaluation and whatever loads a checkpoint. A record's chat_template_kwargs override them."
     revision: str | None = None
     "Branch, tag or commit of a hub model."
     trust_remote_code: bool = False
     "Run Python code that ships with a hub model. Off unless you have read that code; pin model.revision with it."
     pad_vocab_to_multiple_of: Positive | None = None
-    "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the added rows stay zero and are in no file; no token, logit or update uses them. null: no padding."
+    "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the added rows stay zero, are not saved, and no token, logit or update uses them. null: no padding."
     gradient_checkpointing: bool = False
     "Recompute activations in the backward pass: less memory, about a third more compute."
 
 
 @settings
 class DataConfig:
-    """What is learned from and how it is laid out in rows of static shape."""
+    """The data, and how it is laid out in rows of static shape."""
 
     train: tuple[SourceConfig, ...]
     "Training sources, mixed by shuffling."
     val: tuple[SourceConfig, ...] = ()
     "Validation sources; each has its own val/<name>/loss and bpb."
     layout: Literal["packed", "bucketed", "fixed", "dynamic"] = "packed"
-    "packed: whole documents best-fit into rows; a document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest of the batch (dynamic: symbolic shapes)."
+    "packed: whole documents, best-fit into rows. Or one document per row, padded to a bucket (bucketed), to max_length (fixed) or to the longest document of the step (dynamic: symbolic shapes)."
     max_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
-    "The most row positions of a document, whose last token takes none; null: as in the run that wrote the checkpoint."
+    "Maximum row positions of a document, whose last token takes none; null: as in the run that wrote the checkpoint."
     row_length: Annotated[int, Field(ge=8, le=LARGEST)] | None = None
     "Tokens in a packed row, max_length or more; null: max_length. In other layouts a row holds one document of at most max_length."
     num_buckets: Positive | None = None
-    "bucketed: how many row lengths, chosen from the data's own lengths so that padding is least; null: 4."
+    "bucketed: number of row lengths, which are chosen so that this data needs the least padding; null: 4."
     bucket_lengths: tuple[Positive, ...] | None = None
-    "bucketed: these row lengths instead, ascending, the last one max_length."
+    "bucketed: the row lengths themselves, ascending; the last one is max_length."
     pad_multiple: Positive | None = None
     "dynamic: row lengths are rounded up to a multiple of this; 8 and 32 suit GPUs; null: 8."
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     "What happens to a conversation longer than max_length. Plain text is always split into chunks of max_length."
     targets: Literal["assistant", "last_turn", "all"] | None = None
-    "What is learned of a conversation: every answer, those after the last user message, or every token; null: assistant in chat_sft.py, all in mid_train.py. Answers with weight 0 or train false are never learned."
+    "What is learned from a conversation: every answer, those after the last user message, or every token; null: assistant in chat_sft.py, all in mid_train.py. Answers with weight 0 or train false are never learned."
     thinking: Literal["auto", "learn_empty", "off"] = "auto"
-    "auto: an answer without reasoning is one with thinking turned off, so an empty thinking block that the template writes is context; learn_empty: the block is learned; off: reasoning in the data is left out."
+    "auto: an answer without reasoning counts as given with thinking turned off, so an empty thinking block of the template is context; learn_empty: the empty block is learned; off: reasoning in the data is dropped."
     split_turns: bool = True
-    "Answers that the chat template renders otherwise once they are history (Qwen3 drops their reasoning) each end a separate document, as they would be asked; false: they are context only. Costs tokens, see sftkit inspect."
+    "Answers that the chat template renders differently as history (Qwen3 drops their reasoning) each end a separate document, after the prompt that a server would send; false: they are context only. Costs tokens, see sftkit inspect."
     on_bad_row: Literal["error", "skip"] = "error"
-    "A row that cannot be used: stop with its file and line, or skip it and count."
+    "If a row cannot be used: error stops and names file and line; skip skips and counts it."
     num_proc: Positive = 1
     "Processes that tokenize (the result is cached on disk)."
     num_workers: NonNegative | None = None
@@ -144,10 +144,10 @@ class DataConfig:
 
 @settings
 class AttentionConfig:
-    """The attention kernel of training and validation; documents never see each other in any."""
+    """The attention kernel of training and validation; with any of them documents are separate."""
 
     backend: Literal["auto", "fa4", "flex", "varlen", "sdpa", "reference"] = "auto"
-    "auto: the fastest that runs here. fa4: FlashAttention-4 (extra attention-fa4); varlen: torch's FlashAttention-2; flex: FlexAttention; sdpa: dense causal, one document per row; reference: a dense mask, any device."
+    "auto: the fastest that supports the run. fa4: FlashAttention-4 (extra attention-fa4); varlen: torch's FlashAttention-2; flex: FlexAttention; sdpa: dense causal, one document per row; reference: a dense mask, any device."
 
 
 @settings
@@ -155,7 +155,7 @@ class LossConfig:
     """Cross entropy over target tokens, in chunks: the logits of a whole batch never exist."""
 
     chunk_tokens: Annotated[int, Field(ge=64, le=LARGEST)] = 4096
-    "Target tokens whose logits are held at a time."
+    "Number of target tokens whose logits are in memory at a time."
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     "Weight of the squared log-partition (PaLM, section 5): keeps logits from drifting."
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -163,7 +163,7 @@ class LossConfig:
     token_metrics: bool = False
     "Also measure token accuracy and entropy, from the same pass."
     router_aux_loss_coef: Annotated[float, Field(ge=0.0)] | None = None
-    "Models with experts: weight of the auxiliary loss that keeps them evenly used; 0: it is measured only; null: the config's router_aux_loss_coef if its output_router_logits is true, else 0."
+    "Models with experts: weight of the auxiliary loss that keeps their load even; 0: only measured; null: the config's router_aux_loss_coef if its output_router_logits is true, else 0."
 
 
 @settings
@@ -178,9 +178,9 @@ class OptimConfig:
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     "AdamW's epsilon."
     implementation: Literal["auto", "compiled", "foreach_map"] = "auto"
-    "How adamw's update runs. auto: torch's fused kernel for fp32 weights, for bf16 or sharded ones on a GPU one launch of a kernel for all; compiled: all parameters in one graph, with mode and options of compile; foreach_map: so too, and one kernel for many parameters."
+    "How adamw's update runs. auto: torch's fused kernel for fp32 weights; for bf16 or sharded weights on a GPU one kernel launch for all parameters; compiled: one graph of all parameters, with mode and options of compile; foreach_map: the same, with one kernel for many parameters."
     static_gradients: bool = False
-    "compiled and foreach_map: gradients keep their memory from step to step, so CUDA graphs of the update read them without a copy. A parameter that a step does not reach then has a gradient of 0: it decays and its moments fade; otherwise it is left alone."
+    "compiled and foreach_map: gradients keep their memory from step to step, so CUDA graphs of the update read them without a copy. A parameter that a step does not use then has a gradient of 0: it decays, and its moments fade; with false it does not change."
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     "Decoupled weight decay on matrices; norms, biases and embeddings have none."
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
@@ -192,39 +192,39 @@ class OptimConfig:
     decay_ratio: Fraction = 0.2
     "wsd: share of the steps in which it falls."
     min_lr_ratio: Fraction = 0.0
-    "Learning rate at the end over the peak."
+    "Final learning rate / peak learning rate."
 
 
 @settings
 class TrainConfig:
-    """How long, how large a step, in which precision."""
+    """Length of the run, size of a step, precision, engine."""
 
     max_steps: Positive | None = None
-    "The most optimizer steps; null: as many as `epochs` need. With both, training ends at whichever comes first."
+    "Maximum number of optimizer steps; null: as many as `epochs` need. With both, training ends at whichever comes first."
     epochs: Positive | None = None
-    "The most passes over the data; null: as many as `max_steps` need."
+    "Maximum number of passes over the data; null: as many as `max_steps` need."
     global_batch_size: Positive = 32
-    "Rows of row_length (max_length where there is none) per optimizer step over all ranks and micro-batches; does not change with the number of GPUs."
+    "Rows of row_length (else max_length) per optimizer step, over all ranks and micro-batches; independent of the number of GPUs."
     micro_batch_size: Positive = 8
-    "The most rows per forward pass on a rank; accumulation follows from it. May change when a run is resumed."
+    "Maximum number of rows per forward pass on a rank; gradient accumulation follows from it. May change when a run is resumed."
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    "Weights and compute; auto: what the launcher says, else bf16 on a GPU that has it and fp32 on CPU. The optimizer keeps what bf16 would lose."
+    "Of weights and compute; auto: the launcher's mixed_precision, else bf16 on a GPU that supports it and fp32 otherwise. The optimizer keeps what bf16 would lose."
     engine: Literal["blocks", "graph", "pipeline", "reference"] = "blocks"
-    "How a step is computed. blocks: packed, compiled, sharded; graph: one forward-backward graph that graph.passes change (experimental); pipeline: blocks with the layers spread over processes (accelerate_configs/pp.yaml); reference: each document alone, eager, fp32, torch's own loss and AdamW: slow, what sftkit validate compares losses with."
+    "How a step is computed. blocks: packed, compiled, sharded; graph: one forward-backward graph that graph.passes change (experimental); pipeline: blocks with the layers spread over processes (accelerate_configs/pp.yaml); reference: each document alone, eager, fp32, torch's own loss and AdamW: slow; sftkit validate compares losses with it."
     pipeline_stages: Positive | None = None
-    "engine pipeline: processes that the layers are spread over; the others hold copies or shards of theirs. null: all of them."
+    "engine pipeline: number of processes over which the layers are split; further processes hold copies or shards of the stages. null: all processes."
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
-    "engine pipeline: in which order micro-batches are taken. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which waits about half as long and sends two to three times as much."
+    "engine pipeline: the order of passes. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which wait about half as long and send two to three times as much."
     pipeline_layers: tuple[Positive, ...] | None = None
-    "engine pipeline: layers of each stage, in order; null: as measured when the run starts, embedding, head and loss counted; config.yaml has what was found, and a resumed run keeps it."
+    "engine pipeline: number of layers of each stage, in order; null: balanced by times measured when the run starts, embedding, head and loss included; config.yaml records the split, and a resumed run keeps it."
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
-    "How much is recomputed to save memory. speed: what costs no time, a tenth of the activations; balanced: half; low: nine tenths, and smaller optimizer states (adamw8bit or adamw_sr)."
+    "How much is recomputed to save memory. speed: a tenth of the activations, which costs no time; balanced: half; low: nine tenths, and smaller optimizer states (adamw8bit or adamw_sr)."
     max_minutes: Annotated[float, Field(gt=0.0)] | None = None
-    "End with a checkpoint so many minutes after this process was started, for queues with a time limit; null: no limit."
+    "End with a checkpoint within this many minutes after the start of the process, for queues with a time limit; null: no limit."
     resume: FilePath | None = None
-    "auto: from the newest valid checkpoint of run.dir if there is one; a step directory: from there; null: start anew."
+    "auto: resume from the newest valid checkpoint of run.dir if there is one; a step directory: resume from it; null: start at step 0."
     resume_changes: tuple[str, ...] = ()
     "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name, implementation, static_gradients), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision."
 
@@ -236,16 +236,16 @@ def num_stages(train: TrainConfig) -> int | None:
 
 @settings
 class NumericsConfig:
-    """Losses and gradient norms that are not finite or spike; weights that ranks hold alike."""
+    """What happens if a loss or gradient norm is not finite or spikes, or if replicas differ."""
 
     on_nonfinite: Literal["error", "skip"] = "error"
-    "If a loss or gradient norm is not finite, the update is left out in any case. error: end training, naming step, ranks and documents; skip: count the step and go on."
+    "If a loss or gradient norm is not finite, the update is skipped in any case. error: end training and name step, ranks and documents; skip: count the step and continue."
     on_spike: Literal["warn", "skip", "error"] = "warn"
-    "A loss or gradient norm more than 6 standard deviations above the mean of the 128 steps before. warn: say so and go on; skip: leave the update out, too; error: leave it out and end training."
+    "If a loss or gradient norm is more than 6 standard deviations above the mean of the last 128 steps. warn: report it and continue; skip: also skip the update; error: skip the update and end training."
     max_skips: Positive = 10
-    "skip: so many steps in a row may be left out; one more is an error."
+    "skip: maximum number of skipped steps in a row; one more is an error."
     check_replicas_every: Positive | None = 1000
-    "Steps between comparisons of what several ranks hold alike, weights and optimizer states, by checksum; before each checkpoint and evaluation too. A difference ends training. null: never."
+    "Steps between comparisons of weights and optimizer states that several ranks must hold alike, by checksum; also before each checkpoint and evaluation. A difference ends training. null: never."
 
 
 FROM_COMPILER = frozenset({"graphs", "output_code", "perf_hints"})
@@ -261,7 +261,7 @@ class CompileModuleConfig:
     """How the modules at one path of compile.modules are compiled; null: as compile says."""
 
     enabled: bool = True
-    "Off: this module stays eager, although an entry for the list that it is in compiles the others."
+    "false: this module stays eager, although an entry for its list compiles the others."
     mode: CompileMode | None = None
     "compile.mode of it; default: torch's own."
     dynamic: CompileDynamic | None = None
@@ -269,7 +269,7 @@ class CompileModuleConfig:
     fullgraph: bool | None = None
     "compile.fullgraph of it."
     options: dict[str, Any] | None = None
-    "compile.options of it, in place of those; {}: none."
+    "compile.options of it, which replace those of compile; {}: none."
 
 
 @settings
@@ -277,29 +277,29 @@ class CompileConfig:
     """torch.compile, for the train step only."""
 
     enabled: bool = True
-    "Off: eager."
+    "false: eager."
     scope: Literal["block", "model"] = "block"
     "block: each decoder layer in place, one graph for all; model: the whole forward pass."
     backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
     "torch.compile backend."
     modules: dict[str, CompileModuleConfig] | None = None
-    "In place of scope: what is compiled, by the path of a module or of a list of modules in the model, each with settings of its own (enabled, mode, dynamic, fullgraph, options; the others are those of compile): {model.layers: {mode: max-autotune-no-cudagraphs}, model.norm: {}}."
+    "Replaces scope: the modules to compile, each by its path or that of its list, with settings of its own (enabled, mode, dynamic, fullgraph, options; others as in compile): {model.layers: {mode: max-autotune-no-cudagraphs}, model.norm: {}}."
     mode: CompileMode | None = None
     "torch.compile mode; inductor only."
     options: dict[str, Any] | None = None
-    "Inductor's own options over those of mode, by their names in torch._inductor.config: {shape_padding: true, coordinate_descent_tuning: true}."
+    "Inductor's own options, which override those of mode, by their names in torch._inductor.config: {shape_padding: true, coordinate_descent_tuning: true}."
     dynamic: CompileDynamic | None = False
-    "false: static shapes; null lets torch.compile decide after the first recompile; marked: the row length is symbolic, all else static, and a graph that would hold for one row length is an error (layout dynamic)."
+    "false: static shapes; null lets torch.compile decide after the first recompile; marked: only the row length is symbolic, and a graph specialised to one row length is an error (layout dynamic)."
     fullgraph: bool = False
     "true: a graph break is an error."
     activation_memory_budget: Fraction | None = None
-    "Share of a block's activations that may be kept for the backward pass, the rest is recomputed, cheapest first; null: as train.memory says."
+    "Share of a block's activations that may be kept for the backward pass; the rest is recomputed, cheapest first. null: as train.memory says."
     on_recompile: Literal["error", "warn", "eager"] = "error"
-    "A compile or graph break in a step after warm-up: stop with the guard that failed; warn and count it; or run that call eagerly."
+    "If a step after the warm-up needs to compile, or the warm-up finds a graph break. error: stop and name the failed guard; warn: warn and count it; eager: run that call eagerly."
     cache: FilePath | None = None
-    "File, folder or fsspec URL that compiled code is loaded from before warm-up and saved to after it."
+    "File, folder or fsspec URL from which compiled code is loaded before the warm-up and to which it is saved after it."
     on_failure: Literal["warn", "error"] = "warn"
-    "No working compiler on this machine: train eagerly after one warning, or stop."
+    "If this machine has no working compiler. warn: warn once and train eagerly; error: stop."
     debug: tuple[Literal["graphs", "output_code", "recompiles", "perf_hints"], ...] = ()
     "The compiler's own logs, in <run>/compile/: captured graphs, generated kernels with a summary, recompiles, hints."
 
@@ -310,7 +310,7 @@ class GraphConfig:
 
     passes: Annotated[tuple[str, ...], Field(description=describe_passes())] = ()
     token_dispatcher: Literal["allgather", "alltoall"] = "allgather"
-    "How tokens come to experts that tensor-parallel processes share out. allgather: every process has the tokens of all, and the host waits for nothing; alltoall: each token goes where its experts are, less traffic with more processes than experts a token visits, and the host waits once a layer. No token is dropped with either."
+    "How tokens reach experts that are split over tensor-parallel processes. allgather: every process gets all tokens, and the host never waits; alltoall: each token is sent to its experts: less traffic if there are more processes than experts per token, but the host waits once a layer. Neither drops tokens."
     dump: bool = False
     "Write the graphs of each shape before and after every pass into <run>/captured_graphs/, from the main rank."
 
@@ -322,11 +322,11 @@ class EvalConfig:
     every: Positive | None = None
     "Steps between evaluations; null: only at the end."
     at_start: bool = False
-    "Evaluate before the first step too: what training changes is then in the run's own files."
+    "Also evaluate before the first step, to compare with later evaluations."
     tasks: tuple[str, ...] = ()
     "What is measured at each evaluation besides the validation loss: families (the held-out built-in task families), mmlu, arc_easy, arc_challenge, hellaswag, piqa, openbookqa, boolq, truthfulqa_mc1, truthfulqa_mc2, gsm8k, humaneval, mbpp, ifeval; with backend lm_eval any task of lm-evaluation-harness."
     backend: Literal["sftkit", "lm_eval"] = "sftkit"
-    "Who runs the tasks: sftkit, or lm-evaluation-harness (extra eval), in one process."
+    "What runs the tasks: sftkit, or lm-evaluation-harness (extra eval), in one process."
     data: FilePath | None = None
     "Folder with the rows of the tasks (mmlu_test.jsonl.gz, ...); null: the Hugging Face hub."
     shots: NonNegative | None = None
@@ -338,7 +338,7 @@ class EvalConfig:
     max_examples: Positive | None = None
     "Maximum number of examples of a task; with families, of each family; null: all."
     batch_size: Positive = 64
-    "Prompts that go through the model together; fewer where memory asks for it. Changes speed and memory, not results: exactly so in fp32; in bf16 log-likelihoods may move by some hundredths of a nat."
+    "Prompts that go through the model together; fewer if memory requires it. Changes speed and memory, not results: exactly in fp32; in bf16 log-likelihoods may change by a few hundredths of a nat."
     max_new_tokens: Positive | None = None
     "Longest answer in tokens; null: the task's own, 32 for families and samples."
     samples: NonNegative = 3
@@ -354,21 +354,21 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2, le=LARGEST)] = 2
     "Newest checkpoints kept."
     best: str | None = None
-    "Metric of the evaluations whose best checkpoint is kept too: val/loss, or any other; higher is better for names that begin with eval/, except errors such as perplexity; for all others lower."
+    "Metric of the evaluations by which the best checkpoint is kept too: val/loss, or any other. Higher is better for names that begin with eval/, except errors such as perplexity; lower for all others."
     pin_every: Positive | None = None
-    "Checkpoints at multiples of this many steps are kept for good, as are those with a file named PINNED; null: none."
+    "Checkpoints at multiples of this many steps are never deleted, nor are those with a file named PINNED; null: none."
 
 
 @settings
 class LogConfig:
-    """metrics.jsonl and the console always; a dashboard that gets a copy of them."""
+    """Logging: always to metrics.jsonl and the console, and optionally to a dashboard."""
 
     every: Positive = 10
     "Steps between logged lines."
     trace_at: Annotated[int, Field(ge=2)] | None = None
-    "The first of three steps that torch.profiler records, in trace/; null: none."
+    "First of three steps that torch.profiler records, in trace/; null: none."
     tracker: Literal["wandb", "trackio", "none"] | None = None
-    "The dashboard: wandb, or trackio on this machine; null: wandb where it is installed."
+    "The dashboard: wandb, or trackio on this machine; null: wandb if it is installed."
     wandb: Literal["online", "offline", "off"] | None = None
     "How wandb runs; null: online with a wandb key on this machine, offline without; off: not at all."
     project: str = "sftkit"
@@ -376,9 +376,9 @@ class LogConfig:
     group: str | None = None
     "Runs that belong together on the dashboard; null: the folder above run.dir, which the stages of a chain share."
     tags: tuple[str, ...] = ()
-    "Labels of the run on wandb, beside those that it gives itself: device, topology, attention, layout."
+    "Labels of the run on wandb, besides device, topology, attention and layout."
     notes: str | None = None
-    "A remark on the run, on wandb; null: a sentence on model, data and machine."
+    "A note on the run, on wandb; null: a sentence on model, data and machine."
 
 
 @settings

@@ -1,4 +1,4 @@
-"""What looks like a secret, by the prefixes that its provider documents or by the name before it: settings are saved
+"""Recognise secrets, by the prefixes that providers document or by the name before the value: settings are saved
 and logged, so none may hold one. Names, paths and commits in paths look like none of them."""
 
 from __future__ import annotations

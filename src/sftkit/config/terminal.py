@@ -1,4 +1,4 @@
-"""What reaches a terminal or a page: text of any origin, with whatever could steer or hide there written out; warnings
+"""Print text of any origin to a terminal, with characters that could control it or hide text escaped; warnings
 and errors in colour where a person watches."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ _STEERING = re.compile(
     "\ud800-\udfff\U000e0000-\U000e0fff]"  # halves of a character, which cannot be written; tags
     # What scripts and emoji need, where neither can be: joiners behind an ASCII character, choices of a shape behind
     # one that begins no keycap, or behind another
-    "|(?<![^\x00-\x7f])[\u034f\u180b-\u180d\u180f\u200c\u200d]"
-    "|(?<![^\x00-\x22\x24-\x29\x2b-\x2f\x3a-\x7f\ufe00-\ufe0f])[\ufe00-\ufe0f]"
+    "|(?<![^\x00-\x7f])[\u034f\u180b-\u180d\u180f\u200c\u200d]|(?<![^\x00-\x22\x24-\x29\x2b-\x2f\x3a-\x7f\ufe00-\ufe0f])[\ufe00-\ufe0f]"
 )
 
 

@@ -1,4 +1,5 @@
-"""How the processes of a run share the work, as the launcher's accelerate config says. No torch in this file."""
+"""The topology of a run: how its processes share the work, read from the launcher's accelerate config. No torch in this
+file."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is traded between memory and communication; decided with the memory plan."""
+    """Choices between memory and communication, made with the memory plan."""
 
     keep_weights: bool = True
     "gathered weights stay from the first forward pass of a step to its last backward pass, else of a block at a time"

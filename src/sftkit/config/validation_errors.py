@@ -1,4 +1,4 @@
-"""What is wrong with a value or a key of a recipe, in words, and which key was probably meant."""
+"""Messages about a wrong value or key of a recipe, with the key that was probably meant."""
 
 from __future__ import annotations
 

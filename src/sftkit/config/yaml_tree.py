@@ -78,7 +78,7 @@ def _extended(chain: tuple[Path, ...], base: object) -> Path:
     if len(chain) > MAX_FILES:
         raise ConfigError(f"more than {MAX_FILES} files that extend one another")
     if os.path.realpath(path) in map(os.path.realpath, chain):
-        raise ConfigError(f"goes round in a circle: {' -> '.join(map(str, (*chain, path)))}")
+        raise ConfigError(f"files extend one another in a circle: {' -> '.join(map(str, (*chain, path)))}")
     return path
 
 

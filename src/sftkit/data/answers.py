@@ -2,7 +2,7 @@
 
 An answer is learned where the text before it is what the chat template makes of the messages before it, generation
 prompt included: then each of its tokens is one that the model itself will have to write. What a generation prompt
-supplies, such as a closed thinking block, is context. Where a template renders an answer otherwise once it is history
+supplies, such as a closed thinking block, is context. Where a template renders an answer differently once it is history
 (Qwen3 leaves its reasoning out), the answer is context only. With data.split_turns it also ends a separate document, in
 exactly the context in which it would be asked.
 """
@@ -25,7 +25,7 @@ from sftkit.data.types import Row
 from sftkit.errors import DataError
 
 HISTORY = "not_learned_history"
-"Why an answer is context only: the template renders it otherwise once it is history."
+"Why an answer is context only: the template renders it differently once it is history."
 
 
 @dataclass(frozen=True)

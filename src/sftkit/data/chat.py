@@ -33,22 +33,22 @@ NOT_LEARNED = (CONTEXT, MARKED, EARLIER, HISTORY, BORDER, TOO_LONG)
 SPLIT_TOKENS = "split_tokens"
 "Tokens of documents that are there because of split_turns."
 THINKING_OFF = "thinking_turned_off"
-"Conversations that are trained with thinking turned off, since they have no reasoning."
+"Conversations that are trained with thinking turned off because they have no reasoning."
 ANSWER_COUNTS = ("answers", "answers_learned", *NOT_LEARNED, "reasoning_left_out", SPLIT_TOKENS, THINKING_OFF)
-"Names of the counts that `tokenize` makes of the answers of conversations."
+"Names of the counts of answers that `tokenize` returns."
 
 
 @dataclass(frozen=True)
 class Learning:
-    """What of a conversation is learned: the settings of data that decide it."""
+    """Settings of the data section that decide what is learned from a conversation."""
 
     targets: Targets = "assistant"
     "assistant: every answer; last_turn: those after the last user message; all: every token but the first"
     thinking: Thinking = "auto"
     "see answers.Finder"
     split_turns: bool = True
-    """Answers that the template renders otherwise in the middle of a conversation end documents of their own; if every
-    token is learned, only answers whose reasoning is left out there do."""
+    """Answers that the template renders differently in the middle of a conversation end documents of their own; if
+    every token is learned, only answers whose reasoning is left out there do."""
 
 
 ANSWERS, EVERYTHING = Learning(), Learning(targets="all")
@@ -200,7 +200,7 @@ def _ended(
 
 
 def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample | None:
-    """Make a document whose token 0 is no target and that ends with its last target; None if it has no target."""
+    """Make a document whose token 0 is not a target and that ends with its last target; None if it has no target."""
     is_target = is_target.astype(bool)
     is_target[:1] = False
     if not is_target.any():

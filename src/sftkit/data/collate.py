@@ -1,4 +1,4 @@
-"""Rows of document indices become tensors of declared shape. Targets are shifted here and nowhere else."""
+"""Turn rows of document indices into tensors of declared shapes. Targets are shifted here and nowhere else."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sftkit.data.types import EncoderInputs, Examples
 IGNORE = -100  # torch.nn.functional.cross_entropy's ignore_index
 OF_TOKENS = ("input_ids", "position_ids")
 "The inputs with a value for each position of a row; others have one for each encoded input."
-TARGET_MULTIPLE = 512  # target_index has a multiple of this many entries: few sizes, little computed in vain
+TARGET_MULTIPLE = 512  # the length of target_index is a multiple of this: few different sizes, little wasted work
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch: B rows of T positions, D document slots, P projected positions, and counts on the host.
+    """A micro-batch: B rows of T positions, D document slots, P positions with logits, and counts on the host.
 
     Position i holds token i of its document and is trained to predict `targets[i]`, token i + 1, or IGNORE. If n
     ranks share the rows, C = T / n positions of each row are local, with context parallelism two chunks of it
@@ -31,9 +31,9 @@ class Batch:
     """
 
     inputs: dict[str, torch.Tensor]
-    """what the model is given, by the names of its arguments; of causal models input_ids, int64 [B, C], and
-    position_ids, int64, restarting at 0 in each document: [B, T], [B, C] for chunks. With an encoder also its inputs,
-    [B K, ...]: entry r K + k is for the k-th document of row r, zeros if there is none"""
+    """arguments of the model by name; for causal models input_ids, int64 [B, C], and position_ids,
+    int64, restarting at 0 in each document: [B, T], [B, C] for chunks. With an encoder also its inputs, [B K, ...]:
+    entry r K + k is for the k-th document of row r, zeros if there is none"""
     targets: torch.Tensor
     "int64 [B, C], IGNORE where nothing is learned"
     doc_ids: torch.Tensor
@@ -41,13 +41,13 @@ class Batch:
     cu_seqlens: torch.Tensor
     "int32 [D + 1], where documents start in the B * T positions, padding being documents too; B * T in unused slots"
     target_index: torch.Tensor
-    "int64 [P], unique positions among the local B * C: those of targets, ascending, then the first others as filler"
+    "int64 [P], unique positions among the local B * C: first those with a target, ascending, then others as filler"
     max_doc_length: int
-    "no document is longer; the same in every batch of a run"
+    "upper bound of a document's length; the same in every batch of a run"
     num_tokens: int
-    "positions of the whole rows that hold a document"
+    "positions of the whole rows that hold a document, not padding"
     num_targets: int
-    "local targets: those of all parts add up to the targets of the rows"
+    "local targets: summed over the parts they are the targets of the rows"
     columns: torch.Tensor | None = None
     "chunks: int64 [C], which columns of the rows the local ones are; else None"
     cu_seqlens_q: torch.Tensor | None = None
@@ -63,7 +63,7 @@ class Batch:
         return rows, columns
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device. Copies from pinned memory do not wait."""
+        """Return the batch on a device. Copies from pinned memory do not block."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
@@ -159,7 +159,7 @@ def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, slots:
 def documents(batch: Batch, multiple: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """Yield (inputs, targets) of each document of a batch. Inputs are the model's [1, L] without positions, which begin
     at 0 as for a text alone, and the encoder's [1, ...]; targets are [L]. L is padded behind the document to a multiple
-    of `multiple`, with token 0, which is no target."""
+    of `multiple`, with token 0, which is not a target."""
     encoded = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
     for row, ids in enumerate(batch.doc_ids):
         for number in ids.unique().tolist():
@@ -182,7 +182,7 @@ def single_rows(batch: Batch) -> Iterator[Batch]:
 
 
 def _shard_batch(batch: Batch, shard: RowShard) -> Batch:
-    """Return the local positions of whole rows; what says where their documents lie stays whole."""
+    """Return the local positions of whole rows; document boundaries stay those of whole rows."""
     row_length = batch.shape[1]
     columns = torch.from_numpy(shard.columns(row_length))
     targets = batch.targets[:, columns]
@@ -269,8 +269,8 @@ def warm_up_batch(
     shard: RowShard = FULL_ROW,
     made_up: Callable[[int], EncoderInputs | None] = lambda _: None,
 ) -> Batch:
-    """Make the worst case of a declared shape: random tokens, as many and as long documents as a row may hold, every
-    position of them a target.
+    """Make the worst case of a declared shape: random tokens, as many and as long documents as a row may hold, and
+    every position a target.
 
     Args:
         made_up: gives so many documents something to encode.

@@ -90,7 +90,7 @@ def oddities(messages: list[Message], where: str) -> dict[str, str]:
             if not isinstance(_arguments(function_of(call)), dict):
                 found.setdefault(
                     "tool arguments kept as text",
-                    f"{where}: messages[{i}]: tool_calls[{k}]: arguments are no JSON object, or one with a key twice",
+                    f"{where}: messages[{i}]: tool_calls[{k}]: arguments are not a JSON object, or have a key twice",
                 )
     return found
 

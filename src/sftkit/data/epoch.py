@@ -20,12 +20,12 @@ from sftkit.data.pack import Layout, PlanSegment, pack
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One optimizer step over all ranks: rows of document indices; an empty row is padding."""
+    """The rows of one optimizer step over all ranks, as document indices; an empty row is padding."""
 
     row_length: int
     rows: tuple[tuple[int, ...], ...]
     pairs: tuple[int, ...]
-    "(query, key) pairs that attention computes in each row, padding included: the cost in which rows differ"
+    "(query, key) pairs that attention computes in each row, padding included: the part of the cost that differs by row"
 
     def micro_batches(self, layout: Layout, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Yield the rows of each micro-batch of this rank; the union over ranks and micro-batches

@@ -39,7 +39,7 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
         argument: what the array is called.
 
     Raises:
-        DataError: a file is no picture.
+        DataError: a file is not a picture.
     """
     # A picture with several captions is read once, and shared by its documents.
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
@@ -57,7 +57,7 @@ def read_image(name: str, size: ImageSize) -> np.ndarray:
     says, stretched to the size.
 
     Raises:
-        DataError: the file is no picture.
+        DataError: the file is not a picture.
     """
     if name.startswith(PREFIX):
         return picture(name, size)
@@ -128,7 +128,7 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     """Fill the array with all pictures.
 
     Raises:
-        DataError: some files are no pictures: all are read, to say how many, and which come first.
+        DataError: some files are not pictures: all are read, to say how many, and which come first.
     """
     # All are tried, so that one run tells of all that is broken.
     faults = list[DataError]()
@@ -140,7 +140,7 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     if not faults:
         return array
     raise DataError(
-        f"{first_of(faults, SHOWN, '; ')}. Mend {'it' if len(faults) == 1 else 'them'}, or take out the rows: "
+        f"{first_of(faults, SHOWN, '; ')}. Repair {'it' if len(faults) == 1 else 'them'}, or remove the rows: "
         f"{len(faults)} of {len(names):,} pictures cannot be read",
         reason="not a picture",
     )

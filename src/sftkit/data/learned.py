@@ -21,7 +21,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
     targets: text that is marked as bad is learned by none.
 
     Raises:
-        DataError: a weight or train of another value, or on a message that is no answer.
+        DataError: a weight or train of another value, or on a message that is not an answer.
     """
     reasons: dict[int, str] = {}
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)

@@ -30,24 +30,24 @@ from sftkit.runtime.signals import ignore_signals
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What one rank computes in one optimizer step, with the counts over all ranks that the loss is divided by."""
+    """The batches of one rank in one optimizer step, with the counts over all ranks by which the loss is divided."""
 
     epoch: int
     micro_batches: list[Batch]
     num_targets: int
     "target tokens of the global batch"
     divisor: int
-    "what sums over the global batch are divided by, as the objective counts it"
+    "by which sums over the global batch are divided, as the objective counts it"
     num_tokens: int
     "document tokens of the global batch"
     num_positions: int
     "row positions of the global batch, padding included"
     rank_skew: float = 1.0
-    "the most (query, key) pairs that a rank computes over the mean of all ranks; 1.0: all the same"
+    "(query, key) pairs of the busiest rank / mean over all ranks; 1.0: all ranks have the same number"
     documents: tuple[int, ...] = ()
     "indices of the documents in this rank's rows"
-    documents_in: tuple[int, ...] = ()
-    "how many of them each micro-batch has, one after the other"
+    documents_per_micro_batch: tuple[int, ...] = ()
+    "how many of these documents each micro-batch has"
     source_tokens: tuple[int, ...] = (0,)
     "document tokens of the global batch by source"
     document_lengths: tuple[int, ...] = ()
@@ -59,14 +59,15 @@ class StepBatches:
 
 
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+)")
-"torch's error message when a data worker is gone."
+"torch's error message when a data worker has died."
 
 
 class StepDataset(Dataset[StepBatches]):
     """Builds the batches of a step from its plan; runs in data workers."""
 
     at_work: torch.Tensor
-    "int64 [workers, 3], in shared memory: process id, and the step and micro-batch, from 1, that it is making; 0: none"
+    "int64 [workers, 3], in shared memory: process id, and the step and micro-batch, from 1, that the worker is "
+    "building; 0: none"
 
     def __init__(
         self,
@@ -76,10 +77,10 @@ class StepDataset(Dataset[StepBatches]):
         pad_id: int = 0,
         divisors: np.ndarray | None = None,
     ) -> None:
-        """Take what batches are made of.
+        """Keep what batches are built from.
 
         Args:
-            share: of this process.
+            share: the rows and positions of this process.
             divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
         """
         check_row_shard(layout, share.shard)
@@ -105,13 +106,13 @@ class StepDataset(Dataset[StepBatches]):
             num_positions=self.layout.positions(batch.row_length),
             rank_skew=batch.rank_skew(self.layout),
             documents=tuple(chain.from_iterable(row for rows in mine for row in rows)),
-            documents_in=tuple(sum(map(len, rows)) for rows in mine),
+            documents_per_micro_batch=tuple(sum(map(len, rows)) for rows in mine),
             source_tokens=tuple(source_tokens.astype(np.int64).tolist()),
             document_lengths=tuple(lengths.tolist()),
         )
 
     def _made(self, step: int, mine: list[tuple[tuple[int, ...], ...]], shape: BatchShape) -> Iterator[Batch]:
-        """Yield the micro-batches, and record in `at_work` which one this worker is making."""
+        """Yield the micro-batches, and record in `at_work` which one this worker is building."""
         worker = get_worker_info()
         own = None if worker is None else self.at_work[worker.id]
         for number, rows in enumerate(mine, start=1):
@@ -123,7 +124,7 @@ class StepDataset(Dataset[StepBatches]):
 
 
 class Batches:
-    """The training data of a run as a function of the step number. State: only plans of epochs."""
+    """The training data of a run as a function of the step number. Its only state: plans of epochs."""
 
     def __init__(
         self,
@@ -134,10 +135,10 @@ class Batches:
         earlier: Sequence[PlanSegment] = (),
         first_step: int = 0,
     ) -> None:
-        """Plan from the segments of earlier starts on; no batch is made yet.
+        """Continue the plan segments of earlier starts; no batch is built yet.
 
         Args:
-            dataset: makes the batches of this process.
+            dataset: builds the batches of this process.
             seed: of the order of documents.
             num_workers: processes that build batches; 0: this one; None: 2 with a GPU, else 0.
             earlier, first_step: the segments of the checkpoint that is resumed, and its step.
@@ -166,15 +167,15 @@ class Batches:
             num_workers=self._num_workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_leave_signals_to_the_main_process if self._num_workers else None,
-            generator=torch.Generator(),  # else it draws from the one that dropout uses, and no resume is exact
+            generator=torch.Generator(),  # else it draws from the generator of dropout, and no resume is exact
         )
         self._iterator = iter(loader)
         return self._iterator
 
     @contextmanager
     def workers_named(self) -> Iterator[None]:
-        """Replace torch's error about a data worker that is gone, wherever the loop then is, by one that
-        says what it was making.
+        """Replace torch's error about a dead data worker, wherever the loop then is, by one that says
+        what the worker was building.
 
         Raises:
             WorkerError: with process, cause, step, micro-batch and documents.
@@ -194,8 +195,8 @@ class Batches:
             self._iterator = iter(())
 
     def _last_words(self, pid: int, before: OomKills) -> str:
-        """Return what is known of a data worker that is gone."""
-        # Private: torch keeps its workers to itself (torch 2.13), and its error does not always say what ended one.
+        """Return what is known about a dead data worker."""
+        # torch keeps its workers to itself, and does not always say what ended one.
         worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
         by = "has ended"
         if worker is not None:
@@ -206,16 +207,16 @@ class Batches:
         # Its slot outlives it.
         row = (self._dataset.at_work[:, 0] == pid).nonzero().flatten().tolist()
         step, number = self._dataset.at_work[row[0], 1:].tolist() if row else (0, 0)
-        what = "It had nothing in hand"
+        what = "It was idle"
         if step:
             _, _, batch = next(self._items(step - 1, step))
             rows = list(batch.micro_batches(self.layout, self._dataset.share.rank))[number - 1]
             names = [self.examples.name(i) for i in chain.from_iterable(rows)]
-            what = f"It was making step {step}, micro-batch {number}: {listed(names)}"
+            what = f"It was building step {step}, micro-batch {number}: {listed(names)}"
         return (
-            f"a data worker (process {pid}) {by}. {what}. train.resume=auto goes on from the newest checkpoint, if "
-            "there is one; with data.num_workers=0 the training process makes the rows itself, fewer workers take less "
-            "memory"
+            f"a data worker (process {pid}) {by}. {what}. train.resume=auto resumes from the newest checkpoint, if "
+            "there is one; fewer workers (data.num_workers) take less memory, and with 0 the training process builds "
+            "the rows itself"
         )
 
 

@@ -52,7 +52,7 @@ class DocumentLengths:
 
 @dataclass(frozen=True)
 class Layout:
-    """The row shapes that a run declares up front, and how many rows of each make a global and a micro-batch."""
+    """The row shapes that a run declares, and the number of rows of each in a global batch and a micro-batch."""
 
     kind: str
     row_lengths: tuple[int, ...]
@@ -63,7 +63,7 @@ class Layout:
     max_length: int
     "most positions of a document; rows of a packed layout may be longer"
     max_doc_length: int
-    "no document of the data is longer; what attention kernels are told"
+    "length of the longest document, which attention kernels need"
     docs_per_row: int = 1
     "the most documents in a row"
     budget_rows: int = 1
@@ -116,7 +116,7 @@ class Layout:
         return tuple((self.micro_rows(t), t) for t in self.row_lengths)
 
     def declares(self, rows: int, row_length: int) -> bool:
-        """Return whether a micro-batch may have this shape. Nothing else ever reaches the compiled model."""
+        """Return whether a micro-batch may have this shape. No other shape reaches the compiled model."""
         if self.dynamic:
             return rows == self.micro_batch_size and row_length == self.padded(row_length) <= self.max_length
         return (rows, row_length) in self.shapes
@@ -158,7 +158,10 @@ def make_layout(
     micro = largest_divisor(share, train.micro_batch_size)
     if micro != train.micro_batch_size:
         log.info(
-            "micro-batch of %s, the most up to %d that divides %d", counted(micro, "row"), train.micro_batch_size, share
+            "micro-batch of %s: the largest number up to %d that divides %d",
+            counted(micro, "row"),
+            train.micro_batch_size,
+            share,
         )
     plain = Layout(
         data.layout,
@@ -208,8 +211,8 @@ def _packed(plain: Layout, row_length: int, lengths: np.ndarray) -> Layout:
     """Return a packed layout, with document slots and longest document as the data needs them."""
     if row_length < plain.max_length:
         raise ConfigError(
-            f"data.row_length: {row_length} cannot hold a document of data.max_length, {plain.max_length}: "
-            "raise data.row_length or lower data.max_length"
+            f"data.row_length: {row_length} cannot hold a document of data.max_length, {plain.max_length}: raise "
+            "data.row_length or lower data.max_length"
         )
     return replace(
         plain,
@@ -262,8 +265,8 @@ def _warm_up_lengths(plain: Layout) -> tuple[int, ...]:
     if max_length % multiple:
         below = max_length // multiple * multiple
         raise ConfigError(
-            f"data.max_length: {max_length} is not a multiple of data.pad_multiple, {multiple}: "
-            f"take {below or below + multiple}"
+            f"data.max_length: {max_length} is not a multiple of data.pad_multiple, {multiple}: take "
+            f"{below or below + multiple}"
         )
     half = plain.padded(max_length // 2)
     return (half, max_length) if half < max_length else (max_length,)

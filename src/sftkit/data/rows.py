@@ -46,8 +46,8 @@ def convert(raw: object, where: str) -> Row:
     if not isinstance(raw, dict):
         raise wrong_kind(f"{where}: the row", raw, "an object with columns", reason="row is not an object")
     present = {key: value for key, value in raw.items() if value is not None}
-    # The first shape that fits: SHAPES has the more telling columns before those that many rows have.
-    for columns, make in SHAPES:
+    # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
+    for columns, make in FORMATS:
         if all(column in present for column in columns):
             return _completed(make(present, where), present)
     null = [key for key in raw if key not in present]
@@ -64,8 +64,8 @@ def require_text(row: Row) -> str:
     refuse_picture(row)
     if row.text is None:
         raise DataError(
-            f"{row.where}: a conversation, but this script learns from plain text. "
-            "Conversations are for mid_train.py and chat_sft.py",
+            f"{row.where}: a conversation, but this script learns from plain text. Conversations are for mid_train.py "
+            "and chat_sft.py",
             reason="conversation, not text",
         )
     return row.text
@@ -76,8 +76,8 @@ def require_conversation(row: Row) -> list[JsonObject]:
     refuse_picture(row)
     if row.messages is None:
         raise DataError(
-            f"{row.where}: a text without turns, but this script learns from conversations (messages, or "
-            "instruction and output). Text is for base_train.py and mid_train.py",
+            f"{row.where}: a text without turns, but this script learns from conversations (messages, or instruction "
+            "and output). Text is for base_train.py and mid_train.py",
             reason="text, not a conversation",
         )
     return row.messages
@@ -95,8 +95,8 @@ def require_source_and_texts(row: Row) -> tuple[str, Sequence[str]]:
         return turns[0]["content"], [turns[1]["content"]]
     raise DataError(
         f"{row.where}: neither a picture with captions (image or file_name, and caption, captions or text) nor a "
-        "question with its answer (prompt, completion), and this script learns what is said of one. Texts and "
-        "conversations are for the other stages",
+        "question with its answer (prompt, completion), one of which this script needs. Texts and conversations are "
+        "for the other stages",
         reason="nothing for an encoder",
     )
 
@@ -142,7 +142,7 @@ def _completed(row: Row, raw: Raw) -> Row:
         raise wrong_kind(f"{row.where}: chat_template_kwargs", args, "an object", reason="malformed template arguments")
     if taken := RESERVED & (args or {}).keys():
         raise DataError(
-            f"{row.where}: chat_template_kwargs has {', '.join(sorted(taken))}, which tokenizing gives by itself",
+            f"{row.where}: chat_template_kwargs has {', '.join(sorted(taken))}, which sftkit sets itself",
             reason="malformed template arguments",
         )
     row = replace(row, template_args=args or None)
@@ -257,7 +257,7 @@ def _missing(image: str, where: str) -> DataError:
     return DataError(f"{where}: {image}: no such picture", reason="picture is missing")
 
 
-SHAPES: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
+FORMATS: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
     *((pair, _picture(*pair)) for pair in product(("image", "file_name"), ("captions", "caption", "text"))),
     (("messages",), _messages),
     (("conversations",), _conversations),

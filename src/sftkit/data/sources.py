@@ -270,8 +270,8 @@ def _in_processes(
     except BrokenProcessPool as error:
         left = [rows for future, rows in waiting if not future.done() or future.exception() is not None]
         raise WorkerError(
-            f"a process that tokenizes crashed or was killed (then {likely_cause(signal.SIGKILL, before)}). These rows "
-            f"were in hand: {'; '.join(left[:processes])}. Fewer processes (data.num_proc) take less memory"
+            f"a tokenizing process crashed or was killed (then {likely_cause(signal.SIGKILL, before)}). It was "
+            f"working on one of these: {'; '.join(left[:processes])}. Fewer processes (data.num_proc) take less memory"
         ) from error
 
 

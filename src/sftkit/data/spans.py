@@ -58,7 +58,7 @@ FAULTS = {
     "answer is not how it renders the conversation: after {shared!r} the prompt has {prompt!r}, the conversation "
     "{text!r}. Use a template with {{% generation %}} marks: model.chat_template",
     "marked answer cannot be found": "messages[{k}]: this answer is marked as not to be learned, but the chat template "
-    "renders it otherwise in the middle of a conversation, so where it stands is not known: take the record out",
+    "renders it differently in the middle of a conversation, so it cannot be located: remove the record",
     "no end-of-turn token": "messages[{k}]: no end-of-turn token {token!r} after this answer",
     "template marks no answer": "messages[{k}]: the chat template marks no part of this answer",
     "template cannot begin with an answer": "messages[0]: the chat template cannot begin with an answer",

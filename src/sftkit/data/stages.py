@@ -1,4 +1,4 @@
-"""What each stage learns of a record, as the partial that `loader.load_examples` takes.
+"""What each stage learns from a record, as the partial that `loader.load_examples` takes.
 
 A stage script and scripts/inspect_data.py take it from here, so inspection shows what is learned. They share a cache,
 whose key names the function and all that is bound to it.
@@ -28,7 +28,7 @@ def base(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) 
         ConfigError: settings of conversations.
     """
     _refuse_targets(
-        data, "base_train.py learns every token of texts; take the setting out, or run mid_train.py or chat_sft.py"
+        data, "base_train.py learns every token of texts; remove the setting, or run mid_train.py or chat_sft.py"
     )
     return partial(text.tokenize, tokenizer=tokenizer, max_length=max_length)
 
@@ -46,13 +46,13 @@ def sft(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -
 
 
 def caption(data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> partial[Tokenized]:
-    """Return the tokenizing of captions: an encoder reads a picture or a text, and every token of what is
-    said of it is a target.
+    """Return the tokenizing of captions: an encoder reads a picture or a text, and every token of its
+    caption or answer is a target.
 
     Raises:
         ConfigError: settings of conversations.
     """
-    _refuse_targets(data, "caption_train.py learns every token of captions; take the setting out")
+    _refuse_targets(data, "caption_train.py learns every token of captions; remove the setting")
     return partial(text.tokenize_captions, tokenizer=tokenizer, max_length=max_length, too_long=data.too_long)
 
 
@@ -76,4 +76,4 @@ DATA_OF_STAGES: dict[str, tuple[str, OfStage]] = {
     stage: (STAGE_SCRIPTS[stage], tokenizing)
     for stage, tokenizing in {"base": base, "mid": mid, "sft": sft, "caption": caption}.items()
 }
-"Name -> the script that runs it, and what it learns."
+"Stage -> its script, and the function that returns its tokenizing."

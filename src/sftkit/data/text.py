@@ -66,7 +66,7 @@ def tokenize_captions(
 
 
 def start_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that every text for an encoder's decoder begins with and that is no target: bos, else eos.
+    """Return the token that every text for an encoder's decoder begins with and that is not a target: bos, else eos.
 
     Raises:
         ConfigError: the tokenizer has no eos token.

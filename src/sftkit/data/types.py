@@ -55,7 +55,7 @@ class TokenizedExample:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What became of one row: its documents (none if it was dropped), and why something of it is missing."""
+    """The result of tokenizing one row: its documents (none if it was dropped), and why something is missing."""
 
     examples: list[TokenizedExample]
     note: str | None = None
@@ -76,12 +76,12 @@ class Finding:
     """Rows of a source with the same fault or oddity."""
 
     kind: Kind
-    "left out as bad, left out although nothing is wrong with it, or learned from like any other"
+    "skipped as bad; dropped although valid; or accepted although odd"
     reason: str
-    "the same few words for all of them"
+    "a short text, the same for all of them"
     rows: int
     first: str
-    "file:line of the first of them, and what is wrong there"
+    "file:line of the first one, and what is wrong there"
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""How an optimizer step is computed: the Engine protocol and its engines."""
+"""Engines compute optimizer steps: the Engine protocol and its implementations."""

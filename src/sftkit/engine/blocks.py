@@ -53,12 +53,12 @@ log = logging.getLogger(__name__)
 
 
 class Blocks:
-    """The engine that trains. See engine.Engine."""
+    """The default engine. See engine.Engine."""
 
     def __init__(
         self, cfg: Config, training: Training, rt: Runtime, run_dir: Path, on_plan: Callable[[MemoryPlan], None]
     ) -> None:
-        """Turn a model into an engine, in the one order that works; every rank calls it.
+        """Build the engine for a model, in the only order that works; every rank calls it.
 
         Args:
             on_plan: called with the memory plan, before weights are read, moved or sharded.
@@ -68,7 +68,7 @@ class Blocks:
         """
         orig_model, layout = training.orig_model, training.layout
         check_options(cfg.compile)
-        with ExitStack() as stack:  # an error on the way puts back what was set
+        with ExitStack() as stack:  # restores settings if an error is raised
             write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
             # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention
             # is chosen, since timing the candidates may run kernels that the saved code holds.
@@ -81,7 +81,7 @@ class Blocks:
                 rt.print(advice, "warning")
             # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
-                rt.print("one process: the pipeline has one stage, so a step is that of train.engine=blocks")
+                rt.print("one process: the pipeline has one stage, so steps run as with train.engine=blocks")
             # Which layers a rank holds decides how many bytes it needs, so they are timed before the plan counts.
             if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
                 layers = measured_layers(cfg.compile, cfg.train, training, choice.backend, rt)
@@ -96,8 +96,7 @@ class Blocks:
             budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
             stack.enter_context(compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
-            # The optimizer is last: its states belong to the parameters as they are now, DTensors if the model is
-            # sharded.
+            # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             arguments = compile_arguments(cfg.compile)
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments)
             # Nothing went wrong, so what was set outlives this method: `close` puts it back, in the reverse order.
@@ -116,11 +115,11 @@ class Blocks:
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
     def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
-        """Run the worst-case batch of every declared shape, forward and backward, with the optimizer's memory reserved:
-        every graph is built, and a run that does not fit ends here."""
+        """Run the worst-case batch of every declared shape, forward and backward, with the optimizer's memory reserved.
+        This builds every graph, and ends a run that does not fit in memory."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
         started = time.perf_counter()
-        # Before anything is compiled: does the forward pass compute what the plain model does?
+        # Before anything is compiled: check that the forward pass computes what the plain model does.
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), fp8=cfg.train.fp8 is not None)
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
         with stagewise(orig_model):
@@ -138,13 +137,13 @@ class Blocks:
             if not self.compiled:
                 self.model.backend = eager
             self.optimizer.warm_up(compiled=self.compiled)
-            # From here on a compile is a recompile, and a hook that appears is late. Gradients are checked in the
-            # graphs that are there.
+            # From here on every compile counts as a recompile, and added hooks are reported. The gradient check
+            # uses the graphs that exist.
             self.watch.warm_up_done()
             self._hooks = HookWatch(orig_model)
             sides = Sides(self.model, self._wrapped, list(parameters_of(self.optimizer.param_groups)), rt)
             same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
-        # Tell what was built and measured, and keep the compiled code.
+        # Report what was built and measured, and save the compiled code.
         seconds = time.perf_counter() - started
         print_line(self._line(self.watch.counts(), seconds))
         if isinstance(self._wrapped, Pipelined):
@@ -164,7 +163,7 @@ class Blocks:
         return WarmUp(self.compiled, seconds, checks)
 
     def _stage_seconds(self, pipelined: Pipelined) -> str:
-        """Time the stages of a pipeline and return lines about them for the console."""
+        """Time the stages of a pipeline and return a line about them for the console."""
         batch = worst_case_batch(self._rt, self.model.orig_model, self._layout, *self._layout.shapes[-1])
         with random_state_kept():
             seconds = pipelined.seconds(batch, self.model.objective.count(batch))
@@ -179,8 +178,8 @@ class Blocks:
             return f"{kind}; eager"
         built = counted(int(counts["compile/graphs"]), "graph")
         return (
-            f"{kind}; compiled {built}, {counted(int(counts['compile/graph_breaks']), 'graph break')}, "
-            f"in {seconds:.1f} s"
+            f"{kind}; compiled {built}, {counted(int(counts['compile/graph_breaks']), 'graph break')}, in "
+            f"{seconds:.1f} s"
         )
 
     @contextmanager
@@ -202,8 +201,8 @@ class Blocks:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count what is compiled within the context, which should be nothing; within it the model of a pipeline can be
-        called like a whole one."""
+        """Count what is compiled within the context, which should be nothing. Within it the model of a pipeline can be
+        called like an unsplit one."""
         with stagewise(self.model.orig_model), self.watch.evaluating():
             yield
 
@@ -215,7 +214,7 @@ class Blocks:
         return report_of(self.watch.counts(), self.watch.evaluations, records, error, compiled=self.compiled)
 
     def close(self) -> None:
-        """Write the compiler's summary and put its settings back; a full disk costs only the summary."""
+        """Write the compiler's summary and restore its settings; on a full disk only the summary is lost."""
         write, self._write_logs = self._write_logs, lambda: None
         try:
             write()

@@ -1,4 +1,4 @@
-"""The seam of engines: what the training loop asks of whatever computes an optimizer step."""
+"""The protocol of engines: what the training loop needs from whatever computes an optimizer step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from sftkit.tracking.tracker import EventKind
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: all that an engine is built for beside the recipe."""
+    """The inputs of an engine besides the recipe."""
 
     orig_model: PreTrainedModel
-    "as loaded or made; the engine moves it to the device, and changes it in place"
+    "as loaded or made; the engine moves it to the device and changes it in place"
     objective: Objective
     layout: Layout
     "of the training rows"
@@ -47,14 +47,14 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Setup:
-    """The choices that an engine has made before its first step, where the recipe says auto."""
+    """The choices of an engine before its first step, for example where the recipe says auto."""
 
     attention: str
     "name of the backend"
     attention_reason: str
     optimizer: str
     memory_plan: str
-    "as a line for people"
+    "one line for the console"
     checkpoint_bytes: float
     "size of one checkpoint of all ranks: weights and optimizer states"
     pipeline_layers: tuple[int, ...] | None = None
@@ -68,7 +68,7 @@ class EngineReport:
     metrics: dict[str, float]
     "compile/*; see docs/metrics.md"
     events: list[tuple[EventKind, list[str]]]
-    "kind, and all messages of that kind since the start"
+    "(kind, all messages of that kind since the start)"
     checks: list[Check]
     "for proof.json"
 
@@ -95,44 +95,44 @@ class Engine(Protocol):
         """Return how the engine computes, for records."""
 
     def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
-        """Do whatever must not happen in a step: compile for the declared shapes, see that the largest one fits.
+        """Do whatever must not happen in a step: compile for the declared shapes, check that the largest one fits.
 
-        Weights, gradients and random state are afterwards as before.
+        Weights, gradients and random state are the same afterwards.
 
         Args:
-            print_line: for lines that a person should read.
+            print_line: prints a line on the console.
 
         Raises:
-            ConfigError: the run cannot work like this: what to change.
+            ConfigError: the run cannot work with these settings; the message says what to change.
         """
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Return a context for all steps, in which what must not happen in a step, such as a recompile, is an error
-        that says why."""
+        """Return a context for all steps. Within it a recompile, or anything else that must not happen in a step,
+        raises an error that gives the reason."""
 
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
-        """Make one update from the mean over a global batch; none where a loss or the gradient norm is not finite, or
-        where `spikes` leaves the step out.
+        """Update the weights once, from the mean over a global batch. The update is skipped if a loss or the gradient
+        norm is not finite, or if `spikes` rejects the step.
 
         Args:
             batches: those of this rank, with micro-batches on the device.
             learning_rate: of this update.
-            stop: this rank asks to end training, which all ranks find in the flags of the outcome.
-            spikes: judges the step by those before, on the device; None: it is not judged.
+            stop: this rank requests a stop; all ranks read that in the flags of the outcome.
+            spikes: compares the step with earlier ones, on the device; None: no comparison.
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context for an evaluation; what was compiled within it, which should be nothing, is in the
-        report."""
+        """Return a context for an evaluation. The report counts what was compiled within it, which should be
+        nothing."""
 
     def report(self, error: BaseException | None = None) -> EngineReport:
-        """Return what is known of the steps since the start, of all ranks; every rank calls it.
+        """Return what is known about the steps of all ranks since the start; every rank calls it.
 
         Args:
-            error: what ended training early: then a rank may call it alone, with what the others reported last.
+            error: what ended training early. A rank may then call this alone: it uses what the others last reported.
         """
 
     def close(self) -> None:
-        """Put back the global settings that the engine changed in the process."""
+        """Restore the global settings that the engine has changed in this process."""

@@ -1,4 +1,4 @@
-"""Before anything is trained: are the gradients of our step those of the plain model, document by document?
+"""Check before training that the gradients of our step are those of the plain model, document by document.
 
 A few short documents go through what the train step calls, micro-batches, masks, loss and exchange between ranks
 included: in a declared shape through the compiled code, and in one short row without the compiler. The plain model sees

@@ -1,4 +1,5 @@
-"""The plain model that ours is checked against: each document alone by transformers' forward pass, torch's loss."""
+"""The plain model, against which ours is checked: each document alone through transformers' forward pass and torch's
+loss."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Reference:
                 "train.precision=fp32, and start it with accelerate_configs/ddp.yaml, single_gpu.yaml or cpu.yaml"
             )
         if optim.name not in ("auto", DEFAULT):
-            raise ConfigError(f"train.engine=reference has AdamW only: set optim.name={DEFAULT}, not {optim.name}")
+            raise ConfigError(f"train.engine=reference supports only AdamW: set optim.name={DEFAULT}, not {optim.name}")
         rt.print("engine reference: each document alone, eager, torch's own loss and AdamW")
         routing = routing_of(orig_model, loss.router_aux_loss_coef)
         self.model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
@@ -78,7 +78,7 @@ class Reference:
         with random_state_kept():
             self._forward_backward(batch, self.model.objective.count(batch))
         self.optimizer.zero_grad(set_to_none=True)
-        print_line(f"{self._layout.kind} rows, taken apart; eager")
+        print_line(f"{self._layout.kind} rows, one document at a time; eager")
         never = compiled_check(None, None, orig_model.dtype)
         return WarmUp(compiled=False, seconds=time.perf_counter() - started, checks=[never])
 

@@ -1,4 +1,4 @@
-"""Compares to the bit the weights and optimizer states that several ranks hold: ranks that drift apart end the run."""
+"""Compares to the bit the weights and optimizer states that several ranks hold: a difference ends the run."""
 
 from __future__ import annotations
 
@@ -92,10 +92,11 @@ class Replicas:
         unsure = len(odd[-1]) == len(majority)  # nobody is in the minority
         error = ReplicaError(
             f"step {step}: {' and '.join(map(_named, groups))} hold different bits of {name}, and must hold the same "
-            f"({len(differing)} of {of} tensors differ). {'' if unsure else f'The odd one out is {_named(odd[0])}. '}"
-            "Since the last comparison their updates were not the same: a GPU or its memory that errs, an exchange "
-            "that failed, or an operator that is not deterministic. Nothing of this step is saved; resume from the "
-            "last checkpoint with train.resume=auto, and leave out the machine of a rank that is named again"
+            f"({len(differing)} of {of} tensors differ). "
+            f"{'' if unsure else f'The odd one out is {_named(odd[0])}. '}Since the last comparison their updates "
+            "differed: a faulty GPU or memory, a failed exchange, or a nondeterministic operator. Nothing of this "
+            "step is saved; resume from the last checkpoint with train.resume=auto, and exclude the machine of a "
+            "rank that is named again"
         )
         if self._rt.status is not None:
             self._rt.status.failed(error, symptom=self._rt.rank in majority and not unsure)

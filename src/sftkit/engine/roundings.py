@@ -1,4 +1,4 @@
-"""How far rounding may move logits and gradients: known limits, and a measurement if they are exceeded."""
+"""Limits of the effect of rounding on logits and gradients: known ones, and a measurement if they are exceeded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ by 0.7 and more, a wrong divisor moves the scale."""
 
 
 class Roundings(NamedTuple):
-    """How far rounding moves gradients of the plain model: the worst of `DRAWS` passes."""
+    """The measured effect of rounding on gradients of the plain model: the worst of `DRAWS` passes."""
 
     relative: float
     "relative difference of the parameter that they move furthest"

@@ -1,4 +1,4 @@
-"""Before anything is trained: does our forward pass compute what the plain model does, document by document?"""
+"""Check before training that our forward pass computes what the plain model does, document by document."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def measured_layers(
     except Exception as caught:  # the warm-up will report a compiler that does not work
         error = caught
     if rt.any_rank(error is not None):
-        log.warning("layers are spread by their parameters, since they cannot be timed: %s", error or "on another rank")
+        log.warning("layers cannot be timed, so stages are balanced by parameters: %s", error or "on another rank")
         return by_parameters
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     # Each stage has a layer, so what the outer ones take beyond that is the embedding's, and the head's with its loss.

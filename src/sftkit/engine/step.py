@@ -1,4 +1,4 @@
-"""One optimizer step. Micro-batches and ranks give sums, which are divided only here, by the divisor of the global
+"""One optimizer step. Micro-batches and ranks return sums; only this file divides them, by the divisor of the global
 batch."""
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sftkit.tracking.spikes import Spikes
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What stays the same in all steps of a run."""
+    """The parts of a step that stay the same in a run."""
 
     model: torch.nn.Module
-    "returns the sums of a batch: compiled and wrapped"
+    "compiled and wrapped; returns the sums of a batch"
     optimizer: Optimizer
     objective: Objective
     rt: Runtime
@@ -46,11 +46,11 @@ class MicroBatches(NamedTuple):
 
 
 class RankSums(NamedTuple):
-    """What the ranks add up at the end of a step."""
+    """The values of a rank that are summed over ranks at the end of a step."""
 
     squared_norm: torch.Tensor
-    """this rank's share of the squared norm of all gradients, 0-d, fp32 or fp64, which is the precision of the sum over
-    ranks"""
+    "0-d: this rank's share of the squared norm of all gradients; its dtype, fp32 or fp64, is that of the sum over "
+    "ranks"
     totals: Totals
     "this rank's sums over its micro-batches"
     divisor: int = 1
@@ -58,13 +58,14 @@ class RankSums(NamedTuple):
 
 
 class GradientSum:
-    """The gradients of all micro-batches but the last, added up in fp32: a bf16 sum would lose small addends.
+    """Sums the gradients of all micro-batches but the last in fp32: a bf16 sum would lose small addends.
 
-    fp32 gradients add up in place, except those in the memory of a CUDA graph, which its next replay overwrites.
+    fp32 gradients need no such sum: autograd accumulates them in place. Only those in the memory of a CUDA graph are
+    moved here too, as its next replay would overwrite them.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], micro_batches: int) -> None:
-        """Choose which parameters' gradients are moved. `micro_batches`: of the step."""
+        """Choose the parameters whose gradients are summed here. `micro_batches`: their number in a step."""
         # The sum of two bf16 gradients is rounded once either way. With CUDA graphs the first of two must be moved,
         # too, before the next replay overwrites it.
         graphs = uses_cuda_graphs()
@@ -75,7 +76,7 @@ class GradientSum:
         self._sums: dict[int, torch.Tensor] = {}
 
     def take(self) -> None:
-        """Move the gradients of a micro-batch into the sum."""
+        """Add the gradients of a micro-batch to the sum, and clear them."""
         for i, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue
@@ -87,17 +88,18 @@ class GradientSum:
             parameter.grad = None
 
     def put_back(self) -> None:
-        """Set the sum as gradients, rounded once, for the last micro-batch to add to."""
+        """Make the sum, rounded once, the gradients that the last micro-batch adds to."""
         for i, total in self._sums.items():
             self._parameters[i].grad = total.to(self._parameters[i].dtype)
         self._sums.clear()
 
 
 def forward_backward(model: torch.nn.Module, batch: Batch, divisor: int, rt: Runtime) -> Totals:
-    """Add this micro-batch's share to the gradients of loss / divisor, the mean over the global batch.
+    """Run a micro-batch forward and backward: add its share of the gradient of loss / divisor, the mean over the global
+    batch. No host sync.
 
     Returns:
-        the micro-batch's sums, on the device, detached. No host sync.
+        the micro-batch's sums, detached, on the device.
     """
     begin_step()
     sums = model(batch)
@@ -114,17 +116,17 @@ def gradients(
     totals: Totals,
     rt: Runtime,
 ) -> torch.Tensor:
-    """Leave in the parameters the gradients of all micro-batches, divided by the divisor and exchanged between the
-    ranks, and add the sums of each micro-batch to `totals`. No host sync.
+    """Compute the gradients of all micro-batches, divided by the divisor and exchanged between ranks, into the
+    parameters' `grad`; add the sums of each micro-batch to `totals`. No host sync.
 
     Returns:
-        the minimised sum of each micro-batch, [A], on the device.
+        the loss sum of each micro-batch, [A], on the device.
     """
     batches, divisor = micro_batches
     if isinstance(model, Pipelined):
         return model.gradients(batches, divisor, totals)
-    # Before the last micro-batch the sum of the earlier ones is put back. Replicas exchange only then, shards as their
-    # plan says.
+    # The last micro-batch adds to the sum of the earlier ones. Replicas exchange gradients in that one only, shards as
+    # their plan says.
     losses = []
     last, earlier = len(batches) - 1, GradientSum(parameters, len(batches))
     for i, batch in enumerate(batches):
@@ -147,14 +149,14 @@ def optimizer_step(
     stop: bool = False,
     spikes: Spikes | None = None,
 ) -> StepOutcome:
-    """Run all micro-batches and make one update; none where the loss of any rank or the gradient norm is not finite, or
-    where `spikes` leaves the step out.
+    """Run all micro-batches and update the weights once. The update is skipped if the loss of any rank or the gradient
+    norm is not finite, or if `spikes` rejects the step.
 
     Args:
         step_batches: with micro-batches on the device.
         learning_rate: of this update.
-        stop: this rank asks to end training, which all ranks find in the flags.
-        spikes: judges the step by those before; None: it is not judged.
+        stop: this rank requests a stop; all ranks read that in the flags.
+        spikes: compares the step with earlier ones; None: no comparison.
     """
     model, optimizer, rt = train_step.model, train_step.optimizer, train_step.rt
     # Everything stays on the device from here to the outcome, so that the host runs ahead of it; only the update of
@@ -164,7 +166,7 @@ def optimizer_step(
     batches, divisor = step_batches.micro_batches, step_batches.divisor
     losses = gradients(model, parameters, MicroBatches(batches, divisor), totals, rt)
     copies = model.copies() if isinstance(model, Pipelined) else None
-    # Norm and flags of all ranks stay on the device: a coefficient of nan makes the update change nothing.
+    # Norm and flags of all ranks stay on the device. The update is skipped there: a coefficient of nan changes nothing.
     squared = squared_norm(parameters, rt.world_size, copies)
     grad_norm, flags = exchange(RankSums(squared, totals, divisor), rt, stop=stop, spikes=spikes)
     optimizer.update(learning_rate, clip_coefficient(grad_norm, flags.skipped == 0, train_step.max_grad_norm))
@@ -174,13 +176,11 @@ def optimizer_step(
 
 
 def exchange(sums: RankSums, rt: Runtime, *, stop: bool, spikes: Spikes | None = None) -> tuple[torch.Tensor, Flags]:
-    """Return the global gradient norm (fp32 0-d) and the flags of a step.
-
-    One small exchange between the ranks, no host sync.
+    """Return the global gradient norm (fp32 0-d) and the flags of a step: one all-reduce of four numbers, no host sync.
 
     Args:
-        stop: this rank asks to end training.
-        spikes: judges the step; None: it is not judged.
+        stop: this rank requests a stop.
+        spikes: compares the step with earlier ones; None: no comparison.
     """
     # Everything that ranks must know of each other goes into one vector, since a small exchange costs as much as a
     # larger one. A sum serves all four: a squared norm, two counts of ranks, and the loss that is judged.

@@ -1,4 +1,4 @@
-"""What a warm-up runs between assembling a run and its first step: the worst-case batch of every declared shape."""
+"""The batches that a warm-up runs: the worst case of every declared shape."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ def eval_config(args: Namespace) -> EvalConfig:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuse numbers below 1, unknown tasks, a model or data that do not exist, and an --out that is no folder. Creates
-    that folder, and replaces args.path by the folder or hub id of the model.
+    """Refuse numbers below 1, unknown tasks, a model or data that do not exist, and an --out that is not a folder.
+    Creates that folder, and replaces args.path by the folder or hub id of the model.
 
     Raises:
         ConfigError: which of them.

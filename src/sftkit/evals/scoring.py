@@ -39,7 +39,7 @@ def rendered_prompt(prompt: str | Sequence[Message], tokenizer: PreTrainedTokeni
     """Return (text before the answer, is_rendered): the prompt itself, or its messages in the chat template.
 
     Raises:
-        ConfigError: messages, and the tokenizer has no chat template. DataError: what is no conversation.
+        ConfigError: messages, and the tokenizer has no chat template. DataError: what is not a conversation.
     """
     if isinstance(prompt, str):
         return prompt, False

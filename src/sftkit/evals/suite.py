@@ -244,7 +244,9 @@ class Suite:
             outputs = self.answers(encoded, limits, task.examples)
         if num_truncated:
             log.warning(
-                "%s: %d prompts are longer than the model reads and lost their beginning", task.name, num_truncated
+                "%s: %d prompts are longer than the model's context and were truncated at the beginning",
+                task.name,
+                num_truncated,
             )
         settings["prompts_cut"] = num_truncated
         # On one rank: judges may run programs, and all ranks must log the same.

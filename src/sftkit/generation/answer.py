@@ -1,4 +1,4 @@
-"""How answers are asked for, and what a model answered. No torch."""
+"""Sampling settings and the answer of a model. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are chosen."""
+    """Settings by which the tokens of an answer are sampled."""
 
     temperature: float = 0.0
     "0: the likeliest token (greedy)"
@@ -18,7 +18,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said to one `Question`."""
+    """The answer of the model to one `Question`."""
 
     text: str
     stop: str

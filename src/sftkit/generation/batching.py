@@ -1,5 +1,5 @@
-"""Which rows a model reads together, and which rank computes them: decided from the rows alone, so that results are the
-same on any number of ranks."""
+"""Batches of rows that a model reads together, and the rank that computes each: decided from the rows alone, so that
+results are the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Prefix = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Batching:
-    """How rows are read together, and by whom."""
+    """Settings: how rows are batched, and by which ranks."""
 
     batch_size: int = 64
     "the most rows of a batch; fewer where memory asks for it"
@@ -38,7 +38,7 @@ ALONE = Batching()
 
 
 class PromptRow(NamedTuple):
-    """What the model reads of a row, and what is asked of it."""
+    """The input of a row, and what the model computes for it."""
 
     ids: np.ndarray
     "int [T]"

@@ -26,7 +26,7 @@ from sftkit.ops.attention import mixes_tokens, windows
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a model is asked, and what ends its answers."""
+    """Tokenized prompts, and what ends their answers."""
 
     ids: Sequence[Sequence[int]]
     "tokens of each"

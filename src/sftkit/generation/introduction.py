@@ -1,4 +1,4 @@
-"""What is said before a conversation: who answers, what it has learned, how it is asked."""
+"""The lines before a conversation: which model answers, what it has learned, how to ask it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ ones back."""
 
 @dataclass
 class ChatHistory:
-    """What has been said so far."""
+    """The messages so far."""
 
     system: str | None
     messages: list[Message] = field(default_factory=list)
@@ -93,14 +93,14 @@ def _answer(stream: Stream, conversation: ChatHistory, text: str) -> None:
         with closing(stream(messages)) as chunks:  # type: ignore[type-var]
             reply = print_answer(chunks)
     except KeyboardInterrupt:
-        print_text("\n(broken off: question and answer are left out of the conversation)", error=True)
+        print_text("\n(interrupted: question and answer are left out of the conversation)", error=True)
     except (ConfigError, DataError) as error:
         print_text(str(error), error=True)
     else:
         if reply.strip():
             conversation.messages += [messages[-1], {"role": "assistant", "content": reply}]
             return
-        what = "answered with white space alone" if reply else "ended its answer at once"
+        what = "answered with white space only" if reply else "ended its answer at once"
         print_text(f"(the model has {what}: question and answer are left out of the conversation)", error=True)
 
 

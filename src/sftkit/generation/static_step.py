@@ -65,7 +65,7 @@ def next_tokens(continuation: Continuation, **inputs: Any) -> torch.Tensor:
 
 
 class DecodingState(NamedTuple):
-    """Where the sequences of a batch are: what has been read of them, and what comes next."""
+    """The state of the sequences of a batch: what was read, and the next tokens."""
 
     cache: Cache
     "keys and values of the first `seen` positions in layers of `FixedLayer`, with room for all"

@@ -125,8 +125,8 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         f"  {'checks passed / failed':<28}" + "".join(f"{checks(run_dir):>12}" for run_dir in runs.values()),
         "",
         f"  held-out accuracy, mean of families, {families['examples']} instances:",
-        f"    {before} before SFT, {families['value']:.3f} after "
-        f"(95 % interval {families['low']:.3f} to {families['high']:.3f})",
+        f"    {before} before SFT, {families['value']:.3f} after (95 % interval {families['low']:.3f} to "
+        f"{families['high']:.3f})",
         *(f"    {name.removeprefix('acc/'):<26}{families['metrics'][name]:6.3f}" for name in accuracies),
         *nothing_learned(families, trained["sft"]["evals_at_start"]),
         "",
@@ -148,7 +148,7 @@ def checks(run_dir: Path) -> str:
 
 
 def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """Return lines on what to make of an accuracy that SFT has not moved beyond chance; empty where it has.
+    """Return lines that explain an accuracy that SFT has not raised; empty if it has.
 
     Args:
         families: the result of the evaluation: value and 95 % interval (low, high), 0-1.
@@ -158,9 +158,9 @@ def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[st
         return []
     longer = invocation("scripts/run_chain.py", "recipes/default")
     return [
-        "  that is no more than before SFT, within its interval: the stages ran and",
-        "  proved themselves, but so small a model in so few steps learns nothing that",
-        f"  can be asked. One that does, in some minutes: {longer}",
+        "  that is no more than before SFT, within the interval: all stages ran, but so",
+        "  small a model learns no task in so few steps. A model that learns them, in",
+        f"  some minutes: {longer}",
     ]
 
 

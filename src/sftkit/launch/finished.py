@@ -1,4 +1,4 @@
-"""Find out from its files alone whether a run has nothing left to do: a resumed chain then skips it at once."""
+"""Find out from a run's files alone whether it has nothing left to do, so that a resumed chain skips it at once."""
 
 from __future__ import annotations
 

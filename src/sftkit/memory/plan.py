@@ -109,7 +109,7 @@ def make_plan(
         if setup is not None and name != setup.optimizer:
             setup = replace(setup, optimizer=name)
             setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
-    # Refuse what cannot fit, say what is planned, warn of what may not fit.
+    # Refuse what cannot fit, print the plan, warn about what may not fit.
     if setup is not None:
         _check_room(setup, total_bytes)
     found = None if setup is None else estimate(setup)
@@ -202,9 +202,9 @@ def _check_room(s: EstimateInputs, total_bytes: int | None) -> None:
     # What one process holds times the shards is the whole model; rounded up to whole GPUs.
     ways.append(f"accelerate_configs/fsdp2.yaml on {-(-held * shards // total_bytes)} such GPUs or more")
     raise ConfigError(
-        f"weights, gradients and states of {s.optimizer} alone take {gib(held)} on each GPU, which has "
-        f"{gib(total_bytes)}: smaller rows make no room for {s.shape.parameters / 1e9:.1f} billion parameters. Take "
-        f"{', or '.join(ways)}, or a smaller model"
+        f"weights, gradients and states of {s.optimizer} for {s.shape.parameters / 1e9:.1f} billion parameters take "
+        f"{gib(held)} on each GPU, which has {gib(total_bytes)}, whatever the rows. Take {', or '.join(ways)}, or a "
+        "smaller model"
     )
 
 

@@ -179,7 +179,7 @@ def explain_oom(error: BaseException, plan: MemoryPlan, best: Sequence[Remedy], 
     if plan.estimate is not None:
         lines.append(f"this run was estimated at {gib(plan.estimate.total)}")
     if best:
-        advice = "What saves most here (estimated):" + "".join(f"\n  {remedy.text}" for remedy in best)
+        advice = "Largest savings (estimated):" + "".join(f"\n  {remedy.text}" for remedy in best)
         advice += f"\n{_on_resume(best, plan, optim)}"
     elif plan.estimate is None:
         advice = (
@@ -192,10 +192,10 @@ def explain_oom(error: BaseException, plan: MemoryPlan, best: Sequence[Remedy], 
 
 
 def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, optim: OptimConfig) -> str:
-    """Return a sentence on which of these settings the run can go on with from its newest checkpoint."""
+    """Return a sentence that says with which of these settings the newest checkpoint can be resumed."""
     settings = [setting for remedy in best for setting in remedy.on_resume]
     if not settings:
-        return "A resumed run keeps what these change: they are for a new one"
+        return "These settings cannot change in a resumed run: start a new one"
     named = f" together with optim.name={plan.optim.name}, as auto may now mean another" if optim.name == "auto" else ""
     return f"The newest checkpoint can be resumed (train.resume=auto) with {' or '.join(settings)}{named}"
 

@@ -17,12 +17,12 @@ from sftkit.errors import DataError
 from sftkit.models import auto_classes
 from sftkit.models.kind import Continuation, ModelKind, ids_of
 from sftkit.models.structure import decoder
-from sftkit.ops.attention import documents_of, kernel_order, plain_attention
+from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
 
 
 def _model_inputs(inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
-    """Return the arguments of a decoder: what it is given, and where the documents of the batch are."""
-    return {**inputs, "use_cache": False, "documents": documents_of(batch, backend, context_group)}
+    """Return the arguments of a decoder: its inputs, and the boundaries of the batch's documents."""
+    return {**inputs, "use_cache": False, "documents": document_boundaries(batch, backend, context_group)}
 
 
 def without_router_logits(module: torch.nn.Module) -> dict[str, bool]:
@@ -48,7 +48,7 @@ def decoded(
 
 
 class CausalLM(ModelKind):
-    """A model that `get_decoder` and `get_output_embeddings` of transformers take apart. See models.kind.ModelKind."""
+    """A model with `get_decoder` and `get_output_embeddings` of transformers. See models.kind.ModelKind."""
 
     auto_class = getattr(transformers, auto_classes.CAUSAL)
 

@@ -1,4 +1,4 @@
-"""What models with an encoder have in common: an input is encoded once for each document, whose text attends to it.
+"""Common code of models with an encoder: an input is encoded once for each document, whose text attends to it.
 
 A row of several documents has a place for the encoded input of each; boundaries keep a text from those of all others
 (ops.cross_attention).
@@ -20,7 +20,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.kind import ModelKind
 from sftkit.models.structure import decoder
-from sftkit.ops.attention import documents_of, kernel_order, plain_attention
+from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
 from sftkit.ops.cross_attention import input_boundaries
 
 
@@ -98,7 +98,7 @@ class EncoderDecoder(ModelKind):
             "encoder_hidden_states": encoded.view(rows, places // rows * length, -1),
             "encoder_attention_mask": input_boundaries(batch.doc_ids, places // rows, length, backend, visible),
             "use_cache": False,
-            "documents": documents_of(batch, backend, context_group),
+            "documents": document_boundaries(batch, backend, context_group),
         }
 
     def hidden_states(

@@ -28,7 +28,7 @@ def apply_fp8(
     """Convert the model to float8 as train.fp8 says and print a line about it; do nothing if it is null.
 
     Raises:
-        ConfigError: tensor parallelism, micro-batches whose positions are no multiple of 16, or
+        ConfigError: tensor parallelism, micro-batches whose positions are not multiples of 16, or
             what convert_to_fp8 refuses.
     """
     if train.fp8 is not None:

@@ -1,4 +1,4 @@
-"""The seam of model kinds: how a batch becomes hidden states, and what loads and projects them."""
+"""The protocol of model kinds: what loads such models, and how a batch becomes hidden states and logits."""
 
 from __future__ import annotations
 

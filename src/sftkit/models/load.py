@@ -63,7 +63,7 @@ def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigErro
     if os.path.isdir(path) or hub_answers():
         return ConfigError(f"{path}: cannot load the {kind}: {str(error).splitlines()[0]}")
     return ConfigError(
-        f"{path}: {unreachable()}, and this {kind} is not whole in the local cache. {download_help(path)}"
+        f"{path}: {unreachable()}, and this {kind} is not complete in the local cache. {download_help(path)}"
     )
 
 
@@ -96,7 +96,7 @@ def load_model(
                 orig_model = load(path, precision, load_options(path, model))
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise offline_help(path, error) from error
-    # The vocabulary: a row for each token first, then padding behind them.
+    # The vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
         make_rows(orig_model, tokenizer)
@@ -124,7 +124,7 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     text = config.get_text_config()
     if text is config or config.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
-    log.info("of %s the text model alone is loaded (%s)", config.model_type, text.model_type)
+    log.info("%s: only its text model is loaded (%s)", config.model_type, text.model_type)
     return text
 
 
@@ -159,7 +159,7 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
 def check_complete(
     where: str | Path, model_class: type, missing: Set[str], mismatched: Set[tuple[str, torch.Size, torch.Size]]
 ) -> None:
-    """Refuse files whose weights are not all of the model's.
+    """Refuse files that do not have all weights of the model.
 
     Args:
         missing, mismatched: as from_pretrained reports them, the latter with both shapes.
@@ -169,12 +169,15 @@ def check_complete(
     """
     if missing:
         raise ConfigError(
-            f"{where}: no {first_of(sorted(missing))} for {model_class.__name__} in its files; copy or download the "
-            "model again"
+            f"{where}: its files lack {first_of(sorted(missing))} of {model_class.__name__}; copy or download the "
+            f"model again"
         )
     if mismatched:
         name, there, here = min(mismatched)
-        raise ConfigError(f"{where}: {name} is {list(there)} and the model's is {list(here)}: take its own config.json")
+        raise ConfigError(
+            f"{where}: {name} has shape {list(there)} in the files and {list(here)} in the model: use the config.json "
+            "of these weights"
+        )
 
 
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
@@ -222,7 +225,9 @@ def _unknown_type(scratch: dict[str, object]) -> str | None:
         if named and named not in CONFIG_MAPPING:
             near = difflib.get_close_matches(named, list(CONFIG_MAPPING.keys()), n=1)
             hint = f'. Did you mean "{near[0]}"?' if near else ", which has names such as llama, gpt2, vit and t5"
-            return f'{place}model_type: "{named}" is no architecture of transformers {transformers.__version__}{hint}'
+            return (
+                f'{place}model_type: "{named}" is not an architecture of transformers {transformers.__version__}{hint}'
+            )
     return None
 
 

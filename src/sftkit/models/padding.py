@@ -30,7 +30,7 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
     if orig_model.config.is_encoder_decoder:
         raise ConfigError(
             f"model.pad_vocab_to_multiple_of: {type(orig_model).__name__} has an encoder, and only the vocabulary of "
-            "causal models is padded: take the setting out"
+            "causal models is padded: remove the setting"
         )
     tokens = vocab_size(orig_model)
     rows = -(-tokens // multiple) * multiple

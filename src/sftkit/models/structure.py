@@ -200,7 +200,7 @@ def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] |
 
 @dataclass(frozen=True)
 class Work:
-    """What steps compute, counted."""
+    """Counts of the work of steps."""
 
     tokens: int
     targets: int

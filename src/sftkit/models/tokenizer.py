@@ -54,7 +54,10 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise offline_help(path, error, "tokenizer") from error
     if not tokenizer.is_fast:
-        raise ConfigError(f"{path}: a slow tokenizer has no character offsets, which the loss mask needs; convert it")
+        raise ConfigError(
+            f"{path}: a slow tokenizer, without the character offsets that the loss mask needs: convert it to a fast "
+            f"one"
+        )
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(model.chat_template)
         add_tokens(tokenizer, CHAT_TEMPLATES.get(model.chat_template, ()))
@@ -62,9 +65,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         missing = [t for t in TURN_MARK.findall(tokenizer.chat_template) if t not in tokenizer.get_vocab()]
         if missing:
             raise ConfigError(
-                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is no token of {path}. Set "
-                f"model.chat_template to {' or '.join(CHAT_TEMPLATES)}, a name, whose tokens are added and the model "
-                "grown for them; or take a template made for this tokenizer"
+                f"model.chat_template: {model.chat_template} writes {missing[0]}, which is not a token of {path}. Set "
+                f"model.chat_template to {' or '.join(CHAT_TEMPLATES)}, whose tokens are added to tokenizer and "
+                "model, or use a template made for this tokenizer"
             )
     set_template_arguments(tokenizer, model)
     if tokenizer.pad_token_id is None:  # any will do: padding is never attended to and never a target

@@ -205,9 +205,9 @@ def unseen_pixels(orig_model: PreTrainedModel) -> str:
             if left := [f"the last {number} {name}" for name, number in rest.items() if number]:
                 encoder = orig_model.config.encoder.model_type
                 return (
-                    f"{encoder}: of pictures of {pixels.height} x {pixels.width} pixels in patches of {down} x {across} "
-                    f"the encoder does not see {' and '.join(left)}; an image_size that is a multiple of patch_size "
-                    "loses none"
+                    f"{encoder}: of pictures of {pixels.height} x {pixels.width} pixels in patches of {down} x "
+                    f"{across} the encoder does not see {' and '.join(left)}; an image_size that is a multiple of "
+                    "patch_size loses none"
                 )
     return ""
 

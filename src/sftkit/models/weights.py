@@ -154,7 +154,10 @@ def _fill(tensor: torch.Tensor, source: Any, where: str, new: NewRows | None) ->
     shape = tuple(source.get_shape())
     there = tuple(tensor.shape) if new is None else (new.before, *tensor.shape[1:])
     if shape != there:
-        raise ConfigError(f"{where} is {list(shape)} and the model's is {list(there)}: take its own config.json")
+        raise ConfigError(
+            f"{where} has shape {list(shape)} in the files and {list(there)} in the model: use the config.json of "
+            f"these weights"
+        )
     _copy(tensor, source, new)
 
 
@@ -193,7 +196,7 @@ def _load_full(
         )
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{folder}: transformers cannot make {first_of(others)} of {plain.__name__} out of its files: "
+            f"{folder}: transformers cannot build {first_of(others)} of {plain.__name__} from its files: "
             f"{' '.join(str(error).split())[:300]}. Copy or download the model again"
         ) from error
     # What transformers would leave at random is an error here.

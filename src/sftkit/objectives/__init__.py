@@ -1,1 +1,1 @@
-"""What is minimised: objectives turn hidden states and a batch into named sums."""
+"""Objectives turn hidden states and a batch into named sums, one of which is minimised."""

@@ -51,24 +51,24 @@ class ModelWithLoss(torch.nn.Module):
 
     def sums(self, batch: Batch, backend: str) -> Sums:
         """Return the sums of a batch, as `forward` does."""
-        # No name for all hidden states, so that those that are not chosen are freed here.
-        chosen = self.objective.select(self._hidden(batch, backend), batch)
-        return self.sums_of_chosen(chosen, batch)
+        # All hidden states stay unnamed, so that those that are not selected are freed here.
+        selected = self.objective.select(self._hidden(batch, backend), batch)
+        return self.sums_of_selected(selected, batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
-        """Return the hidden states that the head projects: [B, C, H]; of a pipeline on all its ranks, without
+        """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks, without
         gradient."""
         return from_last(self.orig_model, self._hidden(batch, backend))
 
-    def sums_of_chosen(self, chosen: torch.Tensor, batch: Batch) -> Sums:
-        """Return the sums of a batch from the hidden states that its objective selects, [N, H]; of a pipeline zeros
-        but in the last stage, so that the sum over ranks is that of the rows."""
+    def sums_of_selected(self, selected: torch.Tensor, batch: Batch) -> Sums:
+        """Return the sums of a batch from the hidden states that its objective selects, [N, H]. In a pipeline all
+        stages but the last return zeros, so that the sum over ranks counts each row once."""
         stages = stages_of(self.orig_model)
         if stages is not None and not stages.last:
-            nothing = chosen.new_zeros((), dtype=torch.promote_types(chosen.dtype, torch.float32))
+            nothing = selected.new_zeros((), dtype=torch.promote_types(selected.dtype, torch.float32))
             return Sums(nothing, dict.fromkeys(self.objective.measured, nothing))
         projection = self.kind.head(self.orig_model)._replace(tokens=vocab_size(self.orig_model))
-        sums = self.objective.sums(chosen, batch, projection)
+        sums = self.objective.sums(selected, batch, projection)
         if self.routing is None:
             return sums
         # The auxiliary loss of what the routers have chosen in the last pass; in training only.

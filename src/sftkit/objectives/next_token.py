@@ -21,7 +21,7 @@ from sftkit.ops.linear_cross_entropy import Head, linear_nll
 class NextToken:
     """The mean negative log-likelihood over target tokens, or its smoothed form, plus z_loss * log-partition squared.
 
-    Measured beside it: `nll` (nats), `correct` (how many targets are the argmax) and `entropy` (nats) of the predicted
+    Also measured: `nll` (nats), `correct` (number of targets that are the argmax) and `entropy` (nats) of the predicted
     distributions; the last two are 0 unless loss.token_metrics is set.
     """
 
@@ -30,13 +30,13 @@ class NextToken:
     monitored = "nll"
 
     def select(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Return the hidden states of positions that have a target, and a few others as filler: [P, H]."""
+        """Return the hidden states of the positions with a target, and of a few others as filler: [P, H]."""
         return hidden.flatten(0, 1).index_select(0, batch.target_index)
 
-    def sums(self, chosen: Tensor, batch: Batch, head: Head) -> Sums:
+    def sums(self, selected: Tensor, batch: Batch, head: Head) -> Sums:
         """Return the sums, computed in chunks, without logits of the whole batch."""
         targets = batch.targets.flatten().index_select(0, batch.target_index)
-        found = linear_nll(chosen, head, targets, self.config)
+        found = linear_nll(selected, head, targets, self.config)
         return Sums(found.loss, {"nll": found.nll, "correct": found.correct, "entropy": found.entropy})
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:

@@ -1,4 +1,4 @@
-"""Sums by name: those that an objective returns for a batch, and their totals over the micro-batches of a step."""
+"""Named sums: those that an objective returns for a batch, and their totals over the micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ LOSS = "loss"
 
 
 class Sums(NamedTuple):
-    """Sums over what a batch is trained on, 0-d, in nats where they are losses: fp32 (float64 for float64 inputs)."""
+    """Sums over the targets of a batch, 0-d, losses in nats: fp32 (float64 for float64 inputs)."""
 
     loss: Tensor
-    "differentiable; divided by the divisor of the step it is what is minimised"
+    "differentiable; loss / divisor of the step is what is minimised"
     measured: dict[str, Tensor]
-    "other sums by name, without gradient; the same names in every batch of an objective"
+    "other sums by name, without gradient; an objective returns the same names for every batch"
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums of several batches, in one vector on the device, so that ranks exchange them at once."""
+    """Sums over several batches, in one vector on the device, so that one exchange adds them over ranks."""
 
     names: tuple[str, ...]
     vector: Tensor
@@ -31,7 +31,7 @@ class Totals:
 
     @classmethod
     def zeros(cls, measured: tuple[str, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Totals:
-        """Return totals of 0 for an objective that measures these names beside its loss."""
+        """Return totals of 0 for an objective that measures these sums besides its loss."""
         names = (LOSS, *measured)
         return cls(names, torch.zeros(len(names), device=device, dtype=dtype))
 

@@ -20,7 +20,7 @@ BLOCK = 1024
 CHUNK = 16 * BLOCK
 "Elements of a tensor that a program updates, one block after the other."
 ALIGNMENT = 16
-"Bytes of the widest load. Tensors whose addresses or sizes are no multiple of it have a launch of their own."
+"Bytes of the widest load. Tensors whose addresses or sizes are not multiples of it have a launch of their own."
 COLUMNS = 12
 "Columns of the table of addresses: int64, the last two hold four fp32 numbers."
 

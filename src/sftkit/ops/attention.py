@@ -36,31 +36,32 @@ DENSE_KERNELS = [
 
 
 class Documents(NamedTuple):
-    """The places of a batch's documents, in the form that the backend reads; fields of other backends are None."""
+    """Where the documents of a batch lie, in the form that its backend needs; fields of other backends are None."""
 
     backend: str
     max_length: int
     "upper bound of a document's length, the same for every batch of a run"
     cu_seqlens: torch.Tensor | None = None
-    "int32 [D + 1], starts in the flattened B * T positions; fa4, varlen"
+    "fa4, varlen: int32 [D + 1], where documents start in the flattened B * T positions"
     doc_ids: torch.Tensor | None = None
-    "int32 [B, T up to a multiple of 128]; flex"
+    "flex: int32 [B, T], T padded to a multiple of 128"
     blocks: flex.BlockTensors | None = None
     "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
     mask: torch.Tensor | None = None
-    "bool [B, 1, C, T], True where a query sees a key; C = T except for chunks of rows; reference"
+    "reference: bool [B, 1, C, T], True where a query sees a key; C = T except for chunks of rows"
     group: str | None = None
     "context parallel: name of the group of ranks whose chunks make whole rows"
     chunks: tuple[torch.Tensor, torch.Tensor] | None = None
     "context parallel, fa4, varlen: cu_seqlens_q and cu_seqlens_k of Batch"
 
 
-def documents_of(batch: Batch, backend: str, context_group: str | None = None) -> Documents:
-    """Return what the layers need to know of a batch. No host sync, and only the reference backend is quadratic.
+def document_boundaries(batch: Batch, backend: str, context_group: str | None = None) -> Documents:
+    """Return the boundaries of a batch's documents, the attention mask of a backend, which every layer passes to
+    `attend`. No host sync; only the reference backend takes quadratic memory.
 
     Args:
         backend: one of attention.backend, never auto.
-        context_group: name of the group of ranks whose chunks make whole rows, where batches are chunks.
+        context_group: with context parallelism, name of the group of ranks whose chunks make whole rows.
     """
     documents = Documents(backend, batch.max_doc_length)
     if batch.columns is not None:
@@ -174,16 +175,16 @@ def attend(  # noqa: PLR0913 - transformers calls it
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal, document-isolated attention as transformers calls it; for modules that are not
-    causal, what their mask allows.
+    """Compute attention for transformers: causal and within documents; for modules that are not causal, as their mask
+    says.
 
     Args:
         query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
-        attention_mask: read for modules that are not causal: bool [B, 1, 1 or T, keys], or what
+        attention_mask: used only by modules that are not causal: bool [B, 1, 1 or T, keys], or what
             cross_attention.input_boundaries returned.
         scaling: factor of the scores; None: D ** -0.5.
         sliding_window: most keys a query sees, itself included. softcap: c in c * tanh(score / c).
-        documents: where the documents lie; for causal modules.
+        documents: from document_boundaries; used by causal modules.
         position_bias: [1, H, T, keys], added to the scores: relative positions.
 
     Returns:
@@ -200,11 +201,11 @@ def attend(  # noqa: PLR0913 - transformers calls it
         return bidirectional_attention(query, key, value, attention_mask, scores), None
     if documents is None:
         raise RuntimeError("sftkit's attention needs `documents`; generate inside sftkit.ops.attention.plain_attention")
-    # What the backend does not compute is an error, never left out.
+    # Whatever the backend cannot compute is an error, never silently ignored.
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks (s_aux) are not supported")
     if position_bias is not None and documents.mask is None:
-        raise RuntimeError(f"attention backend {documents.backend} knows no relative positions")
+        raise RuntimeError(f"attention backend {documents.backend} does not support relative positions")
     if documents.group is not None:
         key, value = gather_rows(key, value, documents.group)
     width = value.shape[-1]
@@ -213,7 +214,7 @@ def attend(  # noqa: PLR0913 - transformers calls it
     # Which form of the documents is there says which backend it is; with none of them a row is one document.
     if documents.cu_seqlens is not None:
         if softcap is not None or dropout:
-            raise RuntimeError(f"attention backend {documents.backend} knows no soft cap or dropout")
+            raise RuntimeError(f"attention backend {documents.backend} does not support soft cap or dropout")
         out = _flash(query, key, value, documents, scores)
     elif documents.blocks is not None:
         assert documents.doc_ids is not None

@@ -1,4 +1,5 @@
-"""Which attention backend a run uses: what the recipe names if it runs here, else the fastest that does."""
+"""Choose the attention backend of a run: the one that the recipe names, or with auto the fastest that supports the
+run."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class AttentionChoice(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """How a run computes attention, besides by which backend."""
+    """Properties of a run on which the choice of a backend depends."""
 
     compiled: bool
     "whether the blocks are compiled; flex only exists as generated code"

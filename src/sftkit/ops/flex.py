@@ -102,7 +102,7 @@ def attend_flex(
     doc_ids, blocks = documents
     scale, window, softcap, *_ = scores
     row_length, whole = query.shape[2], doc_ids.shape[1]
-    if whole > row_length:  # flex's backward pass reads past the end of rows that are no multiple of its blocks
+    if whole > row_length:  # flex's backward pass reads past the end of rows that are not multiples of its blocks
         query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))
 
     # The ids come as an argument: a captured graph has to see them as an input, not as something that a function holds.

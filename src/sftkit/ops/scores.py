@@ -1,4 +1,4 @@
-"""How the scores of attention, the products of queries and keys, become weights: the same numbers for every kernel."""
+"""Settings by which attention scores, the products of queries and keys, become weights; the same for every kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Scores(NamedTuple):
-    """What is done to the scores. A tuple, so that a compiled block takes it apart."""
+    """Settings of the scores. A tuple, so that a compiled block unpacks it."""
 
     scale: float
     "factor of the products"

@@ -5,7 +5,7 @@ the nearest one loses it entirely, and the bf16 copy of an fp32 master shows it 
 function on flat tensors: on CUDA a Triton kernel for all parameters at once (ops.adamw_kernel), elsewhere eager
 (optim.formula). Each rank updates its own shard of a parameter.
 
-An update that is left out does not count in the bias corrections. Only the device knows of it in time, so the counts
+A skipped update does not count in the bias corrections. Only the device knows of it in time, so the counts
 and what follows from them stay there.
 """
 
@@ -76,7 +76,7 @@ class AdamW(torch.optim.Optimizer):
 
     States of a parameter, flat: `exp_avg`, `exp_avg_sq` (fp32; bf16 if rounded stochastically), `master` (fp32; for
     bf16 parameters unless stochastic), `step` (fp32 0-d on the device, as torch's fused AdamW has it: updates that were
-    not left out). They are made at the parameter's first update. A group has `attempts` (int), the updates that were
+    not skipped). They are made at the parameter's first update. A group has `attempts` (int), the updates that were
     asked for: the random bits of an update follow from this number, which the host knows.
     """
 
@@ -134,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
         return [Numbered(i, p, g) for i, (p, g) in enumerate(self._parameters()) if p.grad is not None]
 
     def _corrected(self, numbered: list[Numbered], clip: torch.Tensor) -> torch.Tensor:
-        """Count an update of these parameters, unless it is left out; return their rows of
+        """Count an update of these parameters, unless it is skipped; return their rows of
         `corrections`, fp64 [P, 2]."""
         steps = [self._state_of(one.param, one.group)["step"] for one in numbered]
         # Private: one launch for all counts. torch's own optimizers use these operators, and torch 2.13 has no public

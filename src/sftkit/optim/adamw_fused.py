@@ -13,7 +13,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     found_inf: torch.Tensor
     """fp32 0-d, 1 for no update. torch's fused update reads it from its optimizer, where only GradScaler sets it; so a
-    step is left out without a host sync."""
+    step is skipped without a host sync."""
 
     @property
     def kind(self) -> str:
@@ -24,7 +24,7 @@ class FusedAdamW(torch.optim.AdamW):
         """Do nothing: the kernel comes compiled with torch."""
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
-        """Update as optim.protocol says, by torch's fused kernel, which leaves out a step whose coefficient is NaN."""
+        """Update as optim.protocol says, by torch's fused kernel, which skips a step whose coefficient is NaN."""
         set_learning_rate(self.param_groups, learning_rate)
         multiply_gradients(parameters_of(self.param_groups), coefficient)
         # The way of GradScaler, which sets the attribute for one step only (pytorch/pytorch#88015); public torch has no

@@ -1,4 +1,4 @@
-"""The protocol of optimizers: the rest of the package holds one and never asks which."""
+"""The protocol of optimizers: the rest of the package uses one without knowing which."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ class Optimizer(Protocol):
 
     param_groups: Groups
     state: defaultdict[torch.Tensor, State]
-    """States of each parameter by name; among them `step`, a 0-d tensor, the number of its updates without those left
-    out. Empty before the first update."""
+    """States of each parameter by name; among them `step`, a 0-d tensor, the number of its updates without skipped
+    ones. Empty before the first update."""
 
     @property
     def kind(self) -> str:
-        """Return what decides which states there are, for people and for a checkpoint, which
-        only resumes its own kind."""
+        """Return a name for the kind of states, for messages and checkpoints: a checkpoint resumes only its own
+        kind."""
 
     def warm_up(self, *, compiled: bool) -> None:
-        """Compile and load all that an update will run; parameters, states and random numbers stay as they are.
+        """Compile and load all that an update will run; parameters, states and random numbers do not change.
 
-        States that do not exist yet may be made, as a first update makes them.
+        States that do not exist yet may be made, as the first update makes them.
 
         Args:
-            compiled: whether the run compiles. If not, updates are eager from here on, where the
-                optimizer has the choice.
+            compiled: whether the run compiles. If not, an optimizer that can do both updates eagerly from here on.
         """
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
-        """Set the rate of every group, multiply the gradients by the coefficient, update what has a gradient.
+        """Set the learning rate of every group, multiply gradients by the coefficient, update parameters with a
+        gradient.
 
-        The product may be taken inside the update, so the gradients are of no use afterwards.
+        Gradients are undefined afterwards: the product may be taken inside the update.
 
         Args:
-            coefficient: fp32 0-d on the device; nan: the update is left out, and weights, states and their counts of
-                updates stay. Only a group's `attempts`, where there is one, counts it.
+            coefficient: fp32 0-d on the device; nan: the update is skipped: weights, states and their update counts do
+                not change. Only a group's `attempts`, where there is one, counts it.
         """
 
     def new_state(self, param: torch.Tensor, group: Group) -> State:
         """Return the states of a parameter as they are before its first update."""
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Drop all gradients, or fill them with zeros."""
+        """Set all gradients to None, or to zeros."""
 
     # Any, as torch has it: its state dict holds groups beside states, and no type of it has both.
     def state_dict(self) -> dict[str, Any]:

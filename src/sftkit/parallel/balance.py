@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline has: the work is split as evenly as possible, head and loss included."""
+"""Split the layers over the stages of a pipeline, so that the work, head and loss included, is as even as possible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
         )
         raise ConfigError(
             f"train.pipeline_layers={list(configured)}: must be {several} numbers that add up to the {num_layers} "
-            "layers of the model, or null: then they are measured"
+            "layers of the model, or null, which measures them"
         )
     return configured
 
@@ -50,13 +50,13 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int, pipe
     config = orig_model.config.get_text_config()
     if config.model_type not in PIPELINE_MODEL_TYPES:
         raise ConfigError(
-            f"train.engine=pipeline: {config.model_type} cannot be cut into stages here, "
+            f"train.engine=pipeline: {config.model_type} cannot be split into stages here, "
             f"{', '.join(PIPELINE_MODEL_TYPES)} can: take train.engine=blocks with accelerate_configs/fsdp2.yaml"
         )
     if len(attention_windows(orig_model) or ()) != 1:
         raise ConfigError(
-            "train.engine=pipeline: some layers of this model have a sliding window and some have none, and "
-            "transformers counts layers from the first one it has: take train.engine=blocks"
+            "train.engine=pipeline: some layers of this model have a sliding window and some have none; transformers "
+            "finds out which by a layer's index, which differs in a stage: take train.engine=blocks"
         )
     if stages > num_layers:
         most = num_layers * pipeline_size // stages

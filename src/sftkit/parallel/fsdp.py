@@ -60,7 +60,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     is built.
 
     Args:
-        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_chosen` become methods that gather what they
+        model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_selected` become methods that gather what they
             need, as the forward pass of orig_model does from now on.
         precision: of the weights; gradients are summed in fp32.
 
@@ -99,7 +99,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
     if output_projection(orig_model) in alone:
-        _gather_in(output_projection(orig_model), model, "sums_of_chosen")
+        _gather_in(output_projection(orig_model), model, "sums_of_selected")
     # By itself FSDP learns the order of the backward pass alone: in the forward pass the host would have to run ahead
     # of the GPU for the next gather to start early.
     for before, after in itertools.pairwise(blocks):

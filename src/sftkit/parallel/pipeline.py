@@ -41,7 +41,7 @@ FEW = 3
 
 
 class Pipelined(torch.nn.Module):
-    """What the train step calls in place of a model: the stages of this rank, and the exchange with the others."""
+    """Replaces the model in a train step: the stages of this rank, and the exchange with the other ranks."""
 
     def __init__(self, model: ModelWithLoss, placement: Stages, stages: list[StageModule], schedule: str) -> None:
         """Keep the stages. `stages`: of this rank, already sharded if the run shards weights."""

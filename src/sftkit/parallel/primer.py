@@ -1,7 +1,7 @@
-"""What processes of a group do together, on two processes of this machine's CPU: `python -m sftkit.launch --demo`.
+"""Show the collective operations on two processes of this machine's CPU: `python -m sftkit.launch --demo`.
 
-Each step is a call of torch.distributed on a tensor of four numbers, other ones on each process. What a rank has after
-it is gathered and printed by rank 0, beside what training uses the call for.
+Each step is a call of torch.distributed on a tensor of four numbers, which differ between processes. Rank 0 gathers and
+prints what each rank has after the call, and what training uses the call for.
 """
 
 from __future__ import annotations

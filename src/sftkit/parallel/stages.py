@@ -137,7 +137,7 @@ class StageModule(torch.nn.Module):
         if not self.is_last:
             # What is received is: sender and receiver must agree (pytorch #114982), and torch 2.11 checks it.
             return hidden.contiguous()
-        sums = model.sums_of_chosen(model.objective.select(hidden, batch), batch)
+        sums = model.sums_of_selected(model.objective.select(hidden, batch), batch)
         self.totals.append(Totals.of(sums))
         return torch.stack([sums.loss * self._scale])
 

@@ -156,7 +156,7 @@ def _received(links: _Links, stage: int, forward: Forward, hidden: Tensor, *more
 
 
 class _Links:
-    """What is on its way between the ranks of a pipeline."""
+    """The tensors in flight between the ranks of a pipeline."""
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages

@@ -1,1 +1,1 @@
-"""What a run would learn and cost, before a GPU is used."""
+"""Analyse what a run would learn and cost, before it uses a GPU."""

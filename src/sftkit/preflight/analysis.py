@@ -44,7 +44,7 @@ DUPLICATE_PCT = 5.0
 
 @dataclass(frozen=True)
 class DataOfRun:
-    """What a run learns from, and in which steps."""
+    """The data of a run, and its batches."""
 
     examples: Examples
     validation: dict[str, Examples]
@@ -55,7 +55,7 @@ class DataOfRun:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What memory and disk are counted for."""
+    """The model for which memory and disk are estimated."""
 
     orig_model: PreTrainedModel | None = None
     "on any device, also meta: only its sizes are read; None: memory and disk are unknown"
@@ -146,8 +146,8 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     shown += [f"{'answers':<10}{line}" for source in analysis["sources"] if (line := answers.answers_line(source))]
     lengths = analysis["lengths"]
     shown.append(
-        f"{'lengths':<10}mean {lengths['mean']:,.0f}, median {lengths['p50']:,.0f}, p90 {lengths['p90']:,.0f}, "
-        f"p99 {lengths['p99']:,.0f}, max {lengths['max']:,} of {analysis['max_length']:,} positions"
+        f"{'lengths':<10}mean {lengths['mean']:,.0f}, median {lengths['p50']:,.0f}, p90 {lengths['p90']:,.0f}, p99 "
+        f"{lengths['p99']:,.0f}, max {lengths['max']:,} of {analysis['max_length']:,} positions"
     )
     if analysis["roles"]:
         roles = ", ".join(f"{count:,} {role}" for role, count in analysis["roles"].items())
@@ -230,27 +230,27 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
     warnings += [text for source in analysis["sources"] for text in answers.answer_warnings(source)]
     if analysis["target_pct"] < TARGET_PCT:
         warnings.append(
-            f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step computes what is not "
-            "learned. Look at the samples of scripts/inspect_data.py: are the answers in the assistant's turns?"
+            f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step's work is wasted. "
+            "Look at the samples of scripts/inspect_data.py: are the answers in the assistant's turns?"
         )
     share = analysis["end_of_turn_pct"]
     if share is not None and share < END_OF_TURN_PCT:
         warnings.append(
             f"{100 - share:.1f} % of the conversations are cut before the end of their last answer, so they do not "
-            f"teach the model to stop. Raise data.max_length ({analysis['max_length']}), or leave them out with "
+            f"teach the model to stop. Raise data.max_length ({analysis['max_length']}), or drop them with "
             "data.too_long=drop"
         )
     if analysis["duplicate_pct"] > DUPLICATE_PCT:
         warnings.append(
-            f"{analysis['duplicate_pct']:.1f} % of the training documents are exact copies of others, which then "
-            "weigh more: remove them, or use repeat for a source that should"
+            f"{analysis['duplicate_pct']:.1f} % of the training documents are exact copies of others, which gives "
+            "these more weight: remove the copies, or use repeat for a source that should have more weight"
         )
     of_validation = {source["name"]: source["documents"] for source in analysis["validation"]}
     for name, count in analysis["validation_in_train"].items():
         if count > OVERLAP_PCT / 100 * of_validation[name]:
             warnings.append(
-                f"validation source {name}: {count:,} of its documents are also trained on, so its loss says too "
-                "little about new data. Take another split for data.val, or slices that do not overlap"
+                f"validation source {name}: {count:,} of its documents are also trained on, so its loss says little "
+                "about new data. Use another split for data.val, or slices that do not overlap"
             )
     return [*warnings, *_padding_warning(analysis)]
 
@@ -285,7 +285,7 @@ def _padding_warning(analysis: dict[str, Any]) -> list[str]:
     # Advice by padding alone: whether another layout is faster is in the table, where it was measured.
     best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
     if own["steps"] == 1:
-        advice = "The data fills no global batch: lower train.global_batch_size, or bring more data"
+        advice = "The data does not fill one global batch: lower train.global_batch_size, or use more data"
     elif best["own"]:
         advice = "No other layout pads less: lower train.global_batch_size, or data.max_length if it is far above p99"
     else:
@@ -300,7 +300,7 @@ def machine_warnings(analysis: dict[str, Any]) -> list[str]:
         advice = "; ".join(memory["remedies"]) or "a smaller model or a larger GPU"
         warnings.append(
             f"a step is estimated at {size_text(memory['estimated_gib'])}, and the GPU has {memory['gpu_gib']:.1f} "
-            f"GiB: it may run out of memory. What saves most: {advice}"
+            f"GiB: it may run out of memory. Largest savings: {advice}"
         )
     if disk["fits"] is False:
         warnings.append(

@@ -13,7 +13,7 @@ _WORDS = {
     CONTEXT: "given in a prompt",
     MARKED: "marked by the data (weight, train)",
     EARLIER: "in earlier turns (data.targets=last_turn)",
-    HISTORY: "rendered otherwise once they are history",
+    HISTORY: "rendered differently once they are history",
     BORDER: "share a token with their prompt",
     TOO_LONG: "in documents that are too long",
 }
@@ -37,7 +37,7 @@ def answers_line(source: dict[str, Any]) -> str | None:
     if answers[SPLIT_TOKENS]:
         skipped.append(
             f"{counted(answers[SPLIT_TOKENS], 'token')} in documents of their own for answers that the chat template "
-            "renders otherwise once they are history (data.split_turns)"
+            "renders differently once they are history (data.split_turns)"
         )
     if not skipped:
         return None
@@ -54,28 +54,28 @@ def answer_warnings(source: dict[str, Any]) -> list[str]:
     if answers[HISTORY]:
         texts.append(
             f"source {name}: {answers[HISTORY]:,} of {counted(answers['answers'], 'answer')} context only, as the "
-            "chat template renders answers otherwise once they are history. data.split_turns=true learns each as it "
-            f"is asked, {_split_turns_text(source)}"
+            "chat template renders answers differently once they are history. data.split_turns=true learns each "
+            f"after its own prompt, {_split_turns_text(source)}"
         )
     if answers["reasoning_left_out"]:
         texts.append(
             f"source {name}: the reasoning before {counted(answers['reasoning_left_out'], 'answer')} is not in the "
-            "text that is trained on: data.thinking=off leaves it out, or the chat template drops it from history, "
-            "where data.split_turns=true keeps it"
+            "text that is trained on: either data.thinking=off drops it, or the chat template drops it from history "
+            "(data.split_turns=true keeps it)"
         )
     if answers[THINKING_OFF]:
         texts.append(
             f"source {name}: {answers[THINKING_OFF]:,} of {counted(source['rows'], 'conversation')} trained with "
-            "thinking turned off, as they have no reasoning; the chat template by itself leaves it on. Ask for "
-            "answers so, or make it the default of chat, evaluation and servers: "
+            "thinking turned off, as they have no reasoning; the chat template's default is on. Turn thinking off "
+            "when you use the model, or make that the default of chat, evaluation and servers: "
             "model.chat_template_args.enable_thinking=false"
         )
     if answers[SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
         share = 100.0 * answers[SPLIT_TOKENS] / source["tokens"]
         texts.append(
-            f"source {name}: {share:.0f} % of its tokens are documents of their own for earlier answers, which the "
-            "chat template renders otherwise once they are history. data.split_turns=false saves them, and learns "
-            "the last answers only"
+            f"source {name}: {share:.0f} % of its tokens are in separate documents for earlier answers, which the "
+            "chat template renders differently once they are history. data.split_turns=false saves them, and learns "
+            "only the last answers"
         )
     return texts
 

@@ -1,4 +1,4 @@
-"""What a run will cost, before it starts: positions of each layout, memory, disk, and hours where a speed was
+"""Estimate the cost of a run before it starts: positions of each layout, memory, disk, and hours where a speed was
 measured."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tokenized data is made of, counted before training: sources, roles, lengths, ends of turns, duplicates."""
+"""Count tokenized data before training: sources, roles, lengths, ends of turns, duplicates."""
 
 from __future__ import annotations
 

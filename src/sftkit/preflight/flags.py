@@ -1,4 +1,4 @@
-"""What the command line of scripts/inspect_data.py may say beside a recipe and key=value words. No torch."""
+"""The flags of scripts/inspect_data.py, besides recipe and key=value. No torch."""
 
 from __future__ import annotations
 

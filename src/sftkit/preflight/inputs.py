@@ -154,7 +154,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if not skips or bad.rows == seen < FIRST_ROWS:
         raise first
     if _alike(bad, seen):
-        raise DataError(f"{first}. The first {seen} rows are all like this, so it is not left to on_bad_row=skip")
+        raise DataError(f"{first}. All of the first {seen} rows are like this, so on_bad_row=skip does not skip them")
 
 
 def _alike(bad: BadRows, seen: int) -> bool:

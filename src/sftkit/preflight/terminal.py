@@ -1,4 +1,4 @@
-"""What `scripts/inspect_data.py` adds to the preflight: samples with their masks, and all of it on the terminal."""
+"""The output of `scripts/inspect_data.py`: the preflight analysis on the terminal, and samples with their masks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What data.split_turns=true would cost where it is off, estimated from a sample of the first conversations of a
-source."""
+"""Estimate what data.split_turns=true would cost if it is off, from a sample of the first conversations of a source."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ ROWS_READ = 2_000
 "Rows of a source that are read again at most."
 _ALL_LEARNED = 0.95
 """Share of targets in a source's tokens from which all of its tokens count as learned, but for marked answers; in chat
-SFT prompts are no targets."""
+SFT prompts are not targets."""
 ANSWERS = 200
 "Answers in the conversations of the sample, which are tokenized again in both ways: about a second."
 

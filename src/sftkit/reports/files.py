@@ -21,7 +21,7 @@ _LARGEST_NUMBER = 1e100
 
 
 def drawable_number(value: Any) -> float | None:
-    """Return a number that can be drawn, None for everything else; true and false are no numbers."""
+    """Return a number that can be drawn, None for everything else; true and false are not numbers."""
     # bool is a kind of int in Python, so true and false would pass as 1 and 0.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -1,1 +1,1 @@
-"""What a run directory is: file names, who holds it, how far the run in it is, whether its checkpoints are whole."""
+"""The run directory: names of its files, its lock, the status of its run, the integrity of its checkpoints."""

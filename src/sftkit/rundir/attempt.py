@@ -125,7 +125,7 @@ def begin(folder: Path) -> None:
     """
     _check_room(folder)
     _mark(folder)
-    go_on(folder)
+    move_into_run(folder)
 
 
 def _mark(folder: Path) -> None:
@@ -133,7 +133,7 @@ def _mark(folder: Path) -> None:
     (folder / METRICS_FILE).touch()
 
 
-def go_on(folder: Path) -> None:
+def move_into_run(folder: Path) -> None:
     """Move the files of a start over those of the run that it resumes. Folders are replaced as wholes; in EVALUATIONS,
     only those of evaluations that this start has made."""
     ours = folder / ATTEMPT

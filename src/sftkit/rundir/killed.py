@@ -39,15 +39,15 @@ def where_it_was(run_dir: Path) -> str:
 
 
 def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
-    """Return what to do next, in words: go on from the newest checkpoint or, without one, start again.
+    """Return what to do next, in words: resume from the newest checkpoint or, without one, start again.
 
     Args:
-        resume: command that goes on from the newest checkpoint.
+        resume: command that resumes from the newest checkpoint.
         start: command that started the run.
     """
     with suppress(OSError):
         if latest_checkpoint(run_dir) is not None:
-            return f"go on from there: {resume}"
+            return f"resume from there: {resume}"
     return f"start it again: {start}"
 
 
@@ -67,12 +67,12 @@ def last_step(run_dir: Path) -> int | None:
 
 
 def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
-    """Return a status that says `running` as `killed`, with what is known of the end, where its run is gone."""
+    """Return the status; if it says `running` but the run is gone, `killed`, with what is known of the end."""
     # "Not known" is not "gone": the lock may be of another machine, whose processes are not seen from here.
     if status.get("status") != "running" or at_work(run_dir) is not False:
         return status
     resume, start = (str(status.get(name) or "") for name in ("resume", "start"))
-    text = f"killed without a word (kill -9, out of memory, or the machine went down): {where_it_was(run_dir)}"
+    text = f"killed (kill -9, out of memory, or the machine went down): {where_it_was(run_dir)}"
     step = last_step(run_dir)
     next_one = f"; {how_to_go_on(run_dir, resume, start)}" if resume and start else ""
     values = {"status": "killed", "step": status.get("step") if step is None else step, "error": text + next_one}
@@ -80,8 +80,8 @@ def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
 
 
 def report_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, words: list[str]) -> str:
-    """Return the message about a run that was killed. Write it to run_status.json, too, unless a rank that was left has
-    done so.
+    """Return the message about a run that was killed. Write it to run_status.json too, unless a surviving rank has done
+    so.
 
     Args:
         number: the signal that killed it.

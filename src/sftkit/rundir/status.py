@@ -157,7 +157,7 @@ class RunStatus:
             # A rank that was killed by the kernel wrote nothing, and the launcher then ends the others by a signal: the
             # signal is not the cause.
             if gone := self.gone():
-                text = f"rank {gone[0]} ended without a word (killed? out of memory?) before the first step"
+                text = f"rank {gone[0]} ended without an error message (killed? out of memory?) before the first step"
                 self.end("failed", first_failing_rank=gone[0], error=text)
                 return name, text if self.rank == min(self.neighbours.keys() - gone) else None
             self.end("stopped" if number == signal.SIGINT else "preempted", signal=name)
@@ -216,7 +216,10 @@ class RunStatus:
         silent = sorted(set(range(self.world_size)) - {failure.rank for failure in found})
         if not found[0].symptom or len(silent) != 1:
             return found[0]
-        text = f"it ended without a word (killed? out of memory?); rank {found[0].rank} then saw: {found[0].error}"
+        text = (
+            f"it ended without an error message (killed? out of memory?); rank {found[0].rank} then saw: "
+            f"{found[0].error}"
+        )
         return Failure(silent[0], found[0].step, found[0].phase, text, found[0].time)
 
     def write_failed(self) -> Failure | None:

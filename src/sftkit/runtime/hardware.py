@@ -1,4 +1,4 @@
-"""What the machine is: peak FLOP/s by device name, and the environment snapshot saved with every run."""
+"""The machine: peak FLOP/s by device name, and the environment snapshot saved with every run."""
 
 from __future__ import annotations
 

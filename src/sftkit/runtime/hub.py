@@ -168,7 +168,7 @@ def find_model(path: str, revision: str | None = None) -> str:
     resolved = resolve(path)
     if Path(resolved).is_file():
         raise ConfigError(
-            f"{path}: a file, and a model is a folder or a name on the hub. Of a recipe name its run (run.dir)"
+            f"{path}: a file, but a model is a folder or a hub id. For a recipe name its run directory (run.dir)"
         )
     if Path(resolved).is_dir() or (reason := unavailable_reason(resolved, "model", revision)) is None:
         return resolved

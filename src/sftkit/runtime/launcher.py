@@ -1,4 +1,4 @@
-"""What a run needs of torch's elastic launcher, whoever started it. No torch."""
+"""Checks of the launcher: the variables that a run needs, whoever set them. No torch."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if not named and tasks != "1":
         raise ConfigError(
-            f"srun has started {tasks} processes (SLURM_STEP_NUM_TASKS), and none is told of the others: each would "
-            "train by itself and write over the others' run. Let srun start one launcher on each machine (srun "
+            f"srun has started {tasks} processes (SLURM_STEP_NUM_TASKS) that do not know of each other: each would "
+            "train alone and write over the others' run. Let srun start one launcher on each machine (srun "
             "--ntasks-per-node=1 torchrun ..., docs/multi_node.md)"
         )
 
@@ -63,11 +63,11 @@ def check_group(environ: Mapping[str, str], processes: int, gpu_unavailable_reas
         cause = f"LOCAL_RANK is not set. {_HOW}"
     elif processes == 1 and (reason := gpu_unavailable_reason()) is not None:
         cause = (
-            f"no GPU can be used ({reason}). Mend the driver or CUDA_VISIBLE_DEVICES; to train on CPUs set "
+            f"no GPU can be used ({reason}). Fix the driver or CUDA_VISIBLE_DEVICES; to train on CPUs set "
             "ACCELERATE_USE_CPU=true"
         )
     else:
-        cause = "start all processes by one launcher: torchrun or accelerate launch"
+        cause = "start all processes with one launcher: torchrun or accelerate launch"
     group = f"this process is in a group of {processes}" if processes > 1 else "this process has found no others"
     raise ConfigError(
         f"{name}={environ[name]}, but {group}: each would train by itself and write over the others' run. Cause: "

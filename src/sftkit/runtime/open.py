@@ -53,7 +53,7 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
         if warning := check_launcher(os.environ):
             rt.print(warning, "warning")
         if not rt.resumes and attempt.has_begun(place.parent):
-            rt.print(f"{run_dir} holds an earlier run, which makes room when this one has done a step")
+            rt.print(f"{run_dir} holds an earlier run, which is renamed after the first step of this one")
     return place
 
 
@@ -88,8 +88,8 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool]:
         rt.lock = lock.take_lock(folder)
         resumes = attempt.goes_on(folder, resume)
         if read_status(folder).get("status") == "running":  # and the lock was free
-            goes_on = "this start goes on from there" if resumes else "train.resume=auto would go on from there"
-            rt.print(f"{folder}: the run before was killed without a word: {where_it_was(folder)}; {goes_on}")
+            then = "this start resumes from there" if resumes else "train.resume=auto would resume from there"
+            rt.print(f"{folder}: the previous run was killed: {where_it_was(folder)}; {then}")
         return attempt.make_attempt_dir(folder, resumes=resumes), resumes
     except OSError as error:
         raise ConfigError(f"run.dir={folder}: {error}") from None
@@ -107,7 +107,7 @@ def _claim_run_dir(status: RunStatus, rt: Runtime) -> None:
             if not attempt.is_attempt(status):
                 pass
             elif rt.resumes:
-                attempt.go_on(folder)
+                attempt.move_into_run(folder)
             elif not attempt.has_begun(folder):
                 attempt.begin(folder)
             else:
@@ -115,7 +115,7 @@ def _claim_run_dir(status: RunStatus, rt: Runtime) -> None:
                 rt.lock, aside = attempt.replace(folder, rt.lock)
                 rt.print(f"{folder} held an earlier run: it is now {aside} (train.resume=auto would have continued it)")
         except OSError as error:
-            text = f"run.dir={folder}: this start has done a step and cannot take its place there: {error}"
+            text = f"run.dir={folder}: after the first step this run could not be moved into it: {error}"
             raise ConfigError(text) from None
         _is_there(status)
 

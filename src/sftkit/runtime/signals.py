@@ -1,4 +1,4 @@
-"""When training ends early: signals and the time limit. One rank requests the stop, all ranks agree on the step."""
+"""Signals and the time limit, which end training early: one rank requests a stop, all ranks stop at the same step."""
 
 from __future__ import annotations
 

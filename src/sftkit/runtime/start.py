@@ -157,7 +157,8 @@ class Runtime:
         return self.accelerator.is_main_process
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise sum over ranks of a tensor of any shape on this rank's device; every rank must ask."""
+        """Return the elementwise sum over ranks of a tensor of any shape on this rank's device; every rank must call
+        it."""
         if self.world_size == 1:
             return values
         total = values.clone()
@@ -165,14 +166,15 @@ class Runtime:
         return total
 
     def any_rank(self, flag: bool) -> bool:  # noqa: FBT001 - the flag is all there is to it
-        """Return whether the flag is set on any rank; every rank must ask."""
+        """Return whether the flag is set on any rank; every rank must call it."""
         if self.world_size == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item() > 0)
 
     def from_main(self, decide: Callable[[], T]) -> T:
         """Return on every rank what the main rank decides; `decide` is called there alone, and an error that it raises
-        is raised on every rank: they would else wait forever. Every rank must ask."""
+        is
+        raised on every rank: otherwise they would wait forever. Every rank must call it."""
         if self.world_size == 1:
             return decide()
         box: list[T | Exception | None] = [None]
@@ -187,13 +189,13 @@ class Runtime:
         return box[0]  # type: ignore[return-value]
 
     def united(self, names: Sequence[str]) -> list[str]:
-        """Return the names of all ranks, each once, in the same order on every rank; every rank must ask."""
+        """Return the names of all ranks, each once, in the same order on every rank; every rank must call it."""
         if self.topology.stages == 1:  # ranks have the same ones
             return list(names)
         return list(dict.fromkeys(chain.from_iterable(self.gathered(list(names)))))
 
     def gathered(self, own: T) -> list[T]:
-        """Return what each rank gives, in the order of ranks; every rank must ask."""
+        """Return the values of all ranks, in rank order; every rank must call it."""
         found = [own] * self.world_size
         if self.world_size > 1:
             torch.distributed.all_gather_object(found, own)
@@ -213,19 +215,20 @@ class Runtime:
             print_text(text, level=level)
 
     def stop_requested(self) -> bool:
-        """Return whether any rank requests a stop; every rank must ask."""
+        """Return whether any rank requests a stop; every rank must call it."""
         return self.any_rank(self.stopping.stop_requested())
 
     def check_stop(self) -> None:
-        """Raise Stopped on all ranks if any rank requests a stop; every rank must ask. Evaluation and generation call
-        it on their way, which also tells the watchdog that they go on."""
+        """Raise Stopped on all ranks if any rank requests a stop; every rank must call it. Evaluation and generation
+        call it on their way, which also tells the watchdog that they go on."""
         if self.status is not None:
             self.status.progress()
         if self.stop_requested():
             raise Stopped
 
     def signal_of_any_rank(self) -> int | None:
-        """Return the signal that any rank has received, the same on every rank; None: none has. Every rank must ask."""
+        """Return the signal that any rank has received, the same on every rank; None: none has. Every rank must call
+        it."""
         # One sum for all signals: a number for each rank would need a gather.
         counts = self.sum(torch.tensor([float(self.stopping.signal == n) for n in SIGNALS], device=self.device))
         return next((number for number, count in zip(SIGNALS, counts.tolist(), strict=True) if count), None)

@@ -29,7 +29,7 @@ from sftkit.tracking.window import Window
 
 @dataclass(frozen=True)
 class RankLoss:
-    """The loss of a rank in a step that is left out, as the other ranks get it."""
+    """The loss of a rank in a skipped step, as it is sent to the other ranks."""
 
     loss: float
     "nats per target"
@@ -59,7 +59,7 @@ class StepRecord:
     "what each of this rank's micro-batches adds to the divisor"
     outcome: StepOutcome
     stop: bool
-    "a rank asks to stop"
+    "a rank requests a stop"
     finite: bool
     skipped: bool
     spikes: list[Spike]
@@ -93,7 +93,7 @@ class DelayedFlags:
         self._waiting.append((launched, host, arrived))
 
     def read(self, *, wait: bool) -> list[StepRecord]:
-        """Return the steps whose flags can be read by now, oldest first; `wait`: all steps."""
+        """Return the steps whose flags have arrived, oldest first; `wait`: all steps."""
         records = []
         while len(self._waiting) > (0 if wait else self._late):
             launched, host, arrived = self._waiting.popleft()
@@ -106,11 +106,11 @@ class DelayedFlags:
 
 
 _COUNTS = ("nonfinite", "in_a_row", "in_window", "spiked")
-"Numbers of steps: not finite, left out in a row, left out in the window, with a spike; the same on every rank."
+"Numbers of steps: not finite, skipped in a row, skipped in the window, with a spike; the same on every rank."
 
 
 class Health:
-    """Counts what went wrong, and ends training where the recipe says so."""
+    """Counts steps that are not finite or spike, and ends training if the recipe says so."""
 
     def __init__(
         self, numerics: NumericsConfig, rt: Runtime, batches: Batches, objective: Objective, tracker: Tracker
@@ -118,8 +118,8 @@ class Health:
         """Begin to count.
 
         Args:
-            rt: with the status of the run: what ends it is written there, and the documents of a step beside it.
-            tracker: problems are reported to it, as events.
+            rt: has the run's status, in which the error that ends the run is recorded.
+            tracker: gets the problems as events.
         """
         assert rt.status is not None
         self._monitored = objective.monitored
@@ -127,7 +127,7 @@ class Health:
         self._status, self._tracker = rt.status, tracker
         self._flags = DelayedFlags(rt.device, 2 if rt.device.type == "cuda" else 0, objective.count)
         self.spikes = Spikes(numerics.on_spike, objective.monitored, rt.device)
-        "for the engine, which asks it to judge each step before the update"
+        "the engine calls it for each step, before the update"
         self._nonfinite = self._in_a_row = self._in_window = self._spiked = 0
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
@@ -135,10 +135,10 @@ class Health:
         self._flags.push(step, step_batches, outcome)
 
     def read_flags(self, *, wait: bool) -> tuple[bool, int]:
-        """Judge the steps whose flags are known; `wait`: all of them, before a line is logged or a checkpoint written.
+        """Check the steps whose flags have arrived; `wait`: all steps, before a line is logged or a checkpoint written.
 
         Returns:
-            (whether a rank asks to stop, sum of the divisors of the steps that were left out)
+            (whether a rank requests a stop, sum of the divisors of the skipped steps)
 
         Raises:
             NumericsError: on every rank; the weights are as they were before that step.
@@ -155,34 +155,33 @@ class Health:
             skipped += known.step_batches.divisor * known.skipped
             if not known.finite:
                 self._nonfinite += 1
-                self._leave_out(known, "nonfinite", self._numerics.on_nonfinite)
+                self._report_skipped(known, "nonfinite", self._numerics.on_nonfinite)
             elif known.spikes:
                 self._spiked += 1
                 if known.skipped:
-                    self._leave_out(known, "spike", self._numerics.on_spike)
+                    self._report_skipped(known, "spike", self._numerics.on_spike)
                 else:
                     self._tracker.event("spike", known.step, f"step {known.step}: {'; '.join(map(str, known.spikes))}")
         return stop, skipped
 
-    def _leave_out(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
-        """Report a step that was left out; end training if that is asked for or too many were, with the loss of every
-        rank in the error, which the run's status has too."""
+    def _report_skipped(self, known: StepRecord, kind: Literal["nonfinite", "spike"], then: str) -> None:
+        """Report a skipped step; end training if the recipe says so or too many were skipped. The error, which the
+        run's status has too, lists the loss of every rank."""
         # The file first: if gathering fails because a rank is gone, it is the only trace of the documents.
         self._write_documents(known, kind)
         losses_of_ranks, norm = self._of_all_ranks(known), float(known.outcome.grad_norm)
         reason = spike_cause(losses_of_ranks, known.spikes) if known.finite else cause(losses_of_ranks, norm)
         # max_skips bounds what a recipe with "skip" may lose: a run whose every step is left out would train nothing.
         if then != "error" and self._in_a_row <= self._numerics.max_skips:
-            self._tracker.event(kind, known.step, f"step {known.step}: {reason}; left out")
+            self._tracker.event(kind, known.step, f"step {known.step}: {reason}; update skipped")
             return
         values = ", ".join(f"rank {rank}: {one.loss:.4g}" for rank, one in enumerate(losses_of_ranks))
-        skips = f" after {self._in_a_row - 1} steps that were left out" * (self._in_a_row > 1)
+        skips = f" after {self._in_a_row - 1} skipped steps" * (self._in_a_row > 1)
         text = (
             f"step {known.step}: {reason}{skips} (loss per target: {values}; gradient norm {norm:.4g}). The update "
-            "was left out. The documents of that step are in "
+            "was skipped. The documents of that step are in "
             f"{skipped_documents_file(self._status.run_dir, kind, known.step, None)}. Look at them, lower optim.lr, "
-            "resume from the last checkpoint with train.resume=auto, or leave such steps out with "
-            f"numerics.on_{kind}=skip"
+            f"resume from the last checkpoint with train.resume=auto, or skip such steps with numerics.on_{kind}=skip"
         )
         # The cause is with the ranks whose loss is not finite. The others only see its effect, and say so in their
         # status, so that the launcher reports the right one.
@@ -198,18 +197,18 @@ class Health:
         return {"health/spikes": spikes, "health/skipped_steps": skipped, "health/nonfinite_steps": self._nonfinite}
 
     def window(self) -> Window:
-        """Return the counts so far and what spikes are measured against. Waits for the device."""
+        """Return the counts so far and the history of spikes, for a checkpoint. Waits for the device."""
         counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
         return {**counts, "spikes": self.spikes.window()}
 
-    def go_on(self, window: Window) -> None:
-        """Go on from a checkpoint, before the first step."""
+    def restore_window(self, window: Window) -> None:
+        """Resume from a checkpoint, before the first step."""
         for name in _COUNTS:
             setattr(self, f"_{name}", window.get(name, 0))  # checkpoints of earlier versions have fewer counts
-        self.spikes.go_on(window["spikes"])
+        self.spikes.restore_window(window["spikes"])
 
     def _write_documents(self, known: StepRecord, kind: Literal["nonfinite", "spike"]) -> None:
-        """Write this rank's documents of a step that was left out to a file."""
+        """Write this rank's documents of a skipped step to a file."""
         examples, nonfinite = self._batches.examples, nonfinite_micro_batches(known.outcome)
         content = {
             "step": known.step,
@@ -233,7 +232,7 @@ class Health:
             file.write_text(json.dumps(content, indent=1))
 
     def _of_all_ranks(self, known: StepRecord) -> list[RankLoss]:
-        """Return what each rank knows of its loss in a step that is left out; every rank must call it."""
+        """Return what each rank knows of its loss in a skipped step; every rank must call it."""
         losses, examples = losses_of(known), self._batches.examples
         # A spike is finite everywhere: the micro-batch with the largest loss is the likeliest cause.
         named = [losses.index(max(losses))] if known.finite else nonfinite_micro_batches(known.outcome)
@@ -248,7 +247,7 @@ class Health:
 
 
 def losses_of(known: StepRecord) -> list[float]:
-    """Return what is minimised per target in each micro-batch of this rank. Waits for the device."""
+    """Return the minimised loss per target of each micro-batch of this rank. Waits for the device."""
     pairs = zip(known.outcome.losses.tolist(), known.own_divisors, strict=True)
     return [loss / max(divisor, 1) for loss, divisor in pairs]
 
@@ -269,8 +268,8 @@ def cause(losses_of_ranks: list[RankLoss], norm: float) -> str:
     if not nonfinite:
         if math.isfinite(norm):
             return (
-                "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is "
-                "beyond fp32"
+                "every loss is finite, and so is the gradient norm, but the sum of a rank's micro-batches is beyond "
+                "fp32"
             )
         infinite = "a gradient is infinite, or all are finite and the sum of their squares is beyond fp32"
         which = "a gradient is NaN" if math.isnan(norm) else infinite
@@ -296,5 +295,5 @@ def spike_cause(losses_of_ranks: list[RankLoss], spikes: list[Spike]) -> str:
 
 def micro_batches_of(step_batches: StepBatches) -> list[tuple[int, int]]:
     """Return (document, micro-batch from 0) for each of this rank's documents of a step."""
-    numbers = [number for number, count in enumerate(step_batches.documents_in) for _ in range(count)]
+    numbers = [number for number, count in enumerate(step_batches.documents_per_micro_batch) for _ in range(count)]
     return list(zip(step_batches.documents, numbers, strict=True))

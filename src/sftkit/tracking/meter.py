@@ -35,10 +35,11 @@ _COUNTS = {
 
 
 class Meter:
-    """Counts what happened since the last `read`; losses and norms stay on the device until then."""
+    """Adds up the metrics of a window, the steps since the last `read`; losses and norms stay on the device until
+    then."""
 
     def __init__(self, orig_model: PreTrainedModel, objective: Objective, batches: Batches, rt: Runtime) -> None:
-        """Find out what can be counted for this model, and begin a window."""
+        """Begin a window; find out what can be counted for this model."""
         self._orig_model, self._objective, self._rt = orig_model, objective, rt
         self._examples = batches.examples
         self._windows = attention_windows(orig_model)
@@ -50,7 +51,7 @@ class Meter:
         "peak FLOPs per second of one GPU; None: the MFU is unknown"
         if self._peak and self._windows is None:
             self._peak = None
-            rt.print("no MFU: the model has layers of a kind whose work is not counted")
+            rt.print("no MFU: the model has layers whose FLOPs are not known here")
         self.shapes = ShapeCounts(batches.layout, rt.topology.ranks_per_row)
         self.syncs = SyncCounter(rt.device)
         self._clock = StepClock(rt.device)
@@ -98,7 +99,7 @@ class Meter:
         return list(self._examples.source_names)
 
     def waited(self, seconds: float) -> None:
-        """Add time that the loop stood still for data."""
+        """Add time that the loop waited for data."""
         self._wait_seconds += seconds
 
     def paused(self, seconds: float) -> None:
@@ -107,7 +108,7 @@ class Meter:
         self._clock.begin()
 
     def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """Count a step. The sums of a skipped step are left out here, its divisor by `add_skipped`."""
+        """Count a step. The sums of a skipped step are excluded here, its divisor later by `add_skipped`."""
         self._steps += 1
         self._clock.step_ended()
         self.shapes.add(step_batches)
@@ -136,18 +137,18 @@ class Meter:
         return sum(n * int(causal_pairs(lengths, window, chunked=chunked).sum()) for (window, chunked), n in kinds)
 
     def add_skipped(self, divisor: int) -> None:
-        """Take the divisor of steps of this window that were skipped: they are in no mean."""
+        """Exclude steps of this window that were skipped from the means. `divisor`: their sum."""
         self._skipped_divisor += divisor
 
     def read(self) -> dict[str, float | None]:
         """Return the window's metrics and begin a new one; every rank must call it. Waits for the device, once."""
-        # What all ranks have counted: the mean is of the targets that an update was made of.
+        # Sums over all ranks: means are over the targets of the steps that were not skipped.
         # Reading sums is the one wait for the device in a window. Times are taken after it, so that they hold whole
         # steps.
         sums, waits, peaks = self._exchange()
         means = self._sums.means_of(sums, self._divisor - self._skipped_divisor)
         self.planned_targets += self._divisor
-        # The window joins the totals since the start of the run; what a resumed start took over is no time of this one.
+        # Add the window to the totals of the run. Seconds that were resumed from a checkpoint are not this start's.
         seconds = self._seconds()
         self._before = self._before.plus(self._tokens, self._targets, self._pairs, seconds, self._encoded)
         self.total_step_seconds += seconds - self._earlier_seconds
@@ -209,17 +210,17 @@ class Meter:
         }
 
     def resume(self, progress: Progress) -> None:
-        """Go on from what a checkpoint has done, before the first step and before `go_on`."""
+        """Take over the progress of a checkpoint, before the first step and before `restore_window`."""
         self._before = progress
 
-    def go_on(self, window: Window, *, same_ranks: bool) -> bool:
-        """Go on with the window of a checkpoint, before the first step. `same_ranks`: see window.own_values.
+    def restore_window(self, window: Window, *, same_ranks: bool) -> bool:
+        """Continue the open window of a checkpoint, before the first step. `same_ranks`: see window.own_values.
 
         Returns:
             False where other sums were measured: then only the shapes are taken over. Tokens of sources with other
             names are not taken over either.
         """
-        self.shapes.go_on(window)
+        self.shapes.restore_window(window)
         if window["sums"] != list(self._sums.names):
             return False
         for name, attribute in _COUNTS.items():
@@ -229,7 +230,7 @@ class Meter:
         self._before = self._before.plus(-self._tokens, -self._targets, -self._pairs, -seconds, -self._encoded)
         if window.get("sources") == self.sources:
             self._source_tokens += np.asarray(window["source_tokens"], np.int64)
-        self._clock.go_on(window["step_seconds"])
+        self._clock.restore_window(window["step_seconds"])
         *sums, own_divisor, waited = own_values(self._rt, window["by_rank"], same_ranks=same_ranks).tolist()
         # Ranks wait side by side, so their seconds do not add up: with other ranks than before,
         # the longest wait counts.
@@ -272,7 +273,7 @@ class ShapeCounts:
         "micro-batches of a shape that the layout did not declare when they ran"
         self._last = (0, 0)
 
-    def go_on(self, window: Window) -> None:
+    def restore_window(self, window: Window) -> None:
         """Add the counts of a checkpoint. What was declared then may not be now: micro-batches may have changed."""
         for rows, length, count in window["shapes"]:
             self.seen[rows, length] += count

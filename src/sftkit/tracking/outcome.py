@@ -13,31 +13,30 @@ from sftkit.objectives.sums import Totals
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of a step that all ranks must know, in one small vector, so that they reach the host in one copy."""
+    """The flags of a step, equal on all ranks, in one small vector, so that one copy brings them to the host."""
 
     vector: Tensor
     "fp32 [11], the same on every rank"
 
     @classmethod
     def of(cls, stop: Tensor, nonfinite: Tensor, skipped: Tensor, verdict: Tensor | None = None) -> Flags:
-        """Put together what was found, each 0-d, and `verdict`, fp32 [2, 4], as Spikes.judge
-        returns it; None: not judged."""
+        """Combine the flags, each 0-d, with `verdict`, fp32 [2, 4], from Spikes.judge; None: not compared."""
         flags = torch.stack([stop, nonfinite, skipped.to(stop.dtype)]).float()
         return cls(torch.cat([flags, flags.new_zeros(8) if verdict is None else verdict.flatten()]))
 
     @property
     def stop(self) -> Tensor:
-        """Return how many ranks ask to stop, 0-d."""
+        """Return the number of ranks that request a stop, 0-d."""
         return self.vector[0]
 
     @property
     def nonfinite(self) -> Tensor:
-        """Return how many ranks have a loss that is not finite, 0-d; 1 if only the gradient norm is not."""
+        """Return the number of ranks whose loss is not finite, 0-d; 1 if only the gradient norm is not."""
         return self.vector[1]
 
     @property
     def skipped(self) -> Tensor:
-        """Return 1 for a step that has changed nothing, 0-d."""
+        """Return 1 if the update was skipped, 0-d."""
         return self.vector[2]
 
     @property
@@ -50,7 +49,7 @@ NUM_FLAGS = 11
 
 
 class StepOutcome(NamedTuple):
-    """All that is known when a step has been launched. The host has not waited for any of it."""
+    """The results of a step as tensors on the device; the host has waited for none of them."""
 
     sums: Totals
     "this rank's, over its micro-batches"

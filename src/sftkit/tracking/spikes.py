@@ -1,4 +1,4 @@
-"""Losses and gradient norms far above those of the steps before: judged on the device, before the update."""
+"""Spikes: losses and gradient norms far above those of earlier steps, found on the device before the update."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from sftkit.tracking.window import Window
 
 _WINDOW = 128
-"Steps that a spike is measured against."
+"Number of earlier steps that a step is compared with."
 ENOUGH = 32
-"With fewer steps than this nothing is called a spike."
+"With fewer earlier steps than this there are no spikes."
 SIGMAS = 6.0
 "A spike is more than this many standard deviations above the mean."
 LEAST = 0.01
@@ -22,7 +22,7 @@ JUDGED = ("loss", "gradient norm")
 
 
 class Spike(NamedTuple):
-    """A value far above those before."""
+    """A value far above earlier ones."""
 
     name: str
     value: float
@@ -35,17 +35,17 @@ class Spike(NamedTuple):
 
 
 class Spikes:
-    """The last 128 steps that were taken, and the rule that judges the next one by them.
+    """The values of the last 128 steps that were not skipped, and the rule that compares the next step with them.
 
-    All ranks judge the same numbers in the same order, so they decide alike, to the bit. The values of a step that is
-    left out are not kept: a loss that stays high is left out until numerics.max_skips ends the run.
+    All ranks compare the same numbers in the same order, so they decide alike, to the bit. The values of a skipped
+    step are not kept: if the loss stays high, steps are skipped until numerics.max_skips ends the run.
     """
 
     def __init__(self, on_spike: Literal["warn", "skip", "error"], monitored: str, device: torch.device) -> None:
         """Begin without a history.
 
         Args:
-            monitored: the sum of the objective whose mean is judged.
+            monitored: name of the objective's sum whose mean is compared.
         """
         self.monitored = monitored
         self._leaves_out = on_spike != "warn"
@@ -53,14 +53,14 @@ class Spikes:
 
     @torch.no_grad()
     def judge(self, loss: Tensor, norm: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """Judge a step, and keep it if it is taken. No host sync.
+        """Compare a step with the history, and add it unless it is skipped. No host sync.
 
         Args:
-            loss: 0-d, per target, of all ranks. norm: 0-d. finite: bool 0-d, whether the step may be taken at all.
+            loss: 0-d, per target, of all ranks. norm: 0-d. finite: bool 0-d; false: the step is skipped in any case.
 
         Returns:
             (fp32 [2, 4]: for each of JUDGED its value, the mean and the standard deviation before it, and 1 for a
-            spike; bool 0-d: whether the step is left out)
+            spike; bool 0-d: whether the step is skipped)
         """
         # NaN marks an empty place of the history, so the count of known ones needs no number on the host.
         values = torch.stack([loss.double(), norm.double()])
@@ -85,8 +85,8 @@ class Spikes:
         taken = self._history[~self._history.isnan().any(1)].tolist()
         return {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
 
-    def go_on(self, window: Window) -> None:
-        """Go on from a checkpoint, before the first step. Earlier versions kept two histories, of unequal lengths."""
+    def restore_window(self, window: Window) -> None:
+        """Resume from a checkpoint, before the first step. Earlier versions kept two histories, of unequal lengths."""
         count = min(len(window["losses"]), len(window["norms"]))
         if count:
             taken = torch.tensor([window["losses"][-count:], window["norms"][-count:]], dtype=torch.float64)

@@ -49,7 +49,7 @@ class StepClock:
         self._marks = self._marks[-1:]
         return list(self._seconds)
 
-    def go_on(self, seconds: list[float]) -> None:
+    def restore_window(self, seconds: list[float]) -> None:
         """Put the seconds of steps of an earlier start of the run first."""
         self._seconds = [*seconds, *self._seconds]
 

@@ -70,9 +70,9 @@ def resume_window(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: 
         return f"{shorter}: the checkpoint is of a version that kept no open window" if step > since else None
     # The number alone is not enough: the same ranks in another mesh share other rows.
     same_ranks = (resumed["world_size"], resumed["topology"]) == (rt.world_size, rt.topology.describe())
-    # Counts of steps do not depend on the ranks, so they go on in any case; sums of the meter may not.
-    health.go_on(window["health"])
-    if not meter.go_on(window["meter"], same_ranks=same_ranks):
+    # Counts of steps do not depend on the ranks, so they are restored in any case; sums of the meter may not be.
+    health.restore_window(window["health"])
+    if not meter.restore_window(window["meter"], same_ranks=same_ranks):
         return f"{shorter}: other sums are measured now (loss.token_metrics)" if is_open(resumed) else None
     if is_open(resumed) and len(meter.sources) > 1 and window["meter"].get("sources") != meter.sources:
         return f"data/share: {shorter}: the sources have other names now"

@@ -1,4 +1,4 @@
-"""What a dashboard shows of a run beside its curves: the recipe, what became of its `auto`s, and where it runs."""
+"""The config of a run on a dashboard: the recipe, the value of each `auto`, and the environment."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The assembly of a run, the same for all stages: a stage script says what is special to it, this module the order.
-
-Order is kept by construction: each function takes what the one before it returns.
+"""The assembly of a run, the same for all stages. A stage script calls these functions in order and adds what is
+special to the stage; each function takes what the previous one returns.
 """
 
 from __future__ import annotations
@@ -57,16 +56,16 @@ from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.tracking.window import is_open
 from sftkit.train.about import about_run
 from sftkit.train.loop import train
-from sftkit.train.parts import Data, EncodedDocuments, Run, Start, TrainServices
+from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
 from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
 
 
 @contextmanager
-def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
-    """Join the ranks and open the run directory, for the length of the context.
+def start_run(cfg: Config, stage: str) -> Iterator[Run]:
+    """Start a run: join the process group and open the run directory, for the duration of the context.
 
-    On leaving it, put back what was changed in the process; an error is printed and recorded.
+    On exit, restore what was changed in the process; an error is printed and recorded.
 
     Raises:
         ConfigError: the launcher's settings do not fit, ranks have different recipes, or the checkpoint to resume is
@@ -82,13 +81,13 @@ def open_recipe(cfg: Config, stage: str) -> Iterator[Run]:
 
 
 def set_environment(cfg: Config) -> None:
-    """Set the environment variables that graph.passes need; a value that the user has set stays. Call it before
-    the process group is made, which reads them."""
+    """Set the environment variables that graph.passes need; a value that the user has set stays. Call it before the
+    process group is made, which reads them."""
     for name, value in environment_of_passes(cfg.graph.passes).items():
         os.environ.setdefault(name, value)
 
 
-def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
+def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
     """Load the model of the recipe, and find how long documents may be (max_length).
 
     Raises:
@@ -96,7 +95,7 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
             option of the compiler is unknown to this torch, which is checked first.
     """
     cfg, rt = run.cfg, run.rt
-    # What the recipe alone decides is refused first, before weights are loaded.
+    # First refuse what the recipe alone shows to be wrong, before weights are loaded.
     check_options(cfg.compile)
     if cfg.train.engine == "graph":
         from sftkit.graph.distribute import check_device  # experimental, as below
@@ -114,14 +113,14 @@ def load_start(run: Run, tokenizer: PreTrainedTokenizerBase) -> Start:
     rt.print(resolved)
     for line in filter(None, (describe_added_tokens(orig_model, tokenizer), padding.describe_padding(orig_model))):
         rt.print(line)
-    return Start(orig_model, tokenizer, max_length)
+    return LoadedModel(orig_model, tokenizer, max_length)
 
 
-def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: Objective) -> Data:
-    """Load the documents, tokenized now or from the cache, laid out in rows.
+def load_data(run: Run, loaded: LoadedModel, tokenize: partial[Tokenized], objective: Objective) -> Data:
+    """Load the documents, tokenized now or from the cache, and lay them out in rows.
 
     Args:
-        tokenize: turns a record into tokens and their loss mask: what the stage learns.
+        tokenize: turns a record into tokens and their loss mask, as the stage learns it.
 
     Raises:
         ConfigError, DataError: what is wrong with the sources or the layout.
@@ -130,10 +129,10 @@ def load_data(run: Run, start: Start, tokenize: partial[Tokenized], objective: O
     # The main rank tokenizes and fills the cache, which the others then read.
     with run.rt.main_first():
         examples, validation = loader.load_examples(cfg.data, tokenize, nullcontext())
-        encode = partial(kind_of(start.orig_model.config).with_inputs, start.orig_model, start.tokenizer)
-        examples = encode(examples, start.max_length, cfg.data)
-        validation = {name: encode(one, start.max_length, cfg.data) for name, one in validation.items()}
-    documents = EncodedDocuments(examples, start.max_length, int(start.tokenizer.pad_token_id or 0))
+        encode = partial(kind_of(loaded.orig_model.config).with_inputs, loaded.orig_model, loaded.tokenizer)
+        examples = encode(examples, loaded.max_length, cfg.data)
+        validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
+    documents = EncodedDocuments(examples, loaded.max_length, int(loaded.tokenizer.pad_token_id or 0))
     batches = lay_out(cfg, run.rt, documents, objective, run.resume)
     # for models with an encoder the evaluation chooses the samples itself
     shown = 0 if examples.encoder_inputs is not None else cfg.eval.samples
@@ -147,7 +146,7 @@ def lay_out(
     objective: Objective,
     resume: ResumeCheckpoint = NO_CHECKPOINT,
 ) -> Batches:
-    """Return this rank's batches of the documents, in rows of declared shapes. They go on with the plan segments of the
+    """Return this rank's batches of the documents, in rows of declared shapes. They continue the plan segments of the
     resumed checkpoint, so that no document of the epoch is repeated or lost."""
     examples, earlier = documents.examples, resume.segments
     lengths = DocumentLengths(examples.lengths, documents.max_length, encoded=examples.encoded)
@@ -158,7 +157,7 @@ def lay_out(
     return Batches(dataset, cfg.run.seed, num_workers=workers, earlier=earlier, first_step=step)
 
 
-def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> Engine:
+def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data) -> Engine:
     """Return the engine that computes the steps of this run; print its choices and warnings before anything compiles.
 
     Raises:
@@ -169,11 +168,11 @@ def build_engine(run: Run, start: Start, objective: Objective, data: Data) -> En
     def record(plan: MemoryPlan | None) -> None:
         if not run.rt.is_main:
             return
-        learned, model = preflight.data_of_run(data.batches, data.validation), PlannedModel(start.orig_model, plan)
-        found = preflight.analyse(run.cfg, start.tokenizer, learned, model, preflight.machine_of(run.rt))
+        learned, model = preflight.data_of_run(data.batches, data.validation), PlannedModel(loaded.orig_model, plan)
+        found = preflight.analyse(run.cfg, loaded.tokenizer, learned, model, preflight.machine_of(run.rt))
         preflight.record_preflight(run.dir, run.rt, found)
 
-    training = Training(start.orig_model, objective, data.batches.layout, run.cfg.model)
+    training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model)
     cfg = with_layers(run.cfg, earlier_layers(run))
     engine = make_engine(cfg, run.rt, Path(run.cfg.run.dir), training, record)
     # what was measured is written down, for a resume to keep
@@ -226,18 +225,18 @@ def make_engine(
     return Blocks(cfg, training, rt, run_dir, planned)
 
 
-def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
+def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> None:
     """Make evaluation, checkpoints and tracker; run the loop; write the summary.
 
     Raises:
         ConfigError: the run cannot work or be resumed like this.
         NumericsError, CheckpointError: as train says.
     """
-    cfg, rt, tokenizer = run.cfg, run.rt, start.tokenizer
+    cfg, rt, tokenizer = run.cfg, run.rt, loaded.tokenizer
     run_dir = Path(cfg.run.dir)
     suite = Suite(
         config=cfg.eval,
-        orig_model=start.orig_model,
+        orig_model=loaded.orig_model,
         tokenizer=tokenizer,
         rt=rt,
         model=engine.model,
@@ -247,12 +246,12 @@ def run_to_end(run: Run, start: Start, data: Data, engine: Engine) -> None:
         run_dir=run_dir,
     )
     # Weights and optimizer states are loaded into the engine's own tensors, as they are sharded by now.
-    checkpoints = open_checkpoints(run, start, data, engine)
+    checkpoints = open_checkpoints(run, loaded, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     check_steps_left(run, data.batches, resumed["step"])
     # a new run that starts from the checkpoint of another one is a run of its own on the dashboard
     point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
-    about = about_run(run, start.orig_model, data.batches, engine.setup)
+    about = about_run(run, loaded.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, point) as tracker:
         services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, [prompt_check(data.prompted_targets)])
         trained = train(cfg, rt, engine, data.batches, services)
@@ -268,21 +267,21 @@ def check_steps_left(run: Run, batches: Batches, step: int) -> None:
     last = batches.num_steps(run.cfg.train.epochs, run.cfg.train.max_steps)
     if run.resume.folder is not None and not run.rt.resumes and step >= last:
         raise ConfigError(
-            f"train.resume={run.resume.setting}: it is at step {step}, and this run, a new one in {run.cfg.run.dir}, "
-            f"ends at step {last}: there is nothing left to train. Raise train.max_steps or train.epochs, or start "
-            "from its weights with model.path"
+            f"train.resume={run.resume.setting}: the checkpoint is at step {step}, and the new run in "
+            f"{run.cfg.run.dir} ends at step {last}: there is nothing left to train. Raise train.max_steps or "
+            "train.epochs, or start from the checkpoint's weights with model.path"
         )
 
 
-def open_checkpoints(run: Run, start: Start, data: Data, engine: Engine) -> Checkpoints:
+def open_checkpoints(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Checkpoints:
     """Return the checkpoints of a run. The engine exists by now, so that a resume can load into its optimizer.
 
     Raises:
         ConfigError: the disk cannot hold them.
     """
-    identity = run_identity(start.orig_model, start.tokenizer, data.batches.examples, data.batches.layout)
+    identity = run_identity(loaded.orig_model, loaded.tokenizer, data.batches.examples, data.batches.layout)
     recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))
-    state = (start.orig_model, start.tokenizer, engine.optimizer)
+    state = (loaded.orig_model, loaded.tokenizer, engine.optimizer)
     checkpoints = Checkpoints(Path(run.cfg.run.dir), run.cfg.checkpoint, run.rt, *state, recipe, identity)
     checkpoints.check_space(engine.setup.checkpoint_bytes, new_run=not run.rt.resumes)
     return checkpoints

@@ -1,4 +1,4 @@
-"""What a start does before its first step, and right after it, when the run directory becomes its own."""
+"""The beginning of a start: before its first step, and right after it, when it claims the run directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sftkit.train.summary import Trained
 
 
 def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minutes: float | None) -> RunStatus:
-    """Return the status of the run, at the step that this start goes on from; the main rank's time limit begins.
+    """Return the status of the run, at the step that this start resumes from; start the time limit of the main rank.
 
     Args:
         max_minutes: train.max_minutes.
@@ -36,7 +36,7 @@ def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minu
 def warm_up_engine(
     engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime
 ) -> tuple[WarmUp, list[Check]]:
-    """Warm the engine up, make all checks that need no step, and write them to proof.json.
+    """Warm up the engine, make all checks that need no step, and write them to proof.json.
 
     Raises:
         ConfigError: the run cannot work like this.
@@ -61,7 +61,7 @@ def warm_up_engine(
 
 
 def start_summary(status: RunStatus, ready: WarmUp, evaluation: Evaluation, run_dir: Path) -> Trained:
-    """Return the summary of a start that has done no step yet.
+    """Return the summary of a start before its first step.
 
     Args:
         evaluation: the one before the first step, empty without one.
@@ -82,10 +82,12 @@ def start_summary(status: RunStatus, ready: WarmUp, evaluation: Evaluation, run_
 def begin_writing(
     rt: Runtime, services: TrainServices, step: int, evaluation: Evaluation, axes: dict[str, float | None]
 ) -> float:
-    """Claim the run directory and begin to write in it: the first step of this start is done, or none is left to do.
+    """Claim the run directory and begin to write in it, after the first step of this start, or if no step is left to
+    do.
 
     Args:
-        step: the last one before this start. evaluation: of that step, empty if there was none. axes: see Meter.axes.
+        step: that this start resumed from, or 0. evaluation: of that step, empty if there was none. axes: see
+            Meter.axes.
 
     Returns:
         the seconds that this took.

@@ -1,4 +1,4 @@
-"""What is due after a step, as the recipe says, or when training ends early at that step."""
+"""Decide what is due after a step: by the recipe, or because training ends early at that step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from sftkit.config.schema import CheckpointConfig, EvalConfig, LogConfig
 
 @dataclass(frozen=True)
 class Due:
-    """What follows a step, in this order."""
+    """The actions after a step, in this order."""
 
     window: bool
-    """keep for the checkpoint what was counted since the last line that was due, before a line that only a stop asks
-    for uses it up: a resumed run then writes the same lines as an uninterrupted one"""
+    """keep the open window for the checkpoint, before a line that only a stop makes due would close it: a resumed run
+    then writes the same lines as an uninterrupted one"""
     log: bool
     save: bool
     wait_for_save: bool
-    "go on only when the checkpoint is published"
+    "wait until the checkpoint is published"
     evaluate: bool
 
     @property

@@ -47,8 +47,8 @@ def first_evaluation(
         stopped = evaluation.stopped
     if stopped:  # a signal would have ended the process
         raise ConfigError(
-            f"train.max_minutes={cfg.train.max_minutes:g}: the time was up before the first step, so this start has "
-            "trained nothing. Allow more than loading, compiling and the evaluation before it take"
+            f"train.max_minutes={cfg.train.max_minutes:g}: the time was up before the first step, so nothing was "
+            "trained. Allow more time than loading, compiling and the first evaluation take"
         )
     return evaluation
 

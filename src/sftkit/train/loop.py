@@ -30,10 +30,10 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     """Train from services.resumed["step"] to the last step, logging, evaluating and saving on the way.
 
     Args:
-        cfg: how long the run is, what is due after which step, and what is watched; nothing of how a step is computed.
+        cfg: how long the run is, what is due after which step, and what is watched; not how a step is computed.
         engine: how a step is computed. Evaluation and checkpoints see `engine.model.orig_model`, not the wrapped model.
-        batches: this rank's share of the epochs' plans, which say how many steps there are, and what data a step takes.
-        services: what evaluates, saves and logs, and the state that this start resumes.
+        batches: this rank's batches of every step, by the plans of the epochs, which also give the number of steps.
+        services: for evaluating, saving and logging; and the state that this start resumes.
 
     Raises:
         NumericsError: as numerics.on_nonfinite, on_spike and check_replicas_every say.
@@ -41,17 +41,17 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         WorkerError: a data worker was killed.
     """
     checkpoints, tracker, orig_model = services.checkpoints, services.tracker, engine.model.orig_model
-    # How many steps there are is known before the first, and all ranks must have planned the same documents.
+    # The number of steps is known before the first one. All ranks must have planned the same documents.
     step = start_step = services.resumed["step"]
     total_steps = batches.num_steps(cfg.train.epochs, cfg.train.max_steps)
     assert_same_on_ranks(rt, data_identity(batches.examples.lengths))
     status = open_status(rt, services, total_steps, cfg.train.max_minutes)
-    already_done = step == total_steps  # then the proof.json of the start that trained it stays
+    already_done = step == total_steps  # then the proof.json of the earlier start stays
     with Watchdog(rt, status, cfg.run), closing(engine):
         # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data go to
         # proof.json.
         ready, checks = warm_up_engine(engine, batches, services, status, rt)
-        # After it, so that a run that cannot train is refused before an evaluation is spent on it.
+        # After the warm-up, so that a run that cannot train is refused before it spends time on an evaluation.
         evaluation = first_evaluation(cfg, status, rt, engine, services)
         trained = start_summary(status, ready, evaluation, checkpoints.run_dir)
 
@@ -61,7 +61,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         begin = partial(begin_writing, rt, services, step, evaluation, monitor.meter.axes())
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         report_ended_saves = partial(report_saves, checkpoints, tracker, status, rt)
-        # Before the progress bar: data workers are forked, which is not safe beside its thread
+        # Before the progress bar, which has a thread: data workers are forked, which is not safe beside threads
         # (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
         tracker.start_progress(step, total_steps)
@@ -87,7 +87,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 step_batches = next(steps)
                 monitor.meter.waited(time.perf_counter() - started)
 
-                # Step: forward, backward, update. The host should not wait for the device in it: `syncs` counts if it
+                # Step: forward, backward, update. The host should not wait for the device here; `syncs` counts if it
                 # does.
                 status.at(step, "step")
                 lr = learning_rate(step, total_steps, cfg.optim)
@@ -97,23 +97,24 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 monitor.add(step, step_batches, outcome)
                 # A step is done, so this start can train: from here on the run directory is its own.
                 if step == start_step + 1:
-                    float(outcome.grad_norm)  # waits: the device has done the step
+                    float(outcome.grad_norm)  # waits until the device has done the step
                     monitor.meter.paused(pause := begin())
                     started += pause
                 tracker.advance(step)
                 if trace_seconds := trace.after(step):
                     monitor.meter.paused(trace_seconds)
 
-                # What is due after this step. Ranks agree on a stop; replicas are compared before they are saved.
+                # What is due after this step. All ranks see a stop request at the same step; replicas are compared
+                # before a save.
                 due = due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
-                stopped = monitor.read_flags(wait=due.waits)  # else only those that have arrived
+                stopped = monitor.read_flags(wait=due.waits)  # without waiting: only those that have arrived
                 due = due.if_stopped() if stopped else due
                 report_ended_saves()
                 replicas.check(step, is_kept=due.keeps_weights)
                 rt.stopping.add_step(time.perf_counter() - started, checkpoints.last_save)
                 window = monitor.open_window() if due.window else None
 
-                # Log: one line of the steps since the last one, on all ranks together.
+                # Log: one line about the steps since the last line; all ranks compute it together.
                 if due.log:
                     values = {"train/lr": lr, "train/epoch": step_batches.epoch}
                     trained.metrics = log_window(monitor, engine, services, status, values)
@@ -131,7 +132,9 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     if due.evaluate:
                         evaluation = evaluate_at(step, status, engine, services.evaluate)
                         trained.evals, trained.samples = evaluation.metrics, evaluation.samples
-                        if stopped := evaluation.stopped:  # if the checkpoint is there or on its way, this only waits
+                        if (
+                            stopped := evaluation.stopped
+                        ):  # if this step is already saved or being saved, this only waits
                             trained.checkpoint = str(checkpoints.save(step, state, wait=True))
                         else:
                             record_evaluation(services, step, evaluation, axes)

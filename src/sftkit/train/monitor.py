@@ -1,4 +1,4 @@
-"""What is measured and watched in the steps, and the logged lines about it."""
+"""Measure and watch the steps, and log lines about them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from sftkit.train.parts import TrainServices
 
 
 class Monitor:
-    """Meter, health and load of experts, which are given the same steps. Every rank has one and calls it alike."""
+    """Meter, health and load of experts, which all see the same steps. Every rank has one and calls the same
+    methods."""
 
     def __init__(self, cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> None:
-        """Begin to measure; a resumed run takes over counts and the window of steps not yet logged."""
+        """Begin to measure; a resumed run restores its counts and the window of steps that are not logged yet."""
         model = engine.model
         self.meter = Meter(model.orig_model, model.objective, batches, rt)
         self.health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
@@ -30,12 +31,12 @@ class Monitor:
             rt.print(line)
 
     def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
-        """Take a step that has been launched."""
+        """Add a step that has been launched."""
         self.meter.add(step_batches, outcome)
         self.health.add(step, step_batches, outcome)
 
     def read_flags(self, *, wait: bool) -> bool:
-        """Judge the steps whose flags have arrived; `wait`: all steps.
+        """Check the steps whose flags have arrived; `wait`: all steps.
 
         Returns:
             whether a rank requests a stop
@@ -48,7 +49,7 @@ class Monitor:
         return stopped
 
     def open_window(self) -> Window:
-        """Return what a checkpoint keeps of the steps that no line has reported yet. Waits for the device."""
+        """Return the window of steps that no line has reported yet, for a checkpoint. Waits for the device."""
         return {"meter": self.meter.window(), "health": self.health.window()}
 
 

@@ -1,4 +1,4 @@
-"""The parts of a run, in the order of its assembly: what each later step needs of the earlier ones."""
+"""The parts of a run, in the order in which train/assemble.py makes them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe on this process: what every later step of the assembly needs."""
+    """A run on this process: recipe, ranks and directory, which every later step of the assembly needs."""
 
     cfg: Config
     stage: str
-    "name by which a run is found among others: base, mid, sft or caption"
+    "base, mid, sft or caption; the run has this name on a dashboard"
     rt: Runtime
     dir: Path
-    "where it writes before it has done a step: run.dir, or a folder in it beside an earlier run"
+    "where it writes before its first step is done: run.dir, or a folder in it if run.dir holds an earlier run"
     resume: ResumeCheckpoint = NO_CHECKPOINT
-    "the checkpoint that it resumes: found as train.resume says, or as auto where the launcher has restarted the run"
+    "the checkpoint that it resumes, by train.resume, or by auto if the launcher has restarted the run"
 
 
 @dataclass(frozen=True)
-class Start:
-    """What training starts from."""
+class LoadedModel:
+    """The model and tokenizer that training starts from."""
 
     orig_model: PreTrainedModel
     "what evaluation, samples and checkpoints see; only a training step runs it compiled"
@@ -50,19 +50,19 @@ class Start:
 
 @dataclass(frozen=True)
 class Data:
-    """What is learned from and what is only measured."""
+    """The data of a run: for training, for validation, for samples."""
 
     batches: Batches
     validation: dict[str, Examples]
     samples: list[Row]
-    "rows of the validation data whose answers are shown as samples"
+    "rows of the validation data that the model answers as samples"
     prompted_targets: PromptedTargets | None
-    "small conversations whose targets are compared with what a server samples; None: every token is learned"
+    "comparison of targets with a server's prompts, on small conversations; None: every token is learned"
 
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """Encoded documents that are to be laid out."""
+    """Tokenized documents, before they are laid out in rows."""
 
     examples: Examples
     max_length: int
@@ -71,7 +71,7 @@ class EncodedDocuments:
 
 
 class Saves(Protocol):
-    """What the loop calls: checkpoint.checkpoint.Checkpoints, or in benchmarks and tests one that keeps nothing."""
+    """The checkpoints that the loop uses: checkpoint.checkpoint.Checkpoints, or in benchmarks and tests a stand-in."""
 
     @property
     def run_dir(self) -> Path:
@@ -79,7 +79,7 @@ class Saves(Protocol):
 
     @property
     def resumed_from(self) -> Path | None:
-        """Return the step directory that this start goes on from; None: it starts anew."""
+        """Return the step directory that this start resumes from; None: it starts at step 0."""
 
     @property
     def skipped_checkpoints(self) -> Sequence[str]:
@@ -93,10 +93,10 @@ class Saves(Protocol):
         """Save a checkpoint in the background, and return its step directory; `wait`: return when it is published."""
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
-        """Take the metrics of an evaluation, by which the best checkpoint is chosen."""
+        """Choose the best checkpoint by the metrics of an evaluation."""
 
     def archive_later_steps(self, step: int) -> None:
-        """Archive checkpoints after this step: their steps are trained again."""
+        """Rename checkpoints of later steps, which will be trained again."""
 
     def finish(self) -> None:
         """Wait for the save that is being written, if any."""
@@ -107,7 +107,7 @@ class Saves(Protocol):
 
 @dataclass(frozen=True)
 class TrainServices:
-    """What the loop evaluates, saves and logs with, beside the engine and the batches of its steps."""
+    """The parts with which the loop evaluates, saves and logs."""
 
     evaluate: Evaluate
     "evaluates orig_model at a step; every rank calls it"
@@ -116,4 +116,4 @@ class TrainServices:
     resumed: Mapping[str, Any]
     "what Checkpoints.resume returned"
     data_checks: Sequence[Check] = ()
-    "what was checked of the data before, for proof.json"
+    "checks of the data that were made before, for proof.json"

@@ -1,4 +1,4 @@
-"""What a run shows of itself: checks made with its own model, data and step, written to proof.json."""
+"""The checks that a run makes of itself, with its own model, data and step, written to proof.json."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def write_proof(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any
 def write_proof_on_error(
     status: RunStatus, rt: Runtime, checks: Sequence[Check], at_end: Callable[[BaseException], list[Check]]
 ) -> Iterator[None]:
-    """Write a proof.json that says what went wrong, if training ends early."""
+    """If training ends with an error, write a proof.json that says what went wrong."""
     try:
         yield
     except BaseException as error:

@@ -1,5 +1,5 @@
-"""What the loop saves: what a checkpoint carries of it, which is all that a resume needs besides weights, optimizer and
-random states, and what it reports about saves."""
+"""The state of the loop in a checkpoint, all that a resume needs besides weights, optimizer and random states;
+and what it reports about saves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sftkit.tracking.window import WINDOW, Window
 from sftkit.train.parts import Saves, TrainServices
 
 DATA_KEYS = ("thinking", "split_turns", "targets", "too_long")
-"Keys of the recipe's data section that say what is learned of a document."
+"Keys of the recipe's data section that say what is learned from a document."
 
 
 @dataclass(frozen=True)
 class LoopPosition:
-    """Where the loop is when a step is saved."""
+    """The position of the loop when a step is saved."""
 
     epoch: int
     total_steps: int

@@ -1,4 +1,4 @@
-"""How training ended: summary.json, the report, and the closing lines on the console."""
+"""The end of training: summary.json, the report, and the closing lines on the console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sftkit.runtime.start import Runtime
 
 @dataclass
 class Trained:
-    """What the loop reports when it ends; until then, the newest values."""
+    """The result of the loop; until it ends, the newest values."""
 
     step: int
     total_steps: int
@@ -58,7 +58,7 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     file = run_dir / SUMMARY
     # An earlier start of the run has ended with its last evaluation.
     if not trained.metrics and not trained.stopped and file.exists() and not json.loads(file.read_text())["stopped"]:
-        rt.print(f"\nalready finished at step {trained.step}; {file} is left as it is")
+        rt.print(f"\nalready finished at step {trained.step}; {file} is unchanged")
         return
     try:
         replace_text(file, json.dumps(asdict(trained), indent=1, ensure_ascii=False))
@@ -68,10 +68,10 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     how = "stopped at" if trained.stopped else "finished"
     rt.print(
         f"\n{how} step {trained.step} of {trained.total_steps}: {trained.tokens:,} tokens\n"
-        f"this start: {trained.train_seconds:.0f} s in steps, at the end {speed or 0:,.0f} tok/s"
+        f"training time of this start: {trained.train_seconds:.0f} s; speed of the last line: {speed or 0:,.0f} tok/s"
     )
     where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
     rt.print(f"checkpoint: {where}")
     if trained.stopped:
-        rt.print(f"go on: {resume_command(sys.argv)}")
+        rt.print(f"resume with: {resume_command(sys.argv)}")
     try_report(run_dir, rt.print)

@@ -71,7 +71,7 @@ def _target(row: CheckedRow) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # of escapes in published strings, which Python deprecates
             solution, asked = ast.parse(row.text("code")), ast.walk(ast.parse(tests))
     except SyntaxError as error:
-        raise DataError(f"{row.origin}: task_id {row['task_id']}: code or tests are no Python: {error}") from None
+        raise DataError(f"{row.origin}: task_id {row['task_id']}: code or tests are not Python: {error}") from None
     defined = {node.name for node in solution.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     return {"tests": tests, "names": sorted(defined & {node.id for node in asked if isinstance(node, ast.Name)})}
 
@@ -79,8 +79,8 @@ def _target(row: CheckedRow) -> dict[str, Any]:
 def _begin(row: CheckedRow) -> str:
     tests = "\n".join(row.texts("test_list"))
     return (
-        f"You are an expert Python programmer, and here is your task: {row.text('text')} "
-        f"Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
+        f"You are an expert Python programmer, and here is your task: {row.text('text')} Your code should pass these "
+        f"tests:\n\n{tests}\n[BEGIN]\n"
     )
 
 

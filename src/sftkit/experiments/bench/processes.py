@@ -85,7 +85,7 @@ def wrong_processes(processes: Processes) -> Iterator[str]:
     if processes.topology not in topologies:
         near = difflib.get_close_matches(processes.topology, topologies, n=1)
         hint = f'Did you mean "{near[0]}"?' if near else f"Files there: {', '.join(topologies)}"
-        yield f'topology: "{processes.topology}" is no file of accelerate_configs. {hint}'
+        yield f'topology: "{processes.topology}" is not a file of accelerate_configs. {hint}'
         return
     kind = accelerate_config(processes.topology)["distributed_type"]
     if processes.parallelism is not None and kind != "FSDP":

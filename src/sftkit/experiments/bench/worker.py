@@ -37,7 +37,7 @@ from sftkit.tracking.rows import read_metric_rows
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import Training, lay_out, load_data, make_engine, set_environment
 from sftkit.train.loop import train
-from sftkit.train.parts import EncodedDocuments, Run, Start, TrainServices
+from sftkit.train.parts import EncodedDocuments, LoadedModel, Run, TrainServices
 
 OBJECTIVES: dict[str, type[NextToken]] = {"caption": Caption}
 "Stage -> its objective, where its script names another one than NextToken."
@@ -134,8 +134,8 @@ def batches_of(
         return lay_out(cfg, rt, documents, objective)
     _, of_stage = DATA_OF_STAGES[stage.name]
     tokenize = of_stage(cfg.data, tokenizer, stage.max_length)
-    start = Start(orig_model, tokenizer, stage.max_length)
-    return load_data(Run(cfg, stage.name, rt, job.folder), start, tokenize, objective).batches
+    loaded = LoadedModel(orig_model, tokenizer, stage.max_length)
+    return load_data(Run(cfg, stage.name, rt, job.folder), loaded, tokenize, objective).batches
 
 
 def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:

@@ -88,13 +88,13 @@ def shard_for_graph(
 def _gather_head(model: ModelWithLoss) -> None:
     """Gather the head's weight for the loss, which reads it without calling the head."""
     # Around the method of this one object, not of its class: another model in the process may be whole.
-    inner: Callable[..., Any] = model.sums_of_chosen
+    inner: Callable[..., Any] = model.sums_of_selected
 
-    def sums_of_chosen(*args: Any) -> Any:
+    def sums_of_selected(*args: Any) -> Any:
         with reading(output_projection(model.orig_model)):
             return inner(*args)
 
-    model.sums_of_chosen = sums_of_chosen  # type: ignore[method-assign,assignment]
+    model.sums_of_selected = sums_of_selected  # type: ignore[method-assign,assignment]
 
 
 def is_sharded(orig_model: PreTrainedModel) -> bool:

@@ -92,7 +92,7 @@ def open_dashboard(
                 return _start_trackio(config.project, run_id, about, accelerator)
             return _start_wandb(config.project, run_id, about, accelerator, {"mode": mode, "dir": str(run_dir)})
         except Exception as error:
-            log.warning("%s %s does not start (%s); metrics.jsonl is kept all the same", name, mode, first_line(error))
+            log.warning("%s %s does not start (%s); metrics.jsonl is still written", name, mode, first_line(error))
     return None
 
 
@@ -168,7 +168,7 @@ class DashboardWriter:
     def _lose(self, reason: str) -> None:
         """Count what did not get there; warn of the first."""
         if self.dropped == 0:
-            log.warning("%s %s; metrics.jsonl is kept all the same", self.dashboard.name, reason)
+            log.warning("%s %s; metrics.jsonl is still written", self.dashboard.name, reason)
         self.dropped += 1
 
     def _work(self) -> None:
@@ -198,7 +198,7 @@ class DashboardWriter:
             self.dropped += self._calls.qsize()  # the end in the queue counts for the row that the thread is stuck with
             log.warning("%s does not finish: %s", self.dashboard.name, self._problem)
             self.dashboard.abandon()
-        lost = f"{self.dropped} rows did not get there, metrics.jsonl has all" if self.dropped else None
+        lost = f"{self.dropped} rows were not sent; metrics.jsonl has all" if self.dropped else None
         said = [lost, self.dashboard.where(complete=self._problem is None and not self.dropped)]
         return "; ".join(part for part in said if part) or None
 
