@@ -237,7 +237,9 @@ ON_CUDA = [("cuda", backend, heads) for backend in ("fa4", "varlen", "reference"
 )
 @both_dtypes
 def test_attention_of_rows_with_padding(device: str, backend: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    if backend in ("fa4", "varlen") and (reason := flash.unsupported_reason(backend, torch.device(device), dtype)):
+    if backend in ("fa4", "varlen") and (
+        reason := flash.kernel_unsupported_reason(backend, torch.device(device), dtype)
+    ):
         pytest.skip(reason)
     shards = (
         [FULL_ROW] if backend in ("flex", "sdpa") else [FULL_ROW, RowShard("chunks", 0, 2), RowShard("chunks", 1, 2)]

@@ -242,7 +242,7 @@ def test_broken_lines(tmp_path, load, caplog):
         assert told[2].startswith(f"{path}:4: columns x are none of the accepted ones")
         assert told[2].endswith("...")
         assert [line.partition(": ")[0] for line in told[3:5]] == [f"{path}:5", f"{path}:6"]
-        assert told[5:] == ["(mend them, or leave out and count all such rows with data.on_bad_row=skip)"]
+        assert told[5:] == ["(fix them, or skip and count all such rows with data.on_bad_row=skip)"]
         other_rank = pickle.loads(pickle.dumps(refused.value))
         assert (str(other_rank), other_rank.reason) == (str(refused.value), "not JSON")
         with pytest.raises(DataError, match=f"^{path}:2: not JSON") as renamed, flags_named():

@@ -174,7 +174,7 @@ def test_prompts_that_lose_their_beginning_are_counted(model, tokenizer, caplog)
     answered = replace(answered, examples=(*answered.examples, replace(answered.examples[0], prompt=long)))
     suite = Suite(EvalConfig(), model, tokenizer, cpu_runtime(), tasks=(asked, answered, choices_task()))
     assert [found.result.settings["prompts_cut"] for found in suite.run_tasks()] == [1, 1, 0]
-    assert "then: 1 prompts are longer than the model reads" in caplog.text
+    assert "then: 1 prompt longer than the model's context" in caplog.text
 
 
 def test_results_say_what_was_evaluated_and_with_what(tmp_path: Path, model, tokenizer) -> None:

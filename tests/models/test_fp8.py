@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sftkit.errors import ConfigError
-from sftkit.models.float8 import convert_to_fp8, convertible, swap_linears, unsupported_reason
+from sftkit.models.float8 import convert_to_fp8, convertible, fp8_unsupported_reason, swap_linears
 
 CUDA = torch.device("cuda", 0)
 
@@ -43,15 +43,15 @@ def test_only_wide_matrices_of_the_blocks_are_chosen_never_the_head() -> None:
 def test_every_reason_against_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     large = llama(hidden_size=2048, device="meta")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert unsupported_reason(large, CUDA, "bf16", compile=True) is None
-    assert "compute capability 8.9" in str(unsupported_reason(large, torch.device("cpu"), "bf16", compile=True))
-    assert "train.precision=bf16" in str(unsupported_reason(large, CUDA, "fp32", compile=True))
-    assert "compile.enabled=true" in str(unsupported_reason(large, CUDA, "bf16", compile=False))
-    assert "hidden size 512" in str(unsupported_reason(llama(), CUDA, "bf16", compile=True))
+    assert fp8_unsupported_reason(large, CUDA, "bf16", compile=True) is None
+    assert "compute capability 8.9" in str(fp8_unsupported_reason(large, torch.device("cpu"), "bf16", compile=True))
+    assert "train.precision=bf16" in str(fp8_unsupported_reason(large, CUDA, "fp32", compile=True))
+    assert "compile.enabled=true" in str(fp8_unsupported_reason(large, CUDA, "bf16", compile=False))
+    assert "hidden size 512" in str(fp8_unsupported_reason(llama(), CUDA, "bf16", compile=True))
     large._no_split_modules = []
-    assert "no linear layer" in str(unsupported_reason(large, CUDA, "bf16", compile=True))
+    assert "no linear layer" in str(fp8_unsupported_reason(large, CUDA, "bf16", compile=True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "compute capability 8.9" in str(unsupported_reason(large, CUDA, "bf16", compile=True))
+    assert "compute capability 8.9" in str(fp8_unsupported_reason(large, CUDA, "bf16", compile=True))
 
 
 def test_a_refusal_names_the_setting() -> None:
@@ -61,7 +61,7 @@ def test_a_refusal_names_the_setting() -> None:
 
 def test_a_missing_torchao_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    monkeypatch.setattr("sftkit.models.float8.unsupported_reason", lambda *args, **_: None)
+    monkeypatch.setattr("sftkit.models.float8.fp8_unsupported_reason", lambda *args, **_: None)
     with pytest.raises(ConfigError, match=r"sftkit\[fp8\]"):
         convert_to_fp8(llama(), "rowwise", CUDA, "bf16", compile=True)
 

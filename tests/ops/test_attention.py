@@ -231,7 +231,7 @@ def test_the_flash_operator_traces_and_counts_its_flops() -> None:
 def available(backend: str) -> bool:
     return torch.cuda.is_available() and (
         backend in ("flex", "sdpa", "reference")
-        or flash.unsupported_reason(backend, torch.device("cuda"), torch.bfloat16) is None
+        or flash.kernel_unsupported_reason(backend, torch.device("cuda"), torch.bfloat16) is None
     )
 
 

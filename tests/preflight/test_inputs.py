@@ -278,12 +278,12 @@ def test_several_bad_rows_are_told_together(here: Path) -> None:
     assert [line.partition(":")[2].partition(":")[0] for line in told[1:5]] == ["3", "4", "5", "6"]
     assert told[5:] == [
         "and 15 more bad rows",
-        "(mend them, or leave out and count all such rows with data.on_bad_row=skip)",
+        "(fix them, or skip and count all such rows with data.on_bad_row=skip)",
     ]
 
 
 def test_bad_rows_are_looked_for_no_longer_than_a_second(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bad_rows, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(bad_rows, "MAX_LOOKAHEAD_SECONDS", 0.0)
     (here / "rows.jsonl").write_text("\n".join([json.dumps(CHAT), *["{"] * 20]))
     told = refused("data.train.0.path=rows.jsonl").split("\n  ")
     assert told[1] == "rows after rows.jsonl:2 were not looked at"
@@ -501,7 +501,7 @@ def test_a_hub_that_takes_too_long_refuses_nothing(stand_in: str, monkeypatch: p
         auth_check(*words, **more)
 
     monkeypatch.setattr(HfApi, "auth_check", slow)
-    monkeypatch.setattr(hub, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(hub, "MAX_PROBE_SECONDS", 0.5)
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
     assert problems(*of_model("some/gated")) == []
     answered.set()

@@ -288,7 +288,7 @@ def test_how_a_run_ended_is_written_on_a_disk_without_a_free_byte(tmp_path: Path
 def test_a_rank_told_to_stop_before_training_is_not_called_failed_by_those_that_lose_it(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("sftkit.rundir.status._LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("sftkit.rundir.status._WATCH_SECONDS", 0.1)
     told, left = (RunStatus(tmp_path, rank, 2) for rank in (1, 0))
     left.begin({})
     told.end_of_signal(signal.SIGUSR1)

@@ -68,8 +68,8 @@ def code_key(cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runti
     compile = {k: v for k, v in asdict(cfg.compile).items() if k not in NOT_IN_GRAPH}
     config = {k: v for k, v in orig_model.config.to_dict().items() if k not in VOLATILE}
     cuda = rt.device.type == "cuda"
-    # Whatever a graph or kernel has as a constant, and whatever decides which one is generated. One entry too many
-    # costs a cold compile, one too few only time: torch checks each graph again.
+    # Whatever a graph or kernel has as a constant, and whatever decides which one is generated. An entry too many
+    # costs a needless cold compile. With one too few a useless file is loaded: torch checks each graph and compiles it.
     parts = {
         "model": [plain_class(orig_model).__name__, config],
         "layout": [layout.kind, layout.max_doc_length, [(*s, layout.max_docs(*s)) for s in layout.shapes]],

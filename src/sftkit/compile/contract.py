@@ -71,7 +71,7 @@ def compile_model(
         if sharded and compile.scope == "model":
             log.info("compile.scope: block, because no process has all weights at once")
         parts = [(module, compile) for module in _compiled_parts(orig_model, "block" if sharded else compile.scope)]
-    # All but the last part that a step calls are encoders.
+    # All but the last part that a step calls belong to the encoder: itself and its projection.
     encoding = {module for part in called(orig_model)[:-1] for module in part.modules()}
     for module, own in parts:
         if dynamic_layout and module in encoding:  # what an encoder is given has one shape, whatever the row length
@@ -193,8 +193,8 @@ def undo_compile(model: torch.nn.Module) -> None:
         # Private: what Module.compile sets, which has no inverse (torch 2.13).
         module._compiled_call_impl = None
     # Dynamo keeps graphs by code object, not by module: without a reset other models of this class would still find
-    # them. torch.compiler.reset is the public name of the same.
-    torch._dynamo.reset()
+    # them.
+    torch.compiler.reset()
 
 
 @dataclass(frozen=True)

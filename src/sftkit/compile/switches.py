@@ -1,5 +1,7 @@
-"""The process-wide settings of dynamo, functorch and inductor that a run changes: set here,
-and put back when it ends."""
+"""The settings of dynamo, functorch and inductor that a run changes: set here, and put back when it ends.
+
+What holds for the whole process is in runtime/vectors.py and runtime/ptxas.py.
+"""
 
 from __future__ import annotations
 

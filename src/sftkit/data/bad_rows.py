@@ -12,13 +12,13 @@ from sftkit.runtime.words import counted
 
 MAX_TOLD = 5
 "Bad rows that are told, each on a line."
-MAX_SECONDS = 1.0
+MAX_LOOKAHEAD_SECONDS = 1.0
 "Seconds that rows after the first bad one are looked at."
-MAX_TEXT = 100
+MAX_LINE = 100
 "The most characters that a line after the first has behind its place: what is accepted is listed at length, and once \
 is enough."
 
-ADVICE = "mend {}, or leave out and count all such rows with data.on_bad_row=skip"
+BAD_ROWS_ADVICE = "fix {}, or skip and count all such rows with data.on_bad_row=skip"
 
 T = TypeVar("T")
 
@@ -42,8 +42,8 @@ class BadRows:
     def add(self, where: str, error: DataError) -> None:
         """Take a bad row."""
         if not self.rows:
-            self._until = time.monotonic() + MAX_SECONDS
-        text, most = str(error), len(where) + MAX_TEXT
+            self._until = time.monotonic() + MAX_LOOKAHEAD_SECONDS
+        text, most = str(error), len(where) + MAX_LINE
         if self.rows < MAX_TOLD:
             self.lines.append(f"{text[:most]}..." if self.rows and len(text) > most else text)
         if error.reason not in self.reasons:
@@ -74,7 +74,7 @@ class BadRows:
         if said:
             lines.append("; ".join(said))
         if advice:
-            what = ADVICE.format("the row" if self.rows == 1 else "them")
+            what = BAD_ROWS_ADVICE.format("the row" if self.rows == 1 else "them")
             if self.rows == 1:
                 lines[0] += f" ({what})"
             else:

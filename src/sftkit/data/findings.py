@@ -10,7 +10,7 @@ from dataclasses import replace
 from sftkit.data.types import Finding, Kind
 from sftkit.runtime.words import counted
 
-MAX_TEXT = 500
+MAX_EXAMPLE = 500
 "The most characters of an example: the names of a row's columns may be its whole text."
 DROPPED = {"dropped_too_long": "too long", "dropped_no_target": "without a target"}
 "Tokenized.note of a row that is left out without being bad -> the reason that is reported."
@@ -29,7 +29,7 @@ def add(tally: Tally, kind: Kind, reason: str, where: str, rows: int = 1) -> Non
         where: file:line of the first of them, and what is wrong there.
     """
     first = where.replace("\n", "\\n")  # as in errors.DataError
-    first = first if len(first) <= MAX_TEXT else f"{first[:MAX_TEXT]}..."
+    first = first if len(first) <= MAX_EXAMPLE else f"{first[:MAX_EXAMPLE]}..."
     known = tally.get((kind, reason), Finding(kind, reason, 0, first))
     tally[kind, reason] = replace(known, rows=known.rows + rows)
 

@@ -79,13 +79,13 @@ class Blocks:
             check_marked(cfg.compile, choice.backend)
             if rt.device.type == "cuda" and (advice := recording_advice(cfg.compile, dynamic_layout=layout.dynamic)):
                 rt.print(advice, "warning")
-            # The memory plan is made, and a run that cannot fit is refused, before weights are read, moved or sharded.
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
                 rt.print("one process: the pipeline has one stage, so steps run as with train.engine=blocks")
             # Which layers a rank holds decides how many bytes it needs, so they are timed before the plan counts.
             if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
                 layers = measured_layers(cfg.compile, cfg.train, training, choice.backend, rt)
                 cfg = replace(cfg, train=replace(cfg.train, pipeline_layers=layers))
+            # A run that cannot fit is refused before weights are read, moved or sharded.
             plan = make_plan(cfg, orig_model, layout, rt, Fixed(backend=choice.backend))
             on_plan(plan)
             # Hooks on routers come before compilation: they are part of the graphs. Compilation comes before sharding,

@@ -80,8 +80,7 @@ def _seconds(compile: CompileConfig, train: TrainConfig, training: Training, bac
             return [stage_seconds(stage, model, batch, objective.count(batch)) for stage in stages]
         finally:
             # The warm-up counts its own graphs: forget these. The generated code stays in the compiler's cache.
-            # torch.compiler.reset is the public name of the same.
-            torch._dynamo.reset()
+            torch.compiler.reset()
             del small, model, stages
             if rt.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -159,8 +159,8 @@ def optimizer_step(
         spikes: compares the step with earlier ones; None: no comparison.
     """
     model, optimizer, rt = train_step.model, train_step.optimizer, train_step.rt
-    # Everything stays on the device from here to the outcome, so that the host runs ahead of it; only the update of
-    # some optimizers waits (optim.adamw8bit).
+    # Everything stays on the device from here to the outcome, so that the host runs ahead of it. Two things wait: the
+    # update of optim.adamw8bit, and experts that exchange tokens by alltoall (graph/parallel/exchange.py).
     parameters = list(parameters_of(optimizer.param_groups))
     totals = Totals.zeros(train_step.objective.measured, rt.device)
     batches, divisor = step_batches.micro_batches, step_batches.divisor

@@ -34,6 +34,7 @@ from sftkit.rundir.names import evaluation_dir
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
+from sftkit.runtime.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -244,9 +245,9 @@ class Suite:
             outputs = self.answers(encoded, limits, task.examples)
         if num_truncated:
             log.warning(
-                "%s: %d prompts are longer than the model's context and were truncated at the beginning",
+                "%s: %s longer than the model's context, truncated at the beginning",
                 task.name,
-                num_truncated,
+                counted(num_truncated, "prompt"),
             )
         settings["prompts_cut"] = num_truncated
         # On one rank: judges may run programs, and all ranks must log the same.

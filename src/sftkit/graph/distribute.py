@@ -41,7 +41,7 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
             f"train.engine=graph shards weights over its {rt.world_size} processes, and {topology.describe()} keeps "
             "them whole: start it with accelerate_configs/fsdp2.yaml or hsdp.yaml"
         )
-    # Ranks that share a row would have to exchange keys and values within attention, for which a graph has no operator.
+    # Ranks that share a row would have to exchange keys and values within attention: not built for this engine.
     if topology.context > 1:
         raise ConfigError(
             f"train.engine=graph has no context parallelism yet ({topology.describe()}): set cp_size to 1, or "

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from sftkit.rundir.files import read_text
 
-# How long the CPUs are watched for idle ones.
-_LOOK_SECONDS = 0.5
+_WATCH_SECONDS = 0.5
+"How long the CPUs are watched for idle ones."
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def idle_cores() -> int | None:
     A core works as much as the busiest of its CPUs: one thread on each of them gets no core of its own.
     """
     before = _idle_ticks()
-    time.sleep(_LOOK_SECONDS)
+    time.sleep(_WATCH_SECONDS)
     after = _idle_ticks()
     cores: dict[str, float] = {}
     for cpu, (idle, total) in after.items():

@@ -69,7 +69,7 @@ def convert_to_fp8(
     Raises:
         ConfigError: it cannot run here or would be slower: what is missing and what to set.
     """
-    reason = unsupported_reason(orig_model, device, precision, compile=compile)
+    reason = fp8_unsupported_reason(orig_model, device, precision, compile=compile)
     if reason is not None:
         raise ConfigError(f"train.fp8={recipe}: {reason}; or set train.fp8=null")
     try:
@@ -79,7 +79,7 @@ def convert_to_fp8(
     return swap_linears(orig_model, Float8LinearConfig.from_recipe_name(recipe))
 
 
-def unsupported_reason(
+def fp8_unsupported_reason(
     orig_model: PreTrainedModel, device: torch.device, precision: str, *, compile: bool
 ) -> str | None:
     """Return why float8 is not possible or would not pay here; None if nothing stands against it."""

@@ -121,7 +121,7 @@ def unsupported_reason(
         return None if execution.compiled else "needs compile.enabled: without it, it is quadratic in memory"
     if softcap:
         return "has no soft cap of the scores, which this model needs"
-    if problem := flash.unsupported_reason(backend, device, orig_model.dtype):
+    if problem := flash.kernel_unsupported_reason(backend, device, orig_model.dtype):
         return problem
     head_dim = head_sizes(orig_model)[0]
     fits = head_dim in (64, 96, 128) if backend == "fa4" else head_dim % 8 == 0 and head_dim <= 256
@@ -133,7 +133,7 @@ def eager_backend(backend: str, orig_model: PreTrainedModel) -> str:
     if backend != "flex":
         return backend
     softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
-    unusable = softcap or flash.unsupported_reason("varlen", orig_model.device, orig_model.dtype)
+    unusable = softcap or flash.kernel_unsupported_reason("varlen", orig_model.device, orig_model.dtype)
     return "reference" if unusable else "varlen"
 
 

@@ -23,7 +23,7 @@ MAX_REPEATS = {"fa4": 4, "varlen": 2}
 "Maximum number of query heads per key head for which the backward pass repeats keys and values."
 
 
-def unsupported_reason(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def kernel_unsupported_reason(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return what keeps the kernel from running on this device with inputs of this dtype; None if nothing does."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "needs an NVIDIA GPU"

@@ -21,7 +21,7 @@ from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.ops.rounding import elements, noise16, signed32, stochastic_round
 from sftkit.optim.adamw import AdamW, Numbered, flat
-from sftkit.optim.formula import numbers_of, on_device
+from sftkit.optim.formula import numbers_of, small_table
 from sftkit.optim.protocol import Groups, parameters_of
 
 Tensors = Sequence[torch.Tensor]
@@ -184,7 +184,7 @@ class GraphAdamW(AdamW):
         scalars = [numbers_of(one.group) for one in numbered]
         keys = [(signed32(key), signed32(key >> 32)) for key in map(self._key, numbered)]
         device = corrected.device
-        return Tables(on_device(scalars, torch.float32, device), corrected, on_device(keys, torch.int32, device))
+        return Tables(small_table(scalars, torch.float32, device), corrected, small_table(keys, torch.int32, device))
 
     def _gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
         """Return the gradient, flat, in the memory that is kept for it if any; a gradient that lies

@@ -139,7 +139,7 @@ def update_stochastic(stored: WeightAndMoments, grad: torch.Tensor, by: Coeffici
         old.copy_(torch.where(usable, stochastic_round(value, noise), old))
 
 
-def on_device(values: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def small_table(values: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a small table on the device. No host sync."""
     table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)

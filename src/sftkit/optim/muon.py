@@ -12,7 +12,7 @@ from sftkit.config.schema import OptimConfig
 from sftkit.ops.dtensor import as_sharded, local, local_part
 from sftkit.ops.rounding import signed32, stochastic_round
 from sftkit.optim.adamw import AdamW, Numbered, first_element, no_updates
-from sftkit.optim.formula import RandomBits, on_device
+from sftkit.optim.formula import RandomBits, small_table
 from sftkit.optim.protocol import Group, Groups, State
 
 MOMENTUM = 0.95
@@ -115,7 +115,7 @@ class Muon(AdamW):
         # Computed even if the step is left out, of which only the device knows: then nothing of it is stored.
         usable = ~clip.isnan()
         new = torch.where(usable, new, weight)
-        # Private: one launch for all copies; torch's optimizers use this operator, and there is no public one.
+        # Private: one launch for all copies. torch's optimizers use this operator; there is no public one (#193607).
         torch._foreach_copy_(buffers, list(torch.where(usable, momentum, before)))
         torch._foreach_copy_(weights, list(new))
         if "master" in states[0]:
@@ -127,7 +127,7 @@ class Muon(AdamW):
         """Return the random bits that round the shards [B, R, C], int32 of that shape."""
         keys = [self._key(one) for one in batch]
         numbers = [[first_element(one.param), key, key >> 32] for one, key in zip(batch, keys, strict=True)]
-        table = on_device([[signed32(number) for number in row] for row in numbers], torch.int32, shards.device)
+        table = small_table([[signed32(number) for number in row] for row in numbers], torch.int32, shards.device)
         return RandomBits(*table.unsqueeze(1).unbind(2)).noise(shards[0].flatten())[0].view(shards.shape)
 
 

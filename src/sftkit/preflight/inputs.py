@@ -150,7 +150,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
     if not skips and not _alike(bad, seen):
         # Rows before the first bad one could be used, so leaving bad rows out is an option.
         raise bad.error(advice=bad.rows < seen and not rows.WRONG_COLUMNS & {*bad.reasons})
-    # Fewer than were asked for: there are no others that could be learned from.
+    # All have the same wrong columns, or the source has fewer rows than were asked for and all are bad.
     if not skips or bad.rows == seen < FIRST_ROWS:
         raise first
     if _alike(bad, seen):

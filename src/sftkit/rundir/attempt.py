@@ -29,7 +29,7 @@ from sftkit.rundir.names import (
 )
 from sftkit.rundir.status import RunStatus, read_status
 
-_LOOK_SECONDS = 3.0
+_WATCH_SECONDS = 3.0
 "How long the main rank of a start that failed lets the others read why."
 
 
@@ -186,7 +186,7 @@ def withdraw(status: RunStatus, held: RunLock) -> Path | None:
     if not leaves_nothing(status):
         return None
     # The other ranks of this machine read there why this one has failed; they are given a few seconds to end.
-    end = time.monotonic() + _LOOK_SECONDS
+    end = time.monotonic() + _WATCH_SECONDS
     others = [pid for rank, pid in status.neighbours.items() if rank != status.rank]
     while any(map(psutil.pid_exists, others)) and time.monotonic() < end:
         time.sleep(0.05)

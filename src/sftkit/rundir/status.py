@@ -29,7 +29,7 @@ from sftkit.rundir.names import ERRORS, STATUS, error_file, error_files, step_di
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
 _BEAT_BYTES = 96
 "Of a heartbeat's text, filled up with blanks, so that each one covers the one before."
-_LOOK_SECONDS = 3.0
+_WATCH_SECONDS = 3.0
 
 
 @dataclass
@@ -207,7 +207,7 @@ class RunStatus:
     def first_failure(self) -> Failure | None:
         """Return what ended the run; None: nothing was written. A rank that only lost a connection looks a few seconds
         for the cause."""
-        end = time.monotonic() + _LOOK_SECONDS
+        end = time.monotonic() + _WATCH_SECONDS
         while not (found := self.failures()) or (found[0].symptom and time.monotonic() < end):
             if time.monotonic() >= end:
                 return None

@@ -18,7 +18,7 @@ from sftkit.errors import ConfigError
 from sftkit.rundir.names import resolve
 
 PROBE_SECONDS = 5.0
-MAX_SECONDS = PROBE_SECONDS + 1
+MAX_PROBE_SECONDS = PROBE_SECONDS + 1
 "Maximum duration of a question to the hub, name resolution included."
 HubKind = Literal["model", "dataset"]
 
@@ -48,7 +48,7 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
     # A daemon: one that still waits for a name server must not hold the process at its end.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(MAX_SECONDS)
+    thread.join(MAX_PROBE_SECONDS)
     return ended[-1]
 
 

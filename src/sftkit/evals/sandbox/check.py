@@ -8,7 +8,7 @@ from functools import cache
 
 from sftkit.errors import ConfigError
 from sftkit.evals.sandbox import memory
-from sftkit.evals.sandbox.programs import ADVICE, ProgramLimits, ProgramTests, run_tests
+from sftkit.evals.sandbox.programs import SANDBOX_ADVICE, ProgramLimits, ProgramTests, run_tests
 from sftkit.evals.sandbox.system_calls import CLONE, MACHINES, REFUSED
 
 # A wall that does not stand is a sandbox that is not there. Each call would succeed, or fail otherwise, without its
@@ -64,7 +64,9 @@ else:
 def check_sandbox() -> str | None:
     """Return why programs cannot be run safely on this machine, with what to do; None if they can."""
     if sys.platform != "linux":
-        return f"the sandbox for model-written code is made of Linux namespaces, this is {sys.platform}; {ADVICE}"
+        return (
+            f"the sandbox for model-written code is made of Linux namespaces, this is {sys.platform}; {SANDBOX_ADVICE}"
+        )
     # On a machine that is not known the filter itself refuses, with a message, before these numbers matter.
     place = MACHINES.get(os.uname().machine, (0, 0))[0]
     numbers = {name: numbers[place] for name, numbers in REFUSED.items()} | {"clone": CLONE[place]}
@@ -72,7 +74,11 @@ def check_sandbox() -> str | None:
         verdict = run_tests(ProgramTests(PROBE.format(processes=ProgramLimits().processes, **numbers), ""))
     except ConfigError as error:
         return str(error)
-    return None if verdict.passed else f"the sandbox for model-written code does not hold: {verdict.reason}; {ADVICE}"
+    return (
+        None
+        if verdict.passed
+        else f"the sandbox for model-written code does not hold: {verdict.reason}; {SANDBOX_ADVICE}"
+    )
 
 
 def memory_bound() -> str:

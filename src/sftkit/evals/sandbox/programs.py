@@ -93,7 +93,11 @@ def run_tests(job: ProgramTests, limits: ProgramLimits | None = None) -> Program
         except OSError as error:
             if not left:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                advice = f"free some in {tempfile.gettempdir()}, or name another folder in TMPDIR" if full else ADVICE
+                advice = (
+                    f"free some in {tempfile.gettempdir()}, or name another folder in TMPDIR"
+                    if full
+                    else SANDBOX_ADVICE
+                )
                 raise ConfigError(f"the sandbox for model-written code does not work here: {error}; {advice}") from None
             time.sleep(0.5)
     raise AssertionError("unreachable")
@@ -107,7 +111,7 @@ def run_many(
         return list(pool.map(lambda job: run_tests(job, limits), jobs))
 
 
-ADVICE = (
+SANDBOX_ADVICE = (
     "it needs Linux 5.12 or newer on x86_64 or aarch64, with seccomp filters and namespaces: root, or user "
     "namespaces that are allowed (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
     "kernel.apparmor_restrict_unprivileged_userns=0; in Docker, as root: --cap-add SYS_ADMIN "

@@ -81,7 +81,7 @@ def _explain_breaks(subject: Subject) -> Seen:
 
 def _first_error(subject: Subject) -> Seen:
     """Ask fullgraph=True, which raises at the first break."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         with subject.around():
             compiled = torch.compile(subject.module, backend="eager", fullgraph=True)
@@ -90,7 +90,7 @@ def _first_error(subject: Subject) -> Seen:
         found = read_message(str(error))
         return f"raises at the first break: {found.kind}", [found]
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     return "passes: the whole module is one graph", []
 
 

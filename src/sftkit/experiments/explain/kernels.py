@@ -82,9 +82,8 @@ def compiled(subject: Subject, compile: CompileConfig, out: Path) -> Iterator[di
         counters that are filled at the end with what CompileWatch.counts says
     """
     counts: dict[str, float] = {}
-    # What this process compiled before must not be found again: the seconds are those of a first compile. The public
-    # name is torch.compiler.reset.
-    torch._dynamo.reset()
+    # What this process compiled before must not be found again: the seconds are those of a first compile.
+    torch.compiler.reset()
     # Private: what was captured before would be in the summary, which lists all that Dynamo knows.
     dynamo_utils.clear_compilation_metrics()
     dynamic_layout = subject.trained is not None and subject.trained.dynamic_layout

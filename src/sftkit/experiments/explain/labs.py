@@ -110,8 +110,8 @@ def softmax_kernels(device: torch.device, out: Path) -> dict[str, Any]:
     one of its own."""
     layer, x = nn.Linear(64, 256).to(device), torch.randn(128, 64, device=device)
     compile = CompileConfig(debug=("output_code",))
-    # The public name is torch.compiler.reset; without it the lambda's code of an earlier lab could be found again.
-    torch._dynamo.reset()
+    # Else the lambda's code of an earlier lab could be found again.
+    torch.compiler.reset()
     folder = out / "softmax"
     with torch.no_grad(), compiler_logs(lambda: folder, compile, 0) as write, compiler_switches(compile):
         torch.compile(lambda y: F.softmax(layer(y), -1), dynamic=False)(x)

@@ -139,7 +139,7 @@ def measure_cases(device: torch.device, backend: str = "inductor") -> dict[str, 
 
 
 def _row(kind: CodeKind, sizes: Sizes, device: torch.device, backend: str) -> dict[str, Any]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     # Made once for both ways: the same weights and inputs.
     make: Any = kind.make(sizes, device)
     plain = make(lambda function: function)

@@ -99,10 +99,10 @@ def listening() -> Iterator[TorchLogHandler]:
     wanted = {"dynamo": logging.ERROR, **dict.fromkeys(TORCH_LOGS, True)}
     with torch_logs_to(heard, heard.for_terminal, **wanted), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Dynamo, which warns of some breaks too
-        torch._dynamo.reset()
+        torch.compiler.reset()
         yield heard
         # Afterwards too: code that was compiled for a question would be found by the next one.
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
 
 def read_message(text: str, file: str = "?", line: int = 0) -> Break:
