@@ -159,8 +159,8 @@ def update_(rows: Sequence[ParameterShard], clip: torch.Tensor, corrected: torch
         clip: fp32 0-d on the device, multiplies the gradients; nan: nothing changes.
         corrected: fp64 [P, 2] on the device, optim.formula.corrections of each row.
     """
-    # What is a constant of the kernel: dtypes, whether there is a rounded copy, and alignment. Each combination is a
-    # launch.
+    # What is a constant of the kernel: dtypes, whether there is a rounded copy, and alignment. Each combination
+    # is a launch.
     alike: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, row in enumerate(rows):
         if row.weight.numel():
@@ -201,8 +201,8 @@ def _aligned(row: ParameterShard) -> bool:
 def _table(rows: Sequence[ParameterShard], numbers: Sequence[int]) -> tuple[np.ndarray, int]:
     """Return int64 [rows, COLUMNS] and the number of chunks in all.
 
-    Columns: number of the first chunk, elements, `offset`, `key`, row of `corrected`, five addresses, four fp32
-    scalars.
+    Columns: number of the first chunk, elements, `offset`, `key`, row of `corrected`, five addresses,
+    four fp32 scalars.
     """
     table = np.zeros((len(rows), COLUMNS), np.int64)
     elements = np.array([row.weight.numel() for row in rows])
