@@ -22,7 +22,6 @@ from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest_checkpoint
 from sftkit.rundir.status import read_status
 
-# Stage -> its script, in the order of the chain.
 CHAIN_SCRIPTS = {stage: f"scripts/{STAGE_SCRIPTS[stage]}" for stage in CHAIN}
 
 

@@ -120,7 +120,6 @@ def _adamw(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     rate2 = tl.load(scalars + 2)
     eps = tl.load(scalars + 3)
 
-    # The update, a block at a time.
     begin = (chunk - tl.load(row)) * CHUNK
     for done in range(0, CHUNK, BLOCK):
         element = begin + done + tl.arange(0, BLOCK)
