@@ -22,8 +22,8 @@ class DataError(Exception):
 
 
 class BadRowsError(DataError):
-    """Bad rows of a source, each on a line of its own; made of its own text it is the same again, as it must be for
-    other ranks."""
+    """Bad rows of a source, each on a line of its own; made of its own text it is the same again, as it must be
+    for other ranks."""
 
     def __init__(self, lines: Sequence[str] | str, reason: str = "other") -> None:
         super().__init__("", reason)
@@ -48,8 +48,8 @@ class NumericsError(RunError):
 
 
 class NonFiniteError(NumericsError):
-    """A loss or gradient norm that is not a finite number, and numerics.on_nonfinite or max_skips says that this is
-    it."""
+    """A loss or gradient norm that is not a finite number, and numerics.on_nonfinite or max_skips says that
+    this is it."""
 
 
 class SpikeError(NumericsError):

@@ -34,7 +34,7 @@ from sftkit.experiments.explain.torch_logs import listening, read_message, recom
 from sftkit.experiments.explain.user_file import of_file
 from sftkit.experiments.explain.words import lines_of, wrapped
 
-FAULTS = Path(__file__).parent / "planted_faults.py"
+FAULTS = Path(__file__).parents[1] / "support" / "planted_faults.py"
 CPU = torch.device("cpu")
 ASKED = {question.name: question for question in QUESTIONS}
 

@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Checkpoints:
-    """Saves and restores everything that a run needs to continue exactly. Every rank has one and calls the same
-    methods."""
+    """Saves and restores everything that a run needs to continue exactly. Every rank has one and calls
+    the same methods."""
 
     run_dir: Path
     config: CheckpointConfig
@@ -95,8 +95,8 @@ class Checkpoints:
             CheckpointError: with `wait`, on every rank: it could not be written.
         """
         began = time.perf_counter()
-        # One at a time: host memory has room for one snapshot, and the writers of all ranks take part in the same
-        # exchanges.
+        # One at a time: host memory has room for one snapshot, and the writers of all ranks take part in
+        # the same exchanges.
         self._writer.finish()
         folder = step_dir(self.run_dir, step)
         if step != self._writer.published:  # a published directory is never rewritten

@@ -51,8 +51,8 @@ def write_manifest(folder: Path, step: int, files: Entries) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Rename a flushed directory: readers see a whole checkpoint or none, also after a power failure."""
     flush(temporary / MANIFEST)
-    # Names of files are in their directories: without this a power failure could leave the rename, and not what was
-    # renamed.
+    # Names of files are in their directories: without this a power failure could leave the rename, and not
+    # what was renamed.
     for path in (*(p for p in temporary.rglob("*") if p.is_dir()), temporary):
         flush(path)
     if final.exists():  # the same step, of an earlier start whose later steps were given up

@@ -129,8 +129,8 @@ def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessG
         the files that this rank wrote.
     """
     with warnings.catch_warnings():
-        # A process alone: torch warns that it may not be meant, even with no_dist. No issue is known (torch 2.11 to
-        # 2.13).
+        # A process alone: torch warns that it may not be meant, even with no_dist. No issue is known (torch
+        # 2.11 to 2.13).
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             dict(shards),

@@ -51,8 +51,8 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not is_sharded or stored_in_another_form(orig_model):
         return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
-    # Planned by all before anything is gathered: each then gathers a tensor once and keeps it only if the file is its
-    # own.
+    # Planned by all before anything is gathered: each then gathers a tensor once and keeps it only if the file
+    # is its own.
     sizes = {
         name: t[0].numel() * saved_rows[id(t)] if id(t) in saved_rows else t.numel() for name, t in tensors.items()
     }
@@ -105,8 +105,8 @@ def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
     """Return whether save_pretrained renames or reshapes tensors of this class on their way to the file."""
     # Private: set by from_pretrained, how it changed tensors of the checkpoint, which save_pretrained reverses.
     conversions = getattr(orig_model, "_weight_conversions", None)
-    # Undocumented, but without another way: of a model that is not from a checkpoint, what transformers would do for
-    # its class.
+    # Undocumented, but without another way: of a model that is not from a checkpoint, what transformers would do
+    # for its class.
     if conversions is None:
         conversions = get_model_conversion_mapping(orig_model, add_legacy=False)
     return bool(conversions)
@@ -136,9 +136,9 @@ def plan_files(
 
 
 def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
-    """Write config.json, generation_config.json and the code of remote models: save_pretrained writes
-    these alone when it gets no weights. It also deletes numbered weight files that it finds (transformers #16947), so
-    this comes before any rank writes one."""
+    """Write config.json, generation_config.json and the code of remote models: save_pretrained writes these alone when
+    it gets no weights. It also deletes numbered weight files that it finds (transformers #16947), so this comes before
+    any rank writes one."""
     orig_model.save_pretrained(folder, state_dict={})
 
 

@@ -104,8 +104,8 @@ class Writer:
 
     def start(self, snapshot: Snapshot) -> None:
         """Begin to write; the one before has to be finished."""
-        # Made by the main threads, which all come here for the same step: new_group is a collective of training's
-        # group.
+        # Made by the main threads, which all come here for the same step: new_group is a collective
+        # of training's group.
         if self.rt.world_size > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=SLOWEST)
         self._token = self._token or self.rt.from_main(lambda: secrets.token_hex(4))
@@ -125,8 +125,8 @@ class Writer:
         with self._lock:
             if (self.run_dir / best.folder).is_dir():
                 self._record(best)
-            # An evaluation may end before the checkpoint of its step is published: BEST must not name what is not
-            # there.
+            # An evaluation may end before the checkpoint of its step is published: BEST must not name what
+            # is not there.
             elif self._writing is not None and best.folder == step_dir(self.run_dir, self._writing).name:
                 self._best_in_writing = best
 
@@ -179,8 +179,8 @@ class Writer:
             mine: tuple[T | None, str | None] = (do(), None)
         except Exception as error:
             mine = (None, reason(error))
-        # A failure travels like a result: a rank that raised before this would leave the others waiting for hours
-        # (SLOWEST).
+        # A failure travels like a result: a rank that raised before this would leave the others waiting
+        # for hours (SLOWEST).
         gathered: list[Any] = [mine]
         if self._group is not None:
             gathered = [None] * self.rt.world_size

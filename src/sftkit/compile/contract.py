@@ -145,15 +145,14 @@ def step_contract(
     for reason in breaks:
         log.warning("graph break: %s", reason)
     # The stance `fail_on_recompile` is asked where a frame begins, so it does not stop a backward graph that is built
-    # late.
-    # A callback does, since it comes before those, too.
+    # late. A callback does, since it comes before those, too.
     if on_recompile == "error":
         dynamo_callback.on_compile_start(_refuse_backward)
     try:
         with _stance(on_recompile, fell_back):
             yield
-    # torch raises a plain RuntimeError for a refusal (torch/_dynamo/eval_frame.py): its text is all that tells it
-    # apart.
+    # torch raises a plain RuntimeError for a refusal (torch/_dynamo/eval_frame.py): its text is all that
+    # tells it apart.
     except RuntimeError as error:
         if RECOMPILE_REFUSED not in str(error):
             raise

@@ -37,8 +37,8 @@ class CompiledPart(NamedTuple):
 
 
 def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded: bool = False) -> list[CompiledPart]:
-    """Return the modules that compile.modules names, in the model's order; of two paths to one module the longer
-    counts.
+    """Return the modules that compile.modules names, in the model's order; of two paths to one module
+    the longer counts.
 
     Args:
         sharded: weights will be gathered block by block, so no module that holds a block is compiled as one.
@@ -153,8 +153,8 @@ def check_options(compile: CompileConfig) -> None:
 
 
 def _check_option(recipe_key: str, name: str, value: object) -> None:
-    """Refuse a name or a type of value that Inductor's config does not have. `recipe_key`: of the option in the
-    recipe."""
+    """Refuse a name or a type of value that Inductor's config does not have. `recipe_key`: of the option
+    in the recipe."""
     # Private, but its names are those of torch.compile(options=...). Imported late: it takes a moment.
     from torch._inductor import config
 
@@ -233,8 +233,8 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the call with the row dimensions of its tensors marked as dynamic before it."""
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        # Private: torch has no public pytree (torch 2.13). tree_leaves finds the tensors inside named tuples and lists,
-        # too.
+        # Private: torch has no public pytree (torch 2.13). tree_leaves finds the tensors inside named tuples
+        # and lists, too.
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 for dimension in ROW_DIMENSIONS.get(leaf.ndim, ()):

@@ -38,8 +38,8 @@ class CompileWatch:
 
     def __init__(self) -> None:
         """Begin to count."""
-        # torch records for the whole process: what is there already belongs to an earlier run, or to timing a
-        # pipeline's layers.
+        # torch records for the whole process: what is there already belongs to an earlier run, or to timing
+        # a pipeline's layers.
         self._skip = len(dynamo_utils.get_compilation_metrics())
         self._earlier_breaks = list(dynamo_utils.graph_break_reasons)
         self._hits = _cache_hits()

@@ -1,5 +1,5 @@
-"""Every name of graph.passes as facts without torch: at which stage it runs, what it needs, what it excludes, where its
-code is.
+"""Every name of graph.passes as facts without torch: at which stage it runs, what it needs, what it excludes, where
+its code is.
 
 A pass is a function in graph/passes/ and its entry in PASSES.
 """

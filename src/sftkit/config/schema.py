@@ -1,5 +1,5 @@
-"""Every setting of every recipe, one frozen dataclass per concept. No torch in this file: a bad recipe fails in a
-second."""
+"""Every setting of every recipe, one frozen dataclass per concept. No torch in this file: a bad recipe fails
+in a second."""
 
 from __future__ import annotations
 

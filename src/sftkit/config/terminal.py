@@ -52,8 +52,8 @@ def writable(text: str, encoding: str | None) -> str:
 
 
 def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
-    """Return the text in the colour of its level, on a terminal that has colours, unless NO_COLOR is set
-    (no-color.org)."""
+    """Return the text in the colour of its level, on a terminal that has colours, unless NO_COLOR
+    is set (no-color.org)."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if level is None or plain or not stream.isatty():
         return text

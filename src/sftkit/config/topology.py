@@ -1,5 +1,5 @@
-"""The topology of a run: how its processes share the work, read from the launcher's accelerate config. No torch in this
-file."""
+"""The topology of a run: how its processes share the work, read from the launcher's accelerate config. No torch
+in this file."""
 
 from __future__ import annotations
 

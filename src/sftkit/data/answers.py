@@ -137,8 +137,8 @@ class Finder:
         The conversation is rendered with other texts in place of the reasonings, since their own words may stand
         anywhere. For the answers in `known` this was checked before.
         """
-        # Texts that no data has, each with its own numbers, so that what is found is sure to be the reasoning of that
-        # answer.
+        # Texts that no data has, each with its own numbers, so that what is found is sure to be the reasoning
+        # of that answer.
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
         if marks.keys() <= set(known):
             return set(marks)
@@ -305,8 +305,8 @@ class Finder:
         return self._rendered(self.messages[:k], args, add_generation_prompt=add_generation_prompt)[0]
 
     def _rendered(self, messages: list[Message], args: dict[str, object], **how: bool) -> tuple[str, list[Span]]:
-        """Render messages with the tools, `how` as render_conversation takes it; a template that refuses them is a
-        DataError."""
+        """Render messages with the tools, `how` as render_conversation takes it; a template that refuses them
+        is a DataError."""
         row = replace(self.row, messages=messages, template_args=args)
         try:
             return render_conversation(self.tokenizer, self.template, row, **how)

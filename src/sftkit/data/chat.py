@@ -136,11 +136,11 @@ def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Count
         left -= document.spans.keys()
         if not split:
             break
-        # Once, after the longest document: an answer that cannot begin within max_length there needs no document
-        # either.
+        # Once, after the longest document: an answer that cannot begin within max_length there needs
+        # no document either.
         if left and len(found) == 1 and len(encoded.ids) > max_length + 1:
-            # Counted by the messages alone, without rendering: fewer tokens than the document has, so no answer is lost
-            # by it.
+            # Counted by the messages alone, without rendering: fewer tokens than the document has, so no answer is
+            # lost by it.
             reach = _reach(finder.messages, tokenizer, max_length + 1)
             beyond = {k for k in left if k >= reach}
             counts[TOO_LONG] += len(beyond)
@@ -165,8 +165,8 @@ def _reach(messages: list[Message], tokenizer: PreTrainedTokenizerBase, max_toke
 def _everything(
     finder: Finder, skipped: dict[int, str], max_length: int, counts: Counter[str], *, split: bool
 ) -> list[Text]:
-    """Return the documents of a conversation of which every token is learned except answers that are marked as not to
-    be.
+    """Return the documents of a conversation of which every token is learned except answers that are marked as
+    not to be.
 
     With `split`, an answer whose reasoning the template leaves out of the whole text ends a further document of its
     own; these come first.

@@ -143,8 +143,8 @@ def collate(
 
 
 def _encoder_inputs(examples: Examples, docs: np.ndarray, at: np.ndarray, slots: int) -> dict[str, torch.Tensor]:
-    """Return an encoder's inputs by argument name, [slots, ...]. docs and at are int [M]: documents, and the place of
-    each."""
+    """Return an encoder's inputs by argument name, [slots, ...]. docs and at are int [M]: documents, and the
+    place of each."""
     if examples.encoder_inputs is None:
         return {}
     entries = examples.encoder_inputs.index[docs]

@@ -100,8 +100,8 @@ def _borders(encoded: BatchEncoding) -> list[int]:
 def encode_answers(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: dict[int, list[Span]], last: int, enough: int | None
 ) -> tuple[Encoded, set[int]]:
-    """Encode a text so that the part before its last answer has the token ids that it would have by itself, as a
-    prompt.
+    """Encode a text so that the part before its last answer has the token ids that it would have by itself,
+    as a prompt.
 
     Returns the tokens, and the answers for which that does not hold. `enough`: as in `encode`.
 
@@ -144,8 +144,8 @@ def _shares(
         end = specials[before][1] if before < len(specials) else len(text)
         encoded = encode(tokenizer, text[begin:end], len(alone) + 1)
         prompt_end, begin = prompt_end - begin, 0
-    # The tokens of the whole text between that special token and the end of the prompt, against those of the prompt
-    # alone.
+    # The tokens of the whole text between that special token and the end of the prompt, against those of
+    # the prompt alone.
     first, past = np.searchsorted(encoded.ends, begin, side="right"), np.searchsorted(encoded.starts, prompt_end)
     return bool(past and encoded.ends[past - 1] > prompt_end) or encoded.ids[first:past].tolist() != alone
 

@@ -105,8 +105,8 @@ def num_positions(plan: Sequence[GlobalBatch], layout: Layout) -> int:
 
 
 def with_segment(earlier: Sequence[PlanSegment], step: int, layout: Layout, seed: int) -> tuple[PlanSegment, ...]:
-    """Return the segments of a run that goes on at `step`, with a new one only if batches are made differently from
-    there on.
+    """Return the segments of a run that goes on at `step`, with a new one only if batches are made differently
+    from there on.
 
     Args:
         earlier: the segments before `step`, of the checkpoint that is resumed; empty: one segment from the beginning.
@@ -116,8 +116,8 @@ def with_segment(earlier: Sequence[PlanSegment], step: int, layout: Layout, seed
 
 
 class Order:
-    """The global batches of all epochs of a run. State: only the epochs that were planned last, and where epochs
-    begin."""
+    """The global batches of all epochs of a run. State: only the epochs that were planned last, and
+    where epochs begin."""
 
     def __init__(self, lengths: np.ndarray, layout: Layout, segments: Sequence[PlanSegment]) -> None:
         """Begin with no epoch planned.

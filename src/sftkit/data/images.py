@@ -1,5 +1,5 @@
-"""Pictures as arrays: read, resized and written once, then memory-mapped like tokens. What normalises them runs on the
-device."""
+"""Pictures as arrays: read, resized and written once, then memory-mapped like tokens. What normalises them runs
+on the device."""
 
 from __future__ import annotations
 

@@ -190,8 +190,8 @@ class Batches:
                 raise
             raise WorkerError(self._last_words(int(died[1]), before)) from error
         finally:
-            # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they ignore
-            # signals.
+            # Dropping the iterator ends its workers. At the end of Python it would wait for them, and
+            # they ignore signals.
             self._iterator = iter(())
 
     def _last_words(self, pid: int, before: OomKills) -> str:

@@ -1,5 +1,5 @@
-"""Where the rows of a source are: a builtin, local files, a hub dataset. Finding them, and looking at the first, takes
-no torch."""
+"""Where the rows of a source are: a builtin, local files, a hub dataset. Finding them, and looking at the first,
+takes no torch."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def check_prompted_targets(tokenize: partial[Tokenized]) -> PromptedTargets | No
             continue
         rendered.append(name)
         prompts = _prompts(tokenizer, template, messages, learning.thinking)
-        # Each run of targets, as the model sees it: what stands before its first token must be a prompt, token by
-        # token.
+        # Each run of targets, as the model sees it: what stands before its first token must be a prompt,
+        # token by token.
         for example in examples:
             begins = np.flatnonzero(np.diff(example.is_target.astype(np.int8), prepend=0) == 1)
             count += len(begins)

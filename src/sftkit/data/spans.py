@@ -1,5 +1,5 @@
-"""Places in a rendered conversation: special tokens, marks, what an answer must contain, and the errors if it does
-not."""
+"""Places in a rendered conversation: special tokens, marks, what an answer must contain, and the errors if
+it does not."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def within(span: Span, marks: list[Span]) -> list[Span]:
 
 
 def end_of_marked(text: str, span: Span, end_tokens: tuple[str, ...]) -> int:
-    """Return the end of a marked span: with the end-of-turn token if the marks leave it out, without whitespace after
-    that token."""
+    """Return the end of a marked span: with the end-of-turn token if the marks leave it out, without whitespace
+    after that token."""
     start, end = span
     trimmed = start + len(text[start:end].rstrip())
     if text[start:trimmed].endswith(end_tokens):

@@ -116,8 +116,8 @@ def _render_marked(source: str, messages: list[Message], variables: dict[str, An
     """Return text and marked spans, as render_jinja_template does with return_assistant_tokens_mask. That one joins all
     of the text so far anew for every answer, which takes minutes for a conversation of thousands. Here the tracker is
     given an empty list of blocks, and spans are moved to where the text ends."""
-    # Private, as is the tracker of its environment: both are of huggingface/transformers#30650, which brought the
-    # marks.
+    # Private, as is the tracker of its environment: both are of huggingface/transformers#30650, which
+    # brought the marks.
     compiled = _compile_jinja_template(source)
     blocks: list[str] = []
     length, spans = 0, _Spans()
@@ -172,8 +172,8 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         argument = _thinking_argument(rendered, source, conversation[:1])
         headers = tuple(dict.fromkeys(_headers(rendered, conversation[:1], argument)))
         key = _reasoning_key(rendered, source, conversation[:2])
-        # Data may keep reasoning in a field or in the text: both are tried, since templates know one, the other, or
-        # neither.
+        # Data may keep reasoning in a field or in the text: both are tried, since templates know one, the
+        # other, or neither.
         thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{FIRST_ANSWER}"}
         keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
         # A template is append-only if a later turn changes nothing of an earlier one, its reasoning included.

@@ -17,8 +17,8 @@ are read, and most of it is the chat template's to know."""
 
 @dataclass(frozen=True)
 class Row:
-    """One row as read: `text`, or `messages` in the OpenAI shape with optional `tools`, or a picture with what it
-    shows."""
+    """One row as read: `text`, or `messages` in the OpenAI shape with optional `tools`, or a picture with
+    what it shows."""
 
     where: str
     "file:line, or dataset[split]:index, for error messages."
@@ -86,8 +86,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """What an encoder is given for documents, all of one shape: I pictures or texts, which several documents may
-    share."""
+    """What an encoder is given for documents, all of one shape: I pictures or texts, which several
+    documents may share."""
 
     arrays: Mapping[str, np.ndarray]
     "by argument name, [I, ...], memory-mapped where they are large"

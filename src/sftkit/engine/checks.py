@@ -65,8 +65,8 @@ def document_checks(
         ),
         Check(
             "Documents in a row do not see each other",
-            # A stand-in that isolates says nothing of the run's own kernel; if it leaks, the masks are wrong for
-            # either.
+            # A stand-in that isolates says nothing of the run's own kernel; if it leaks, the masks are
+            # wrong for either.
             None if isolated and stand_in else isolated,
             does_not_apply("each row holds one document") if alone else moves,
             "no move beyond rounding",
@@ -164,8 +164,8 @@ def compile_checks(graphs: int | None, evaluations: int, records: Records, error
     if graphs is None:
         return [Check("The step is compiled", None, "eager", "-", how)]
     late, breaks, uncompiled = list(records.recompile_kinds), records.graph_break_reasons, records.fallbacks
-    # A refused recompile ends the run before torch records it. A graph break raises the same error, but is in the
-    # records.
+    # A refused recompile ends the run before torch records it. A graph break raises the same error, but is
+    # in the records.
     if isinstance(error, RecompileError) and not breaks:
         late = [*late, str(error).partition("\n")[0]]
     ran = counted(graphs, "graph")

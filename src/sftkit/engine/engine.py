@@ -124,8 +124,8 @@ class Engine(Protocol):
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context for an evaluation. The report counts what was compiled within it, which should be
-        nothing."""
+        """Return a context for an evaluation. The report counts what was compiled within it, which
+        should be nothing."""
 
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Return what is known about the steps of all ranks since the start; every rank calls it.

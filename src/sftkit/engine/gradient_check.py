@@ -79,8 +79,8 @@ def check_gradients(
     was_training, attention = orig_model.training, model.backend
     with random_state_kept():
         try:
-            # Two passes with dropout differ, so a model that has it is compared in eval mode, and only without the
-            # compiler.
+            # Two passes with dropout differ, so a model that has it is compared in eval mode, and only
+            # without the compiler.
             orig_model.train(not dropout)
             model.backend = eager
             # Without the compiler, in one short row of two documents: sdpa takes only one document a row.
@@ -271,9 +271,9 @@ class Sides:
 
     def _largest(self, ours: dict[str, Tensor], plain: dict[str, Tensor]) -> GradientDifference:
         """Return the largest difference over all ranks, the same on each."""
-        # A rank has the elements of its own shards only. Squares and products add up over ranks, relative differences
-        # do not, so these are exchanged and the differences taken afterwards; `each` makes a sample stand for the whole
-        # parameter.
+        # A rank has the elements of its own shards only. Squares and products add up over ranks, relative
+        # differences do not, so these are exchanged and the differences taken afterwards; `each` makes a sample
+        # stand for the whole parameter.
         sums = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.rt.device)
         rows = {name: row for row, name in enumerate(self.names)}
         for name, elements in self.sampled.items():

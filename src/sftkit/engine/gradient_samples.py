@@ -154,8 +154,8 @@ def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> G
         floor = share**2 * of_block[block]
         below += norm < floor
         against = max(norm, floor)
-        # Without any gradient in the block every difference is infinitely large; NaN must fail, and would win no
-        # comparison.
+        # Without any gradient in the block every difference is infinitely large; NaN must fail, and would
+        # win no comparison.
         relative = math.sqrt(difference / against) if against else math.inf if difference else 0.0
         relative = math.inf if math.isnan(relative) else relative
         if relative > worst or not parameter:

@@ -1,5 +1,5 @@
-"""The plain model, against which ours is checked: each document alone through transformers' forward pass and torch's
-loss."""
+"""The plain model, against which ours is checked: each document alone through transformers' forward pass
+and torch's loss."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def plain_sums(model: ModelWithLoss, batch: Batch, multiple: int = 1) -> Iterato
     Args:
         multiple: documents are padded to a multiple of this number of positions.
     """
-    # The auxiliary loss of routers depends on what all tokens of a row choose, so documents need the counts of their
-    # row.
+    # The auxiliary loss of routers depends on what all tokens of a row choose, so documents need the counts
+    # of their row.
     if isinstance(model.objective, Balanced) and model.orig_model.training:
         for row in single_rows(batch):
             yield from _of_row(model, model.objective, row, multiple)

@@ -63,8 +63,8 @@ class Reference:
         optim = replace(optim, name=DEFAULT)  # the only one that auto may choose here
         groups = parameter_groups(orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
-        # Private: transformers sets it by a public argument, attn_implementation, but its configs have no public
-        # getter.
+        # Private: transformers sets it by a public argument, attn_implementation, but its configs have
+        # no public getter.
         attention = str(orig_model.config._attn_implementation)
         # Weights and two moments.
         size = sum(3.0 * p.numel() * p.element_size() for p in orig_model.parameters())
@@ -96,8 +96,8 @@ class Reference:
             totals.add_(found)
             losses.append(found[LOSS])
         squared = torch.zeros((), dtype=torch.float64, device=self._rt.device)
-        # Each rank has divided its loss by the global divisor already, so gradients add up, where DDP would average
-        # them.
+        # Each rank has divided its loss by the global divisor already, so gradients add up, where DDP
+        # would average them.
         for parameter in parameters_of(self.optimizer.param_groups):
             if self._rt.world_size > 1:  # a rank whose rows are all padding has no gradient, but the others wait for it
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -46,8 +46,8 @@ class Replicas:
         """
         if self._every is None or not (is_kept or step % self._every == 0):
             return
-        # Pipeline stages hold different tensors, so all names are collected first: every rank then takes part in each
-        # column.
+        # Pipeline stages hold different tensors, so all names are collected first: every rank then takes part
+        # in each column.
         tensors = self._shared()
         names = self._rt.united(list(tensors))
         exchanged = zip(names, self._exchange([tensors.get(name) for name in names]), strict=True)
@@ -155,8 +155,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def weights(device: torch.device) -> torch.Tensor:
     """Return odd numbers, the same on every rank: int64 [CHECKSUM_COLUMNS]."""
     generator = torch.Generator().manual_seed(_SEED)
-    # Made on the CPU, whose generator gives the same numbers on every machine. Odd, so that no change is multiplied to
-    # 0.
+    # Made on the CPU, whose generator gives the same numbers on every machine. Odd, so that no change is
+    # multiplied to 0.
     made = torch.randint(-(2**63), 2**63 - 1, (CHECKSUM_COLUMNS,), generator=generator, dtype=torch.int64)
     return (made | 1).to(device)
 

@@ -55,8 +55,8 @@ def shape_runner(
         batch = worst_case_batch(rt, orig_model, layout, rows, row_length)
         if isinstance(wrapped, Pipelined):
             totals = Totals.zeros(objective.measured, rt.device, torch.promote_types(orig_model.dtype, torch.float32))
-            # A schedule needs all its micro-batches: one alone would fill no pipeline, and no stage would reach its
-            # peak.
+            # A schedule needs all its micro-batches: one alone would fill no pipeline, and no stage would
+            # reach its peak.
             count = max(layout.accumulation * objective.count(batch), 1)
             wrapped.gradients([batch] * layout.accumulation, count, totals)
             losses[rows, row_length] = float(rt.sum(totals[LOSS])) / rt.data_world_size / count

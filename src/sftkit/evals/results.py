@@ -75,9 +75,9 @@ def evaluated(
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float | None, float, float]:
-    """Return (mean, standard error, low, high) with the 95 % interval: Wilson's for scores of 0 and 1, which
-    stays within [0, 1] and does not vanish if all scores agree; else that of the normal distribution, within
-    [0, 1] if all scores are."""
+    """Return (mean, standard error, low, high) with the 95 % interval: Wilson's for scores of 0 and 1, which stays
+    within [0, 1] and does not vanish if all scores agree; else that of the normal distribution, within [0, 1] if
+    all scores are."""
     n = len(scores)
     mean = sum(scores) / n
     stderr = math.sqrt(sum((score - mean) ** 2 for score in scores) / (n - 1) / n) if n > 1 else None

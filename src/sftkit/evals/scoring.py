@@ -134,8 +134,8 @@ def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> dict[tuple[int,
         for k, (context, continuation) in enumerate(pairs):
             if len(continuation) > longest:
                 raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
-            # One token more than the model reads, of which the last is only predicted; cut on the left, where the
-            # context begins.
+            # One token more than the model reads, of which the last is only predicted; cut on the left, where
+            # the context begins.
             ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
             rows.setdefault((i, ids.tobytes()), ScoredInput(ids, {})).continuations[i, k] = continuation
     return rows

@@ -37,8 +37,8 @@ def max_cached_positions(orig_model: PreTrainedModel) -> int | None:
 
 
 class FixedLayer(DynamicLayer):
-    """One layer's keys and values in memory that is taken once; attention reads the part that is filled, without a
-    copy.
+    """One layer's keys and values in memory that is taken once; attention reads the part that is filled,
+    without a copy.
 
     Layers with a sliding window keep everything too: transformers' masks apply the window.
     """

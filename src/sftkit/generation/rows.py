@@ -87,8 +87,8 @@ class Decoding:
         self._static: StaticStep | None = None
         if not rows:
             return
-        # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is 0 at
-        # padding.
+        # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is
+        # 0 at padding.
         skip, device = len(prefix.ids), orig_model.device
         width, max_new_tokens = max(len(row.prompt) for row in rows) - skip, max(row.max_new_tokens for row in rows)
         ids = np.zeros((len(rows), width), dtype=np.int64)

@@ -110,8 +110,8 @@ class StaticStep:
         """Compute the first step on a GPU, and record the second, both on a side stream, since nothing is
         recorded on the default one.
 
-        What a first call sets up, a workspace of the stream for one, may not be part of the recording, which would own
-        it.
+        What a first call sets up, a workspace of the stream for one, may not be part of the recording, which
+        would own it.
         """
         stream = _side_stream(self._tokens.device)
         if not self._warm:

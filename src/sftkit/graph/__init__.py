@@ -1,2 +1,2 @@
-"""The graph engine: forward and backward of a micro-batch captured as one graph, sharded weights in it, changed by
-passes."""
+"""The graph engine: forward and backward of a micro-batch captured as one graph, sharded weights in it,
+changed by passes."""

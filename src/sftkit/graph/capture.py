@@ -34,9 +34,9 @@ Signature = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """Return the tensors of a batch that a graph takes. The index of targets is not among them, as there would be a
-    graph for every number of targets: the loss is computed at all positions, and those without a target weigh
-    nothing."""
+    """Return the tensors of a batch that a graph takes. The index of targets is not among them, as there
+    would be a graph for every number of targets: the loss is computed at all positions, and those without a
+    target weigh nothing."""
     return {**batch.inputs, **{name: getattr(batch, name) for name in OWN}}
 
 
@@ -75,8 +75,8 @@ class _Traced(torch.nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(tensors_of(self.batch), tensors, strict=True))
         own: dict[str, Any] = {name: given[name] for name in OWN}
-        # The positions of targets in the batch are as many as there are targets: in a graph that would be one more
-        # shape.
+        # The positions of targets in the batch are as many as there are targets: in a graph that would be
+        # one more shape.
         everywhere = torch.arange(given["targets"].numel(), device=given["targets"].device)
         inputs = {name: given[name] for name in self.batch.inputs}
         sums = self.model(replace(self.batch, inputs=inputs, target_index=everywhere, **own))
@@ -101,8 +101,8 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
         stack.enter_context(blocks_tagged(model.orig_model))
         stack.enter_context(attention_as_operator(compat.flex_operator))
         joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), for_inductor=passes.for_inductor)
-        # While weights and gradients have their names, and before any pass: the marks travel with the nodes into both
-        # halves.
+        # While weights and gradients have their names, and before any pass: the marks travel with the nodes
+        # into both halves.
         mark_buckets(joint.graph_module, buckets_of(model.orig_model, "model.orig_model."))
         passes.on_joint(joint.graph_module)
         # Known after the trace alone, which is what asks the objective for its sums.

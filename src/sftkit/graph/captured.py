@@ -25,8 +25,8 @@ OnRecompile = Literal["error", "warn", "eager"]
 
 
 class CapturedModel(torch.nn.Module):
-    """Sums of a batch by the graph of its shape. A shape without a graph runs eagerly; within `contract`, as
-    on_recompile says."""
+    """Sums of a batch by the graph of its shape. A shape without a graph runs eagerly; within `contract`,
+    as on_recompile says."""
 
     def __init__(self, model: ModelWithLoss, passes: Sequence[str], *, saves_memory: bool = False) -> None:
         """Wrap a model, with no graph captured yet.

@@ -69,8 +69,8 @@ def export_joint(stack: ExitStack, module: torch.nn.Module, inputs: Sequence[Ten
         torch's JointWithDescriptors: `graph_module`; `params_spec` and `buffers_spec`, names in the order of its first
         inputs.
     """
-    # Documented (pytorch #159006), but in no public module. The compilers come with the second call, compile_joint:
-    # pytorch #164584.
+    # Documented (pytorch #159006), but in no public module. The compilers come with the second call,
+    # compile_joint: pytorch #164584.
     export = private("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
     # Without a public way: torch.compile hands this table over by itself.
     table = private("torch._inductor.decomposition", "select_decomp_table")() if for_inductor else None
@@ -114,8 +114,8 @@ def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
 
 
 def annotation(node: Node, name: str) -> Any:
-    """Return a value that a node is annotated with, which torch copies with the node; None: it has none of this
-    name."""
+    """Return a value that a node is annotated with, which torch copies with the node; None: it has none
+    of this name."""
     return node.meta.get("custom", {}).get(name)
 
 
@@ -125,8 +125,8 @@ def annotate(node: Node, name: str, value: Any) -> None:
 
 
 def save_or_recompute(node: Node, *, save: bool, region: int | None = None) -> None:
-    """Tell the split of a joint graph whether the backward pass gets what a node of the forward pass gives, or computes
-    it again.
+    """Tell the split of a joint graph whether the backward pass gets what a node of the forward pass gives, or
+    computes it again.
 
     Args:
         region: number of the checkpointed region that it belongs to; None: to none.
@@ -164,8 +164,8 @@ def is_flex(node: Node) -> bool:
 
 
 def parameter_of(node: Node) -> str | None:
-    """Return the name of the parameter that an input of a captured graph is, or is the local shard of; None of any
-    other."""
+    """Return the name of the parameter that an input of a captured graph is, or is the local shard of; None
+    of any other."""
     # By its text: torch's public part is that a description is there. A shard of a DTensor has this one wrapped in
     # others, of private classes.
     match = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
@@ -173,10 +173,10 @@ def parameter_of(node: Node) -> str | None:
 
 
 def gradients_of(graph: GraphModule) -> dict[str, Node]:
-    """Return the nodes of a captured graph that are gradients of parameters, or their local shards, by the
-    parameter's name."""
-    # As above: a gradient that is a DTensor is several outputs, its shard and its mesh, each with a wrapped
-    # description.
+    """Return the nodes of a captured graph that are gradients of parameters, or their local shards, by
+    the parameter's name."""
+    # As above: a gradient that is a DTensor is several outputs, its shard and its mesh, each with
+    # a wrapped description.
     (output,) = graph.graph.find_nodes(op="output")
     found: dict[str, Node] = {}
     for node, description in zip(output.args[0], output.meta["desc"], strict=True):
@@ -200,8 +200,8 @@ def all_gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's shard, along a dimension, of the sum over a group's ranks: an operator of a graph, without
-    gradient."""
+    """Return this rank's shard, along a dimension, of the sum over a group's ranks: an operator of a
+    graph, without gradient."""
     ranks = group.size()
     shards = tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
     return _collective("reduce_scatter_tensor", shards.flatten(0, 1), group, "sum", ranks)
@@ -238,8 +238,8 @@ def is_backward(node: Node) -> bool:
 
 
 def kept_for_backward(graph: GraphModule) -> list[Node]:
-    """Return the inputs of a backward half that the forward half computed: no weight, no tensor of a batch, no
-    gradient."""
+    """Return the inputs of a backward half that the forward half computed: no weight, no tensor of a
+    batch, no gradient."""
     inputs = graph.graph.find_nodes(op="placeholder")
     # By AOTAutograd's names of the inputs of a joint graph: all others are what the split saves.
     return [node for node in inputs if not str(node.target).startswith(("primals", "tangents"))]

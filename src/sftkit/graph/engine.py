@@ -1,5 +1,5 @@
-"""The graph engine: a micro-batch is one captured graph, weights sharded by operators in it, loss and optimizers the
-core's own."""
+"""The graph engine: a micro-batch is one captured graph, weights sharded by operators in it, loss and optimizers
+the core's own."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class GraphEngine:
             budget = plan.activation_memory_budget
             stack.enter_context(compiler_switches(cfg.compile, budget))  # the optimizer may compile
             distribute_for_graph(model, training.source, rt, cfg.graph.token_dispatcher)
-            # The optimizer is last: its states belong to the parameters as they are now, DTensors where they are
-            # sharded.
+            # The optimizer is last: its states belong to the parameters as they are now, DTensors where
+            # they are sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
             self._at_close = stack.pop_all()
         # Nothing is captured yet: the warm-up does that, and begins the watches.
@@ -116,11 +116,11 @@ class GraphEngine:
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
     def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
-        """Capture every declared shape, and run its worst-case batch forward and backward with the optimizer's memory
-        reserved."""
+        """Capture every declared shape, and run its worst-case batch forward and backward with the
+        optimizer's memory reserved."""
         cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
-        # From here on all that torch compiles is counted. The optimizer may compile even where graphs are only
-        # captured.
+        # From here on all that torch compiles is counted. The optimizer may compile even where graphs
+        # are only captured.
         self._watch = watch = CompileWatch()
         self._at_close.callback(watch.close)
         started = time.perf_counter()
@@ -150,8 +150,8 @@ class GraphEngine:
         same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         seconds = time.perf_counter() - started
         self._print_setup(print_line, seconds)
-        # Last, for they compare what was found above: logits and loss, gradients, and the losses of the warm-up's
-        # batches.
+        # Last, for they compare what was found above: logits and loss, gradients, and the losses of
+        # the warm-up's batches.
         checks = document_checks(check, orig_model.dtype, backend, layout.kind, allowed.logits)
         compared = compiled_against_eager(rt, self.model, layout, losses if self.compiled else {}, eager)
         checks += [gradients_check(same, allowed, backend), compared]
@@ -160,8 +160,8 @@ class GraphEngine:
     def _capture(self) -> bool:
         """Capture every shape; return whether every rank has all graphs. If not, none keeps any, or it is an
         error, as compile.on_failure says."""
-        # A capture runs no collective, so one rank may fail alone without leaving the others in the middle of an
-        # exchange.
+        # A capture runs no collective, so one rank may fail alone without leaving the others in the middle
+        # of an exchange.
         error: Exception | None = None
         try:
             for rows, row_length in self._layout.shapes:
@@ -225,8 +225,8 @@ class GraphEngine:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Forbid capture and compilation within the context, as compile.on_recompile says, and explain running out of
-        memory."""
+        """Forbid capture and compilation within the context, as compile.on_recompile says, and explain running
+        out of memory."""
         cfg, watch = self._cfg, self.watch
         on_recompile = cfg.compile.on_recompile
         contract = step_contract(on_recompile, watch.graph_break_reasons(), watch.fell_back)
@@ -271,7 +271,7 @@ class GraphEngine:
         return report_of(counts, watch.evaluations, records, error, compiled=self.compiled)
 
     def close(self) -> None:
-        """Put the compiler's settings back, and drop the graphs: CUDA graphs must go before the communicators in
-        them."""
+        """Put the compiler's settings back, and drop the graphs: CUDA graphs must go before the
+        communicators in them."""
         self.captured.forget()
         self._at_close.close()

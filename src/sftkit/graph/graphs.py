@@ -59,11 +59,11 @@ def source_of(node: Node) -> Node:
 
 
 def is_costly(node: Node) -> bool:
-    """Return whether a node is a matrix product, attention, or an operator from outside of torch's core, such as a
-    collective."""
+    """Return whether a node is a matrix product, attention, or an operator from outside of torch's core, such
+    as a collective."""
     node = source_of(node)
-    # torch counts the operations of what is worth counting: its table of formulas is the list of products and
-    # attention.
+    # torch counts the operations of what is worth counting: its table of formulas is the list of
+    # products and attention.
     known = getattr(node.target, "overloadpacket", node.target) in flop_counter.flop_registry
     target = compat.operator_of(node)
     return known or (target is not None and target.namespace not in ("aten", "prims"))
@@ -93,8 +93,8 @@ def gathered_from(graph: GraphModule) -> list[Node]:
         if node.op == "placeholder":
             weights.add(node)  # an input; a batch's are never all-gathered
         elif collective(node) == "all-gather" and weights.issuperset(inputs):
-            # The cast before the gather goes too: the backward pass starts again from the shard, which is in memory
-            # anyway.
+            # The cast before the gather goes too: the backward pass starts again from the shard, which is
+            # in memory anyway.
             whole |= {node, *_leading_to(inputs[0])}
         elif inputs and whole.issuperset(inputs) and _keeps_values(node):
             whole.add(node)

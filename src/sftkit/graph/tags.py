@@ -26,8 +26,8 @@ def blocks_tagged(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def block_of(node: Node) -> int | None:
-    """Return the number of the block that a node belongs to, of the backward pass, too; None: to none, or it sums
-    gradients."""
+    """Return the number of the block that a node belongs to, of the backward pass, too; None: to none, or
+    it sums gradients."""
     return compat.annotation(node, _MARK)
 
 

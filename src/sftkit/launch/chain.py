@@ -22,7 +22,6 @@ from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import FINAL, PROOF, REPORT, RESULTS, SUMMARY, latest_checkpoint
 from sftkit.rundir.status import read_status
 
-# Stage -> its script, in the order of the chain.
 CHAIN_SCRIPTS = {stage: f"scripts/{STAGE_SCRIPTS[stage]}" for stage in CHAIN}
 
 
@@ -68,8 +67,8 @@ def was_stopped(run_dir: Path, since: float, code: int) -> bool:
 
 
 def evaluate_command(run: RunConfig, eval: EvalConfig) -> list[str]:
-    """Return the command that scores the exported checkpoint of the last stage, on as many held-out instances as its
-    own evaluations."""
+    """Return the command that scores the exported checkpoint of the last stage, on as many held-out instances as
+    its own evaluations."""
     limit = ["--max-examples", str(eval.max_examples)] if eval.max_examples else []
     out = str(Path(run.dir) / FINAL)
     return [sys.executable, shipped("scripts/evaluate.py"), run.dir, "families", "--out", out, *limit]
@@ -79,8 +78,8 @@ def is_evaluated(run: RunConfig, eval: EvalConfig) -> bool:
     """Return whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
     run_dir = Path(run.dir)
     try:
-        # By the manifest, which stands for the bytes of the checkpoint: its name alone is the same after another
-        # training.
+        # By the manifest, which stands for the bytes of the checkpoint: its name alone is the same
+        # after another training.
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
         manifest = digest(newest) if (newest := latest_checkpoint(run_dir)) is not None else None
         same_limit = settings["max_examples"] == eval.max_examples

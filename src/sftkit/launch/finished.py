@@ -22,9 +22,9 @@ def finished(cfg: Config) -> str | None:
     """Return a line that says that a run is finished, where train.resume=auto would find it at its last step; None: it
     has to be started.
 
-    The recipe is the one that it was trained by, its newest checkpoint is whole, and the files that it was made from
-    are those that it has written down. The line warns of weights that have changed since: no start would train from
-    them.
+    The recipe is the one that it was trained by, its newest checkpoint is whole, and the files that it was made
+    from are those that it has written down. The line warns of weights that have changed since: no start would
+    train from them.
     """
     run_dir = Path(cfg.run.dir)
     if cfg.train.resume != "auto" or read_status(run_dir).get("status") != "finished" or at_work(run_dir):

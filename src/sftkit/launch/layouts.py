@@ -1,5 +1,5 @@
-"""Compare on paper the layouts of a model on some GPUs: memory, traffic and speed of each, before anything is started.
-No torch.
+"""Compare on paper the layouts of a model on some GPUs: memory, traffic and speed of each, before anything is
+started. No torch.
 
 Memory is the estimate of the memory plan (memory.estimate), traffic the formulas that are held against counted bytes
 (memory.traffic). Speed is that of one GPU, less the exchanges that nothing hides and the wait of a pipeline.
@@ -28,8 +28,8 @@ NEARLY = 0.97
 
 @dataclass(frozen=True)
 class Machines:
-    """GPUs, and how fast they compute and send. The defaults are those of H200s, eight in a machine, with 400 Gb/s of
-    network each."""
+    """GPUs, and how fast they compute and send. The defaults are those of H200s, eight in a machine, with 400 Gb/s
+    of network each."""
 
     gpus: int
     per_machine: int = 8
@@ -120,8 +120,8 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
 
 
 def _unevenness(s: EstimateInputs) -> float:
-    """Return how much longer the slowest stage of a pipeline takes than the average one, the head counted; 1.0 without
-    stages."""
+    """Return how much longer the slowest stage of a pipeline takes than the average one, the head counted;
+    1.0 without stages."""
     if s.topology.stages == 1:
         return 1.0
     layer, head = _work(s.shape)
@@ -135,8 +135,8 @@ def _work(shape: Shape) -> tuple[float, float]:
 
 
 def _exchanging(setup: EstimateInputs, machines: Machines, passes: Mapping[str, float]) -> tuple[float, float]:
-    """Return the seconds of the exchanges of a step for which a GPU waits, and of those that take place while it
-    computes.
+    """Return the seconds of the exchanges of a step for which a GPU waits, and of those that take place
+    while it computes.
 
     Weights are gathered behind forward passes; where they are gathered again for each pass, half of that is behind
     backward passes. Gradients are exchanged behind backward passes: of every micro-batch, or of one where that is done
@@ -187,8 +187,8 @@ def setups(
         micro: the most rows of a micro-batch, those that may be chosen.
     """
     for topology in topologies(machines, shape):
-        # Context ranks take two pieces of a row each, one from either end, so that a causal mask leaves all the same
-        # work.
+        # Context ranks take two pieces of a row each, one from either end, so that a causal mask leaves all
+        # the same work.
         if rows % topology.row_ranks or (topology.ranks_per_row > 1 and row_length % (2 * topology.ranks_per_row)):
             continue
         share = rows // topology.row_ranks
@@ -231,8 +231,8 @@ def choice(fitting: list[OnPaper]) -> OnPaper | None:
 
 
 def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
-    """Return the sizes of a model by the fields of its transformers config; None: they do not name all, or it is
-    another architecture.
+    """Return the sizes of a model by the fields of its transformers config; None: they do not name all, or it
+    is another architecture.
 
     Args:
         parameters: of all of it, where its files say more exactly.

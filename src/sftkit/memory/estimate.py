@@ -110,9 +110,9 @@ class Estimate:
 def kept_elements(s: EstimateInputs) -> float:
     """Return the elements of a block's activations that are kept per token for its backward pass.
 
-    Counted on graphs of compiled Qwen3 blocks (0.6B, 1.7B, 8B; torch 2.13): right to 2 %, except that at
-    budgets 0.3 and 0.5 the partitioner keeps 3 to 8 % less, and for 0.6B at 0.75 28 % less. Other architectures
-    are assumed to be alike.
+    Counted on graphs of compiled Qwen3 blocks (0.6B, 1.7B, 8B; torch 2.13): right to 2 %, except that at budgets
+    0.3 and 0.5 the partitioner keeps 3 to 8 % less, and for 0.6B at 0.75 28 % less. Other architectures are assumed
+    to be alike.
     """
     m = s.shape
     rotary = 2 * m.head_dim

@@ -102,8 +102,8 @@ def make_plan(
         setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
     # The optimizer that auto stands for may depend on whether the default fits, and the sharding on the optimizer.
     if cfg.optim.name == "auto":
-        # Ranks ask each other, and all change the optimizer or none does: their GPUs may differ in size, but they share
-        # one checkpoint.
+        # Ranks ask each other, and all change the optimizer or none does: their GPUs may differ in size, but they
+        # share one checkpoint.
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
         name = automatic_optimizer(cfg.train.memory, rt.precision, too_much=too_much, sharded=rt.topology.sharded)
         if setup is not None and name != setup.optimizer:
@@ -132,8 +132,8 @@ def make_plan(
         line=line,
     )
     if found is not None and not fits(found, total_bytes):
-        # Only a warning: weights and states alone do fit (_check_room), and the rest of the estimate may be off by some
-        # percent.
+        # Only a warning: weights and states alone do fit (_check_room), and the rest of the estimate may be off
+        # by some percent.
         best = remedies(plan, layout, cfg.data, cfg.compile, cfg.optim)[:3]
         advice = "; ".join(r.text for r in best) or "a smaller model or a larger GPU"
         warning = "this run is estimated at %s of the device's %s and may run out of memory; what saves most: %s"

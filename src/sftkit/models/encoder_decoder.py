@@ -89,8 +89,8 @@ class EncoderDecoder(ModelKind):
         row), and which of them each document sees."""
         given = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
         encoded, visible = self.encode(orig_model, given)
-        # A row's inputs lie one after the other, so that a position attends along one axis and a mask says which is its
-        # own.
+        # A row's inputs lie one after the other, so that a position attends along one axis and a mask says which
+        # is its own.
         rows, (places, length, _) = batch.shape[0], encoded.shape
         visible = None if visible is None else visible.view(rows, -1)
         return {

@@ -77,8 +77,8 @@ class ModelKind(Protocol):
         return {}
 
     def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
-        """Return the files, by name, that a checkpoint of such a model has beside config, weights and tokenizer: none
-        here."""
+        """Return the files, by name, that a checkpoint of such a model has beside config, weights and
+        tokenizer: none here."""
         return {}
 
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
@@ -104,8 +104,8 @@ class ModelKind(Protocol):
         """
 
     def head(self, orig_model: PreTrainedModel) -> Head:
-        """Return the output projection and the soft cap of its logits; weights are gathered by whoever shards the
-        model."""
+        """Return the output projection and the soft cap of its logits; weights are gathered by whoever
+        shards the model."""
         projection = output_projection(orig_model)
         return Head(projection.weight, projection.bias, logit_softcap(orig_model))
 

@@ -137,8 +137,8 @@ class Routing:
             return None
         targets = (batch.targets != IGNORE).sum(-1, dtype=chosen.dtype)
         if context_group is not None:
-            # Of whole rows: what was chosen, and the targets. Probabilities stay this rank's own, and so does their
-            # gradient.
+            # Of whole rows: what was chosen, and the targets. Probabilities stay this rank's own, and so
+            # does their gradient.
             both = torch.cat([chosen, targets[:, None]], dim=1)
             all_reduce(both, group=resolve_group(context_group))
             chosen, targets = both[:, :-1], both[:, -1]

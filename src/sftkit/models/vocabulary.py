@@ -63,8 +63,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
     """
     vocabulary = tokenizer.get_vocab()
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    # Unless told otherwise, transformers takes the list for all extra ones: those that are there would be special no
-    # more.
+    # Unless told otherwise, transformers takes the list for all extra ones: those that are there would be
+    # special no more.
     tokenizer.add_special_tokens(
         {"extra_special_tokens": [token for token in tokens if token not in special]},
         replace_extra_special_tokens=False,

@@ -94,8 +94,8 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     wanted = _wanted(orig_model)
     new = new or rows_of_files(orig_model)
     grown = {id(tensor): new for tensor in vocabulary_of(orig_model)} if new is not None else {}
-    # One name that the files lack, and all weights go the slow way: what transformers converts may take several of
-    # them.
+    # One name that the files lack, and all weights go the slow way: what transformers converts may take
+    # several of them.
     others = [name for name in wanted if name not in files]
     if others:
         _load_full(orig_model, wanted, others, folder, grown)

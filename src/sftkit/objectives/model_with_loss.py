@@ -56,8 +56,8 @@ class ModelWithLoss(torch.nn.Module):
         return self.sums_of_selected(selected, batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
-        """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks, without
-        gradient."""
+        """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its
+        ranks, without gradient."""
         return from_last(self.orig_model, self._hidden(batch, backend))
 
     def sums_of_selected(self, selected: torch.Tensor, batch: Batch) -> Sums:

@@ -51,8 +51,8 @@ class Objective(Protocol):
         """
 
     def count(self, batch: Batch) -> int:
-        """Return what a batch adds to the divisor, counted in the batch itself: summed over ranks it equals
-        `divisors`."""
+        """Return what a batch adds to the divisor, counted in the batch itself: summed over ranks
+        it equals `divisors`."""
 
     def divisors(self, examples: Examples) -> np.ndarray:
         """Return what each document adds to the divisor of its step: int64 [D].

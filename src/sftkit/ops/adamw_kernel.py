@@ -120,7 +120,6 @@ def _adamw(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     rate2 = tl.load(scalars + 2)
     eps = tl.load(scalars + 3)
 
-    # The update, a block at a time.
     begin = (chunk - tl.load(row)) * CHUNK
     for done in range(0, CHUNK, BLOCK):
         element = begin + done + tl.arange(0, BLOCK)
@@ -159,8 +158,8 @@ def update_(rows: Sequence[ParameterShard], clip: torch.Tensor, corrected: torch
         clip: fp32 0-d on the device, multiplies the gradients; nan: nothing changes.
         corrected: fp64 [P, 2] on the device, optim.formula.corrections of each row.
     """
-    # What is a constant of the kernel: dtypes, whether there is a rounded copy, and alignment. Each combination is a
-    # launch.
+    # What is a constant of the kernel: dtypes, whether there is a rounded copy, and alignment. Each combination
+    # is a launch.
     alike: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, row in enumerate(rows):
         if row.weight.numel():
@@ -201,8 +200,8 @@ def _aligned(row: ParameterShard) -> bool:
 def _table(rows: Sequence[ParameterShard], numbers: Sequence[int]) -> tuple[np.ndarray, int]:
     """Return int64 [rows, COLUMNS] and the number of chunks in all.
 
-    Columns: number of the first chunk, elements, `offset`, `key`, row of `corrected`, five addresses, four fp32
-    scalars.
+    Columns: number of the first chunk, elements, `offset`, `key`, row of `corrected`, five addresses,
+    four fp32 scalars.
     """
     table = np.zeros((len(rows), COLUMNS), np.int64)
     elements = np.array([row.weight.numel() for row in rows])

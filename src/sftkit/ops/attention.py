@@ -175,8 +175,8 @@ def attend(  # noqa: PLR0913 - transformers calls it
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for transformers: causal and within documents; for modules that are not causal, as their mask
-    says.
+    """Compute attention for transformers: causal and within documents; for modules that are not causal, as
+    their mask says.
 
     Args:
         query: [B, H, T, D]; key: [B, KV, T, D]; value: [B, KV, T, Dv].
@@ -248,8 +248,8 @@ def _flash(
 
     if documents.chunks is None:
         return attended(query, cu_seqlens, cu_seqlens)
-    # The two chunks of a rank lie far apart in the row, so each is a call with boundaries of its own over the whole
-    # keys.
+    # The two chunks of a rank lie far apart in the row, so each is a call with boundaries of its own over
+    # the whole keys.
     pairs = zip(query.chunk(2, dim=2), *documents.chunks, strict=True)
     return torch.cat([attended(*pair) for pair in pairs], dim=1)
 
@@ -297,8 +297,8 @@ def kernel_order(backend: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def short_windows(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Make every sliding window of the model three positions long within the context, in its config and in its
-    layers."""
+    """Make every sliding window of the model three positions long within the context, in its config and
+    in its layers."""
     with ExitStack() as stack:
         for owner in (orig_model.config.get_text_config(), *orig_model.modules()):
             size = getattr(owner, "sliding_window", None)

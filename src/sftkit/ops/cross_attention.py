@@ -1,8 +1,8 @@
 """Attention that is not causal: within the input of an encoder, and from texts to what was encoded for them.
 
-Several texts in a row each see their own input's positions only. Those boundaries travel as the mask of
-the decoder's layers, the one argument that every architecture passes to its cross attention, with fixed
-shapes whatever the texts are.
+Several texts in a row each see their own input's positions only. Those boundaries travel as the mask of the
+decoder's layers, the one argument that every architecture passes to its cross attention, with fixed shapes whatever
+the texts are.
 """
 
 from __future__ import annotations

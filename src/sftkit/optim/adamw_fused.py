@@ -27,8 +27,8 @@ class FusedAdamW(torch.optim.AdamW):
         """Update as optim.protocol says, by torch's fused kernel, which skips a step whose coefficient is NaN."""
         set_learning_rate(self.param_groups, learning_rate)
         multiply_gradients(parameters_of(self.param_groups), coefficient)
-        # The way of GradScaler, which sets the attribute for one step only (pytorch/pytorch#88015); public torch has no
-        # other.
+        # The way of GradScaler, which sets the attribute for one step only (pytorch/pytorch#88015); public torch
+        # has no other.
         self.found_inf = coefficient.isnan().float()
         try:
             self.step()

@@ -29,8 +29,8 @@ class Optimizer(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return a name for the kind of states, for messages and checkpoints: a checkpoint resumes only its own
-        kind."""
+        """Return a name for the kind of states, for messages and checkpoints: a checkpoint resumes only
+        its own kind."""
 
     def warm_up(self, *, compiled: bool) -> None:
         """Compile and load all that an update will run; parameters, states and random numbers do not change.
@@ -42,8 +42,8 @@ class Optimizer(Protocol):
         """
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
-        """Set the learning rate of every group, multiply gradients by the coefficient, update parameters with a
-        gradient.
+        """Set the learning rate of every group, multiply gradients by the coefficient, update parameters
+        with a gradient.
 
         Gradients are undefined afterwards: the product may be taken inside the update.
 

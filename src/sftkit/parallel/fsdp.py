@@ -56,8 +56,8 @@ def without_one_replica(mesh: DeviceMesh, topology: Topology) -> DeviceMesh:
 
 
 def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision: str) -> None:
-    """Shard the weights of `model.orig_model` in place, after the blocks are compiled (lazily) and before the optimizer
-    is built.
+    """Shard the weights of `model.orig_model` in place, after the blocks are compiled (lazily) and before the
+    optimizer is built.
 
     Args:
         model: a ModelWithLoss. Its `sums`, `hidden_states` and `sums_of_selected` become methods that gather what they
@@ -172,7 +172,7 @@ def plain_backward(orig_model: PreTrainedModel) -> Iterator[None]:
 
 
 def reshard(orig_model: torch.nn.Module) -> None:
-    """Free the gathered weights that forward passes without a backward pass leave; nothing for a model that is
-    whole."""
+    """Free the gathered weights that forward passes without a backward pass leave; nothing for a model
+    that is whole."""
     for module in fsdp_modules(orig_model):
         module.reshard()

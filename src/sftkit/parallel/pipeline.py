@@ -163,11 +163,11 @@ class Pipelined(torch.nn.Module):
 
 
 def stage_seconds(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> float:
-    """Return the seconds that a stage takes for a micro-batch, forward and backward: the best of a few times. Gradients
-    are dropped."""
+    """Return the seconds that a stage takes for a micro-batch, forward and backward: the best of a few times.
+    Gradients are dropped."""
     weight, device, best = embedding_of(model.orig_model), batch.targets.device, float("inf")
-    # Random states in place of those of the stage before, whose values no time depends on. The first stage does not
-    # read them.
+    # Random states in place of those of the stage before, whose values no time depends on. The first stage does
+    # not read them.
     given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
     for _ in range(TIMES):
         stage.begin([batch], 1.0 / max(divisor, 1))

@@ -1,5 +1,5 @@
-"""A model split between its layers: each rank of a pipeline keeps the weights of its stages, the others are on the meta
-device.
+"""A model split between its layers: each rank of a pipeline keeps the weights of its stages, the others are on
+the meta device.
 
 The transformers model stays as it is, with all its modules and names; a parameter without memory is another rank's.
 Embedding and first layers are the first stage; the last layers, the final norm and the head the last one. A weight that
@@ -143,8 +143,8 @@ class StageModule(torch.nn.Module):
 
 
 def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: bool) -> torch.nn.Module:
-    """Return a decoder with some of the layers of another one: the same modules, in the same forward pass of its
-    class."""
+    """Return a decoder with some of the layers of another one: the same modules, in the same forward pass
+    of its class."""
     # Private: copy.copy shares the table of children, `_modules`, with the full decoder, which must keep all (torch
     # 2.13). A ModuleList of some layers alone would need a forward pass of its own for each architecture.
     part = copy.copy(full)

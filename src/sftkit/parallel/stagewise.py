@@ -1,5 +1,5 @@
-"""The forward pass of a whole model, stage by stage, on the ranks that hold them: for evaluation, generation and
-checks.
+"""The forward pass of a whole model, stage by stage, on the ranks that hold them: for evaluation,
+generation and checks.
 
 All ranks of a pipeline call orig_model with the same inputs, as if each had all of it. Each computes its own layers and
 passes the others by; hidden states go from stage to stage, logits from the last stage to all. No weight leaves its
@@ -93,9 +93,9 @@ def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Par
 
 
 def _not_repeated(orig_model: PreTrainedModel, stages: Stages) -> dict[torch.nn.Module, bool]:
-    """Return gradient_checkpointing, which transformers sets and reads on each layer, as False for the first layer of
-    each stage but the first: a forward pass that a backward pass repeats would wait for hidden states that nobody sends
-    again."""
+    """Return gradient_checkpointing, which transformers sets and reads on each layer, as False for the first layer
+    of each stage but the first: a forward pass that a backward pass repeats would wait for hidden states that
+    nobody sends again."""
     blocks = decoder_blocks(orig_model)
     receiving = [blocks[sum(stages.layers[:stage])] for stage in range(1, len(stages.layers))]
     return {layer: False for layer in receiving if "gradient_checkpointing" in vars(layer)}
@@ -121,8 +121,8 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
                 yield block, own
     if not stages.last:
         yield norm, _as_it_is
-    # The head is the last that is called; ranks without it give their hidden states, which only have to have a
-    # gradient.
+    # The head is the last that is called; ranks without it give their hidden states, which only have to
+    # have a gradient.
     own_logits = projection.forward if stages.last else _as_it_is
     yield projection, lambda hidden: _Logits.apply(own_logits(hidden), projection.out_features, stages)
 
@@ -171,8 +171,8 @@ class _Links:
         """Return the sender's tensor on the receiver, on other ranks the given one, of its shape and dtype. Nothing is
         waited for where it is sent, unless IN_FLIGHT earlier ones are still on their way."""
         if self.stages.pipeline_rank == sender:
-            # Sent tensors are held until they have arrived; without a limit a first stage would run ahead and keep all
-            # of them.
+            # Sent tensors are held until they have arrived; without a limit a first stage would run ahead and keep
+            # all of them.
             self.finish(IN_FLIGHT - 1)
             sent = value.contiguous()
             self._in_flight.append((self._work(dist.isend, sent, receiver), sent))
@@ -187,8 +187,8 @@ class _Links:
             self._in_flight.popleft()[0].wait()
 
     def _work(self, way: Callable[..., Any], value: Tensor, peer: int) -> dist.Work:
-        """Send or receive as torch's schedules do: NCCL then takes the group's communicator, and makes none for the
-        pair."""
+        """Send or receive as torch's schedules do: NCCL then takes the group's communicator, and makes none
+        for the pair."""
         # pytorch #160342: a single isend makes a communicator for each pair of ranks, with buffers of its own.
         group = self.stages.group
         (work,) = dist.batch_isend_irecv([dist.P2POp(way, value, dist.get_global_rank(group, peer), group)])
@@ -216,8 +216,8 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, width: int, stages: Stages) -> Tensor:
-        """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [..., H] in
-        others."""
+        """Return the logits on all ranks. `own`: logits [..., V] in the last stage, hidden states [...,
+        H] in others."""
         ctx.last, ctx.shape = stages.last, own.shape
         logits = own.contiguous() if stages.last else own.new_empty(*own.shape[:-1], width)
         dist.broadcast(logits, src=stages.last_rank, group=stages.group)

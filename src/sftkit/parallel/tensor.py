@@ -1,9 +1,9 @@
 """Tensor parallelism: the matrices of a block are sharded over ranks, activations between them by position.
 
-Ranks of a group hold the same rows. Each computes embedding, norms and loss for its own columns of them; attention and
-the feed-forward layer see whole rows and some of the heads and channels: an all-gather before, a reduce-scatter after
-(Megatron's sequence parallelism, arXiv 2205.05198). `without_sequence_parallel`, for decoding and checks, turns that
-off.
+Ranks of a group hold the same rows. Each computes embedding, norms and loss for its own columns of them; attention
+and the feed-forward layer see whole rows and some of the heads and channels: an all-gather before, a reduce-scatter
+after (Megatron's sequence parallelism, arXiv 2205.05198). `without_sequence_parallel`, for decoding and checks,
+turns that off.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
     # On the model, where without_sequence_parallel finds it.
     activations = Activations()
     orig_model._activations = activations  # type: ignore[assignment]
-    # Placements are asked at each call, as without_sequence_parallel changes that of activations. Heads are dimension
-    # 2.
+    # Placements are asked at each call, as without_sequence_parallel changes that of activations. Heads
+    # are dimension 2.
     channels, heads = _as_dtensor(mesh, lambda: Shard(-1)), _as_dtensor(mesh, lambda: Shard(2))
     between, add_up = _as_dtensor(mesh, lambda: activations.placement), _add_up(activations)
-    # By hooks: the model's own code then computes on plain tensors of this rank's heads and channels, in whatever
-    # attention backend.
+    # By hooks: the model's own code then computes on plain tensors of this rank's heads and channels, in
+    # whatever attention backend.
     for names, placement, pre_hook, hook in (
         (COLUMNWISE, Shard(0), None, _to_local),
         (ROWS, Shard(1), channels, add_up),

@@ -1,5 +1,5 @@
-"""Turn a model with its loss, compiled in place, into what a train step calls: replicas (DDP), shards (FSDP2) or
-stages."""
+"""Turn a model with its loss, compiled in place, into what a train step calls: replicas (DDP), shards
+(FSDP2) or stages."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def distribute(
 
 
 def replicate(model: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
-    """Return the model on the device, wrapped by DDP where there are several processes; it keeps its identity
-    inside."""
-    # torch 2.13 deprecates broadcast_buffers for forward_sync_buffers (pytorch #178054); 2.11 and Accelerate know only
-    # this name.
+    """Return the model on the device, wrapped by DDP where there are several processes; it keeps
+    its identity inside."""
+    # torch 2.13 deprecates broadcast_buffers for forward_sync_buffers (pytorch #178054); 2.11 and Accelerate know
+    # only this name.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*broadcast_buffers")
         return rt.accelerator.prepare(model)
@@ -69,6 +69,6 @@ def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> Abstrac
 
 
 def gradient_scale(rt: Runtime) -> float:
-    """Return the factor of the loss that makes gradients sums over ranks: DDP averages them, shards and stages add them
-    up."""
+    """Return the factor of the loss that makes gradients sums over ranks: DDP averages them, shards and stages
+    add them up."""
     return 1.0 if rt.topology.partial else float(rt.world_size)

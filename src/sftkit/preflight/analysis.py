@@ -121,8 +121,8 @@ def machine_of(rt: Runtime) -> tuple[str, int]:
 
 
 def record_preflight(run_dir: Path, rt: Runtime, analysis: dict[str, Any]) -> None:
-    """Write what `analyse` returned to preflight.json, print what was read in a few lines, and warn of data; for the
-    main rank.
+    """Write what `analyse` returned to preflight.json, print what was read in a few lines, and warn of data; for
+    the main rank.
 
     Memory and disk are in the file alone; the memory plan and the checkpoints print lines of their own.
     """
@@ -163,8 +163,8 @@ def lines(analysis: dict[str, Any]) -> list[str]:
 
 
 def encoder_padding_text(analysis: dict[str, Any]) -> str:
-    """Return what empty places cost an encoder in each layout, which its padding does not say; empty without an
-    encoder."""
+    """Return what empty places cost an encoder in each layout, which its padding does not say; empty
+    without an encoder."""
     known = [row for row in analysis["layouts"] if row.get("taken_pct") is not None]
     taken = [f"{row['layout']} {row['taken_pct']:.1f} %" for row in known]
     if not taken:
@@ -190,8 +190,8 @@ def source_text(source: dict[str, Any]) -> str:
 
 
 def finding_lines(analysis: dict[str, Any]) -> list[str]:
-    """Return a line for each reason for which rows of a source were left out, or are odd. The log of a run has them by
-    itself."""
+    """Return a line for each reason for which rows of a source were left out, or are odd. The log of a run has
+    them by itself."""
     sources = [*analysis["sources"], *analysis["validation"]]
     return [
         f"{source['name']}: {findings.finding_text(Finding(**one))}" for source in sources for one in source["findings"]

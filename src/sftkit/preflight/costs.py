@@ -1,5 +1,5 @@
-"""Estimate the cost of a run before it starts: positions of each layout, memory, disk, and hours where a speed was
-measured."""
+"""Estimate the cost of a run before it starts: positions of each layout, memory, disk, and hours where a
+speed was measured."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def _taken_pct(plan: Sequence[GlobalBatch], layout: Layout) -> float:
 
 
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
-    """Return another layout for the same data and processes; settings that only go with one layout hold for that
-    one."""
+    """Return another layout for the same data and processes; settings that only go with one layout hold
+    for that one."""
     # A multiple that goes with the run's own layout may not divide max_length in another, which would be refused.
     asked = data.pad_multiple or PAD_MULTIPLE
     multiple = asked if own.max_length % asked == 0 else 1
@@ -112,8 +112,8 @@ def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, 
 
 
 def eager_positions(lengths: np.ndarray, epoch: Sequence[GlobalBatch], dynamic: Layout) -> int:
-    """Return the positions of an epoch in which each micro-batch of the dynamic layout is padded to its own longest
-    document.
+    """Return the positions of an epoch in which each micro-batch of the dynamic layout is padded to its
+    own longest document.
 
     Args:
         lengths: int [D], positions of the documents that `epoch` numbers.
@@ -263,8 +263,8 @@ def disk_facts(
 
 
 def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
-    """Return the most checkpoints that are on disk together: those kept, the best, pinned ones, and the one being
-    written."""
+    """Return the most checkpoints that are on disk together: those kept, the best, pinned ones, and the
+    one being written."""
     # One more than by the interval: a run ends with a checkpoint.
     saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
     pinned = steps // checkpoint.pin_every if checkpoint.pin_every else 0

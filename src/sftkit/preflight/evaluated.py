@@ -32,8 +32,8 @@ def best(get: Get, stage: str | None) -> Iterator[Problem]:
 
 
 def validation_metrics(sources: Sequence[dict]) -> list[str]:
-    """Return the names that evals.validation.validate gives the values of validation sources, those of all together
-    first."""
+    """Return the names that evals.validation.validate gives the values of validation sources, those of
+    all together first."""
     prefixes = ["val", *(f"val/{source_label(SourceConfig(**source))}" for source in sources)] if sources else []
     return [f"{prefix}/{metric}" for prefix in prefixes for metric in ("loss", "bpb")]
 

@@ -1,5 +1,5 @@
-"""Make what a run would start from, without a GPU and without weights: tokenizer, sizes of the model, examples, memory
-plan."""
+"""Make what a run would start from, without a GPU and without weights: tokenizer, sizes of the model,
+examples, memory plan."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ def preflight_console() -> Console:
 
 
 def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequence[Preview]) -> None:
-    """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets stand in for
-    them."""
+    """Print all of a preflight on the terminal. Without colours (NO_COLOR, or no terminal) brackets stand
+    in for them."""
     # A pipe or file keeps no colours, and what is learned must show there too.
     plain = console.no_color or not console.is_terminal
     costs = [f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"]

@@ -155,9 +155,9 @@ def _series(one: Series, x: Axis, y: Axis, kind: str) -> Html:
     """Draw the line, its intervals, and points that say their value when pointed at."""
     places = " ".join("gap" if value is None else f"{x(step)},{y(value)}" for step, value in one.points)
     known = [(step, value) for step, value in one.points if value is not None]
-    # Few points are all drawn as dots, and the line between them is faint: two points show no trend. Of many only some
-    # answer the pointer, so that a page of thousands of steps stays small; the last, which is asked for most, always
-    # does.
+    # Few points are all drawn as dots, and the line between them is faint: two points show no trend. Of many only
+    # some answer the pointer, so that a page of thousands of steps stays small; the last, which is asked for
+    # most, always does.
     few = len(known) <= _FEW
     stride = -(-len(known) // _MAX_TITLES)
     told = known[::stride] + ([known[-1]] if (len(known) - 1) % stride else [])

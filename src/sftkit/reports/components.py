@@ -127,8 +127,8 @@ def setting(value: Any) -> Html:
 def figure(
     title: str, unit: str, series: Sequence[Series], axis: ValueAxis = PLAIN_AXIS, *, wide: bool = False
 ) -> Html | None:
-    """Return a chart with its title, unit and legend; a logarithmic axis where values span much and it need not begin
-    at 0.
+    """Return a chart with its title, unit and legend; a logarithmic axis where values span much and it need not
+    begin at 0.
 
     None without a value.
     """

@@ -35,8 +35,8 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
                 continue
             if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
                 continue
-            # low and high stand beside a task, not beside a metric: with several metrics nobody could say whose they
-            # are.
+            # low and high stand beside a task, not beside a metric: with several metrics nobody could say
+            # whose they are.
             alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
             bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
             _keep(table, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)

@@ -1,7 +1,7 @@
 """The style of the page: light, dark, narrow and on paper. No fonts, images or scripts from anywhere."""
 
-# A backslash at the end of a line joins it with the next; colours are variables, so that dark and print only set
-# others.
+# A backslash at the end of a line joins it with the next; colours are variables, so that dark and print
+# only set others.
 CSS = """
 :root {
   color-scheme: light dark;

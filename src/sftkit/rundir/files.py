@@ -17,8 +17,8 @@ def replace_text(path: Path, text: str) -> None:
     """Write a small file so that readers see the old text or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
-    # Flushed before the rename, and the directory after it: else a power failure could leave the new name on an empty
-    # file.
+    # Flushed before the rename, and the directory after it: else a power failure could leave the new name on
+    # an empty file.
     flush(temporary)
     os.replace(temporary, path)
     flush(path.parent)

@@ -80,8 +80,8 @@ def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
 
 
 def report_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, words: list[str]) -> str:
-    """Return the message about a run that was killed. Write it to run_status.json too, unless a surviving rank has done
-    so.
+    """Return the message about a run that was killed. Write it to run_status.json too, unless a surviving rank
+    has done so.
 
     Args:
         number: the signal that killed it.

@@ -1,5 +1,5 @@
-"""The lock of a run directory: only one live run writes there; a second one is refused, and told which run that is. No
-torch.
+"""The lock of a run directory: only one live run writes there; a second one is refused, and told which run that
+is. No torch.
 
 The kernel holds it (flock), so it ends with the process, however that ends. A record beside it names the holder, for
 the message, and for file systems whose flock does not exist or does not reach other machines.
@@ -137,8 +137,8 @@ def take_lock(run_dir: Path) -> RunLock:
             continue
         try:
             by_kernel = _flock(lock._descriptor, path)
-            # Between open and flock the holder before may have removed or renamed the file: then this lock guards
-            # nothing.
+            # Between open and flock the holder before may have removed or renamed the file: then this
+            # lock guards nothing.
             if lock._is_at(path):
                 _check_earlier(read_holder(path), path, by_kernel=by_kernel)
                 _write(lock._descriptor, path, by_kernel=by_kernel)

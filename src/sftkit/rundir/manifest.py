@@ -66,9 +66,9 @@ def verify(folder: Path) -> str | None:
 
 
 def check_loadable(path: str) -> None:
-    """Refuse a step directory whose files are not those that its run wrote, before anything in it is loaded. A hub name
-    and a folder of another origin are not looked at. Of several processes that ask at a time one reads the files; the
-    others wait.
+    """Refuse a step directory whose files are not those that its run wrote, before anything in it is loaded. A hub
+    name and a folder of another origin are not looked at. Of several processes that ask at a time one reads the files;
+    the others wait.
 
     Optimizer and random states are left out: only a resume loads them, and that verifies all.
 
@@ -106,8 +106,8 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
 
 
 def digest(folder: Path) -> str | None:
-    """Return the sha256 of a step directory's manifest, which stands for the bytes of all its files; None without
-    one."""
+    """Return the sha256 of a step directory's manifest, which stands for the bytes of all its files;
+    None without one."""
     return hash_of(folder / MANIFEST)
 
 
@@ -173,8 +173,8 @@ def _hashes(folder: Path, paths: Sequence[Path]) -> list[str]:
         computed = dict(zip(unknown, sha256_of(unknown), strict=True))
         found = [computed.get(path) or known[stamp] for path, stamp in zip(paths, stamps, strict=True)]
         if computed:
-            # Kept is what did not change while it was read, and is old enough that a change would have shown in its
-            # times.
+            # Kept is what did not change while it was read, and is old enough that a change would have shown
+            # in its times.
             lines = [
                 [*stamp, value]
                 for path, stamp, value in zip(paths, stamps, found, strict=True)

@@ -253,8 +253,8 @@ def trained_length(folder: Path) -> int | None:
 
 
 def unresolved_reason(path: str | None) -> str:
-    """Return why a recipe must set data.max_length: it starts from a path, or anew (None), without an earlier run that
-    has one."""
+    """Return why a recipe must set data.max_length: it starts from a path, or anew (None), without an earlier run
+    that has one."""
     return f"{path or 'a new model'} has no earlier run to inherit it from; set it, say 2048"
 
 

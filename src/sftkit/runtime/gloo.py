@@ -14,11 +14,11 @@ import torch.distributed as dist
 def use_one_worker_per_group() -> None:
     """Give each gloo group that this process makes from now on one worker thread; torch gives it two.
 
-    Both note the name of what they run in one std::string of the group without a lock (ProcessGroupGloo::runLoop, torch
-    2.11 to 2.13). A name of over 15 letters is on the heap, such as that of coalesced all-gathers, which every
-    functional all-gather is: two of them in flight free it twice, and the process dies with "malloc(): unaligned tcache
-    chunk detected" some seconds later. No option of init_process_group reaches the number of threads. No issue is
-    known.
+    Both note the name of what they run in one std::string of the group without a lock (ProcessGroupGloo::runLoop,
+    torch 2.11 to 2.13). A name of over 15 letters is on the heap, such as that of coalesced all-gathers, which every
+    functional all-gather is: two of them in flight free it twice, and the process dies with "malloc(): unaligned
+    tcache chunk detected" some seconds later. No option of init_process_group reaches the number of threads. No
+    issue is known.
 
     The replaced `__init__` is never put back: groups are made at any time of the process.
     """

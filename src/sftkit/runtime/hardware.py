@@ -40,8 +40,8 @@ _RESULTS = ("benchmarks/ledger.jsonl", "benchmarks/*/results/*", "docs/compile_l
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the datasheet's dense bf16 FLOP/s of the device; None: an unknown device has no MFU rather than a guessed
-    one."""
+    """Return the datasheet's dense bf16 FLOP/s of the device; None: an unknown device has no MFU rather than
+    a guessed one."""
     if device.type != "cuda":
         return None
     return peak_flops_by_name(torch.cuda.get_device_name(device))
@@ -49,8 +49,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 @cache
 def peak_flops_by_name(name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a device of that name; None, after one warning, for a name that is not in the
-    table."""
+    """Return the dense bf16 FLOP/s of a device of that name; None, after one warning, for a name that is not
+    in the table."""
     known = (flops for part, flops in PEAK_BF16_FLOPS if re.search(rf"\b{part}\b", name))
     # A laptop's GPU has the name of a faster desktop card in its own.
     flops = None if "Laptop" in name else next(known, None)
@@ -101,8 +101,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def memory_counters(device: torch.device) -> dict[str, float | None]:
-    """Return mem/reserved_gib, mem/alloc_retries and mem/ooms of the caching allocator of this rank's GPU; None on
-    other devices."""
+    """Return mem/reserved_gib, mem/alloc_retries and mem/ooms of the caching allocator of this rank's GPU; None
+    on other devices."""
     if device.type != "cuda":
         return {"mem/reserved_gib": None, "mem/alloc_retries": None, "mem/ooms": None}
     stats = torch.cuda.memory_stats(device)

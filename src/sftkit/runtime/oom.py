@@ -1,5 +1,5 @@
-"""Find out who ended a process that was killed, from the signal and from what the kernel shows of its OOM killer. No
-torch."""
+"""Find out who ended a process that was killed, from the signal and from what the kernel shows of its OOM
+killer. No torch."""
 
 from __future__ import annotations
 

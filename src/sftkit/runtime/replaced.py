@@ -20,8 +20,8 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def replaced_in_each(name: str, values: Mapping[Any, object]) -> Iterator[None]:
-    """Give an attribute of each object another value within the context; afterwards one that its class had alone is its
-    class's again.
+    """Give an attribute of each object another value within the context; afterwards one that its class had alone is
+    its class's again.
 
     Args:
         values: object -> value.

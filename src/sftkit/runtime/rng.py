@@ -11,8 +11,8 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of Python's, numpy's and torch's generators, in types that torch.load(weights_only=True)
-    takes."""
+    """Return the states of Python's, numpy's and torch's generators, in types
+    that torch.load(weights_only=True) takes."""
     # numpy's keys as a tensor, since weights_only refuses its arrays. Of GPUs the one that this rank computes on: the
     # others are other ranks'.
     kind, keys, position, has_gauss, gauss = np.random.get_state()

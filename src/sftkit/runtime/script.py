@@ -17,8 +17,8 @@ they are not, waiting threads would take them from the one that they wait for.""
 
 
 def script(main: Callable[[], int | None]) -> None:
-    """Run a script's main: errors become messages, and the process group is closed. Errors inside a run are told by its
-    Runtime.
+    """Run a script's main: errors become messages, and the process group is closed. Errors inside a run are told
+    by its Runtime.
 
     A signal ends the process at once, with what it has started, until a run saves before it stops, and whenever a
     script has nothing to save: an exception in the middle of an import would end as something else, and as a traceback.

@@ -27,8 +27,8 @@ _END, _MARK = b"\0", b"\xff"
 
 
 def ignore_signals(numbers: Iterable[int] = SIGNALS) -> None:
-    """Ignore signals: in a worker, whose main process decides when to stop, and where another one must change
-    nothing."""
+    """Ignore signals: in a worker, whose main process decides when to stop, and where another one
+    must change nothing."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
@@ -104,8 +104,8 @@ class Stopping:
             self.deadline.add_step(seconds, last_save)
 
     def end_at_once(self, end: Callable[[int], None]) -> None:
-        """Have a signal end the process until `save_first`: there is nothing to save, and compilers that it interrupts
-        would fail.
+        """Have a signal end the process until `save_first`: there is nothing to save, and compilers that it
+        interrupts would fail.
 
         Args:
             end: is given the signal's number; where it returns, there is something to save by now.
@@ -160,8 +160,8 @@ class Listener:
         self._reading, self._writing = os.pipe()
         # As Python demands: its handler in C must not wait for a pipe that is full.
         os.set_blocking(self._writing, False)
-        # Python writes a signal's number to this pipe at once; a handler would wait for the main thread's next
-        # bytecode.
+        # Python writes a signal's number to this pipe at once; a handler would wait for the main
+        # thread's next bytecode.
         self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()

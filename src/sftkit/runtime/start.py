@@ -157,8 +157,8 @@ class Runtime:
         return self.accelerator.is_main_process
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise sum over ranks of a tensor of any shape on this rank's device; every rank must call
-        it."""
+        """Return the elementwise sum over ranks of a tensor of any shape on this rank's device; every rank
+        must call it."""
         if self.world_size == 1:
             return values
         total = values.clone()
@@ -173,8 +173,7 @@ class Runtime:
 
     def from_main(self, decide: Callable[[], T]) -> T:
         """Return on every rank what the main rank decides; `decide` is called there alone, and an error that it raises
-        is
-        raised on every rank: otherwise they would wait forever. Every rank must call it."""
+        is raised on every rank: otherwise they would wait forever. Every rank must call it."""
         if self.world_size == 1:
             return decide()
         box: list[T | Exception | None] = [None]
@@ -227,16 +226,16 @@ class Runtime:
             raise Stopped
 
     def signal_of_any_rank(self) -> int | None:
-        """Return the signal that any rank has received, the same on every rank; None: none has. Every rank must call
-        it."""
+        """Return the signal that any rank has received, the same on every rank; None: none has. Every rank
+        must call it."""
         # One sum for all signals: a number for each rank would need a gather.
         counts = self.sum(torch.tensor([float(self.stopping.signal == n) for n in SIGNALS], device=self.device))
         return next((number for number, count in zip(SIGNALS, counts.tolist(), strict=True) if count), None)
 
 
 def resolve_precision(wanted: str) -> str:
-    """Return "bf16" or "fp32": 'auto' follows the launcher's mixed_precision, else it is bf16 on a GPU that has it,
-    else fp32.
+    """Return "bf16" or "fp32": 'auto' follows the launcher's mixed_precision, else it is bf16 on a GPU that has
+    it, else fp32.
 
     Raises:
         ConfigError: the launcher's mixed_precision is neither "no" nor "bf16".
@@ -257,8 +256,8 @@ def start(
 ) -> Runtime:
     """Join the process group, seed every generator, and return the Runtime.
 
-    Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see compile/contract.py
-    and engine/step.py.
+    Accelerate's own dynamo and its division of the loss by accumulation steps are pinned off: see
+    compile/contract.py and engine/step.py.
 
     Args:
         dashboard: Accelerate's name of the dashboard that the run is logged to; None: none.

@@ -1,5 +1,5 @@
-"""One width of vector instructions for the CPU kernels that Inductor writes and for those that it finds in its
-cache."""
+"""One width of vector instructions for the CPU kernels that Inductor writes and for those that it finds
+in its cache."""
 
 from __future__ import annotations
 

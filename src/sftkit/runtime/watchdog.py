@@ -84,8 +84,8 @@ class Watchdog:
                 self._report_hang(idle)
 
     def _write_heartbeat(self, *, flush: bool = False) -> None:
-        """Show that this rank lives. Machines that share the disk read it when it is flushed, those that share memory
-        at once."""
+        """Show that this rank lives. Machines that share the disk read it when it is flushed, those that share
+        memory at once."""
         if self._status.heartbeat is None:
             self._status.heartbeat = open_heartbeat(self._status)
         self._status.beat()

@@ -147,8 +147,8 @@ class Health:
         stop, skipped = any(known.stop for known in steps), 0
         if stop:  # this step is the last one, which is logged and saved
             steps += self._flags.read(wait=True)
-        # Every rank has read the same flags, so all take the same branch below: what is gathered there needs all of
-        # them.
+        # Every rank has read the same flags, so all take the same branch below: what is gathered there needs
+        # all of them.
         for known in steps:
             self._in_a_row = self._in_a_row + 1 if known.skipped else 0
             self._in_window += known.skipped

@@ -35,8 +35,8 @@ _COUNTS = {
 
 
 class Meter:
-    """Adds up the metrics of a window, the steps since the last `read`; losses and norms stay on the device until
-    then."""
+    """Adds up the metrics of a window, the steps since the last `read`; losses and norms stay on the
+    device until then."""
 
     def __init__(self, orig_model: PreTrainedModel, objective: Objective, batches: Batches, rt: Runtime) -> None:
         """Begin a window; find out what can be counted for this model."""
@@ -115,8 +115,8 @@ class Meter:
         self._source_tokens += np.asarray(step_batches.source_tokens)
         self._tokens += step_batches.num_tokens
         self._targets += step_batches.num_targets
-        # In a pipeline only the last stage has a loss: targets that every stage counted would add up to several times
-        # as many.
+        # In a pipeline only the last stage has a loss: targets that every stage counted would add up to several
+        # times as many.
         if self._rt.has_loss:
             self._own_divisor += sum(map(self._objective.count, step_batches.micro_batches))
         self._positions += step_batches.num_positions
@@ -142,9 +142,8 @@ class Meter:
 
     def read(self) -> dict[str, float | None]:
         """Return the window's metrics and begin a new one; every rank must call it. Waits for the device, once."""
-        # Sums over all ranks: means are over the targets of the steps that were not skipped.
-        # Reading sums is the one wait for the device in a window. Times are taken after it, so that they hold whole
-        # steps.
+        # Sums over all ranks: means are over the targets of the steps that were not skipped. Reading sums is the one
+        # wait for the device in a window. Times are taken after it, so that they hold whole steps.
         sums, waits, peaks = self._exchange()
         means = self._sums.means_of(sums, self._divisor - self._skipped_divisor)
         self.planned_targets += self._divisor

@@ -38,8 +38,8 @@ class StepClock:
         return seconds
 
     def so_far(self) -> list[float]:
-        """Return the same without starting anew. Before a pause this waits for the last step, as the pause itself
-        does."""
+        """Return the same without starting anew. Before a pause this waits for the last step, as the
+        pause itself does."""
         for before, after in pairwise(self._marks):
             if isinstance(after, float):
                 self._seconds.append(after - before)  # type: ignore[operator]

@@ -82,8 +82,8 @@ def start_summary(status: RunStatus, ready: WarmUp, evaluation: Evaluation, run_
 def begin_writing(
     rt: Runtime, services: TrainServices, step: int, evaluation: Evaluation, axes: dict[str, float | None]
 ) -> float:
-    """Claim the run directory and begin to write in it, after the first step of this start, or if no step is left to
-    do.
+    """Claim the run directory and begin to write in it, after the first step of this start, or if no step is
+    left to do.
 
     Args:
         step: that this start resumed from, or 0. evaluation: of that step, empty if there was none. axes: see
@@ -93,9 +93,9 @@ def begin_writing(
         the seconds that this took.
     """
     started = time.perf_counter()
-    # In this order: the directory becomes ours, checkpoints of steps that are trained again go aside, and only then
-    # lines are appended after the resumed step. A start that fails before its first step thus changes nothing of an
-    # earlier run.
+    # In this order: the directory becomes ours, checkpoints of steps that are trained again go aside, and only
+    # then lines are appended after the resumed step. A start that fails before its first step thus changes nothing
+    # of an earlier run.
     claim_run_dir(rt)
     services.checkpoints.archive_later_steps(step)
     services.tracker.open()

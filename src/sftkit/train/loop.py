@@ -48,8 +48,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     status = open_status(rt, services, total_steps, cfg.train.max_minutes)
     already_done = step == total_steps  # then the proof.json of the earlier start stays
     with Watchdog(rt, status, cfg.run), closing(engine):
-        # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data go to
-        # proof.json.
+        # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data
+        # go to proof.json.
         ready, checks = warm_up_engine(engine, batches, services, status, rt)
         # After the warm-up, so that a run that cannot train is refused before it spends time on an evaluation.
         evaluation = first_evaluation(cfg, status, rt, engine, services)
@@ -87,8 +87,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 step_batches = next(steps)
                 monitor.meter.waited(time.perf_counter() - started)
 
-                # Step: forward, backward, update. The host should not wait for the device here; `syncs` counts if it
-                # does.
+                # Step: forward, backward, update. The host should not wait for the device here; `syncs` counts
+                # if it does.
                 status.at(step, "step")
                 lr = learning_rate(step, total_steps, cfg.optim)
                 stop_requested = rt.stopping.stop_requested()

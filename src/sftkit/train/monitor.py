@@ -18,8 +18,8 @@ from sftkit.train.parts import TrainServices
 
 
 class Monitor:
-    """Meter, health and load of experts, which all see the same steps. Every rank has one and calls the same
-    methods."""
+    """Meter, health and load of experts, which all see the same steps. Every rank has one and calls
+    the same methods."""
 
     def __init__(self, cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> None:
         """Begin to measure; a resumed run restores its counts and the window of steps that are not logged yet."""

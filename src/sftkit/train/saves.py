@@ -39,8 +39,8 @@ def checkpoint_state(
 ) -> dict[str, Any]:
     """Return the state as JSON values, by the names under which Checkpoints.resume returns them."""
     return {
-        # Beside weights, optimizer and random states this is all that a resume needs: what it must not count or plan
-        # anew.
+        # Beside weights, optimizer and random states this is all that a resume needs: what it must not count
+        # or plan anew.
         "tokens": position.progress.tokens,
         "max_length": batches.layout.max_length,
         PROGRESS: asdict(position.progress),

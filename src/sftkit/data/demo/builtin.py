@@ -1,5 +1,5 @@
-"""Small chat tasks with exact answers, made on this machine: conversations of one or two problems for mid-training and
-SFT.
+"""Small chat tasks with exact answers, made on this machine: conversations of one or two problems for
+mid-training and SFT.
 
 A problem is a family and its operands; their hash decides whether it is held out, so no held-out problem occurs in
 training in any phrasing, under any system message, in any turn.

@@ -1,5 +1,5 @@
-"""Pictures that determine their caption, so that learning can be measured: a grid of colours, named one after the
-other.
+"""Pictures that determine their caption, so that learning can be measured: a grid of colours, named one
+after the other.
 
 Each colour has a level of red, of green and of blue, and its name spells them: bakapa would be black, which stands for
 nothing. A caption has as many tokens as its words and the end: 90 % have 5 to 32, 9 % 33 to 64 and 1 % 65 to 256.

@@ -11,8 +11,8 @@ from sftkit.evals.sandbox import memory
 from sftkit.evals.sandbox.programs import SANDBOX_ADVICE, ProgramLimits, ProgramTests, run_tests
 from sftkit.evals.sandbox.system_calls import CLONE, MACHINES, REFUSED
 
-# A wall that does not stand is a sandbox that is not there. Each call would succeed, or fail otherwise, without its
-# wall.
+# A wall that does not stand is a sandbox that is not there. Each call would succeed, or fail otherwise,
+# without its wall.
 PROBE = """
 import ctypes, errno, os, socket, time
 libc = ctypes.CDLL(None, use_errno=True)

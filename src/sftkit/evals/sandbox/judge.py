@@ -64,8 +64,8 @@ class Program:
         """Return what the program's process answers; what its code raises is raised here, as an error
         of Python's own classes.
 
-        If it is gone, or answers with what is not data, that is the end: no `except` of a test may take it for an
-        error.
+        If it is gone, or answers with what is not data, that is the end: no `except` of a test may take it
+        for an error.
         """
         # A new one for each request: numbers of containers of an earlier one would let the program name lists that it
         # no longer has.
@@ -153,8 +153,8 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
 
 
 def _run(job: dict[str, Any], program: Program) -> None:
-    """Execute what the tests are given, the program in its process, and the tests; what any of them raises is
-    raised."""
+    """Execute what the tests are given, the program in its process, and the tests; what any of them
+    raises is raised."""
     # The preamble comes first, so that the program's own names replace those that it shares with it.
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(job["preamble"], "given", "exec"), names)

@@ -39,8 +39,8 @@ def main() -> None:
 
 def launch(spec: dict[str, Any]) -> NoReturn:
     """Run the process outside: build the namespaces and the root, start pid 1, wait for it."""
-    # The caller's umask may keep the sandbox's user out of the folders made below; this process ends, so nothing is put
-    # back.
+    # The caller's umask may keep the sandbox's user out of the folders made below; this process ends, so nothing
+    # is put back.
     os.umask(0o022)
     # If sftkit is killed, this process must not stay behind with a program in it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -94,8 +94,8 @@ def build_root(root: str, visible: list[str], mib: int) -> None:
 def enter(root: str) -> None:
     """Make `root` the whole file system: nothing outside it can be named any more."""
     os.chdir(root)
-    # The old root is stacked on the new one by ".", and taken off at once: no folder is needed for it (pivot_root(2),
-    # NOTES).
+    # The old root is stacked on the new one by ".", and taken off at once: no folder is needed for
+    # it (pivot_root(2), NOTES).
     _check("pivot_root", libc.pivot_root(b".", b"."))
     _check("umount of the old root", libc.umount2(b".", MNT_DETACH))
     os.chroot(BOX)
@@ -121,8 +121,8 @@ def drop_privileges(user: int | None) -> None:
 
 
 def install_filter() -> None:
-    """Put this process and all that it starts under the filter, for good; it needs no_new_privs. OSError: it cannot
-    be."""
+    """Put this process and all that it starts under the filter, for good; it needs no_new_privs. OSError:
+    it cannot be."""
     code = system_calls.filter_of(os.uname().machine)
     steps = ctypes.create_string_buffer(code, len(code))
     description = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(steps))

@@ -19,8 +19,8 @@ MAX_NEW_TOKENS = 1280
 def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> Task[Question, Answer]:
     """Return the task: the prompts as they are (completion) or as user messages (chat).
 
-    Without the package langdetect, prompts with an instruction about the language are left out, and settings say how
-    many.
+    Without the package langdetect, prompts with an instruction about the language are left out, and settings
+    say how many.
     """
     if shots:
         raise ConfigError(f"eval.shots: {shots}: ifeval has no few-shot examples; set 0 or null")

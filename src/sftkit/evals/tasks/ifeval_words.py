@@ -1,8 +1,8 @@
 """Sentences and words of a text as IFEval counts them: NLTK's Punkt and Treebank tokenizers, without their data.
 
-Sentences follow Kiss and Strunk's Punkt with a fixed list of abbreviations and of words that begin sentences, where
-NLTK reads a trained model that would have to be downloaded. Words follow Robert MacIntyre's Treebank rules as NLTK has
-them.
+Sentences follow Kiss and Strunk's Punkt with a fixed list of abbreviations and of words that begin sentences,
+where NLTK reads a trained model that would have to be downloaded. Words follow Robert MacIntyre's Treebank rules
+as NLTK has them.
 """
 
 from __future__ import annotations

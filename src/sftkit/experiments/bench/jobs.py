@@ -1,5 +1,5 @@
-"""From a plan to what the process of each run is told: a recipe that is checked as every recipe is. No torch in this
-file."""
+"""From a plan to what the process of each run is told: a recipe that is checked as every recipe is. No torch
+in this file."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ class RunPlan:
 
 @settings
 class Ablations:
-    """Runs that each change a little of one run, `of`: they have its steps, the name `of: label`, and it as their
-    baseline."""
+    """Runs that each change a little of one run, `of`: they have its steps, the name `of: label`, and it
+    as their baseline."""
 
     of: str
     each: dict[str, dict[str, Any]]

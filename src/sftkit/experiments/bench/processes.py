@@ -1,5 +1,5 @@
-"""The processes of a run: one, or several that `accelerate launch` starts in a topology; how they end. No torch in this
-file."""
+"""The processes of a run: one, or several that `accelerate launch` starts in a topology; how they end. No torch
+in this file."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def own_caches(folder: Path) -> dict[str, str]:
 def run_logged(words: list[str], log: Path, environment: dict[str, str], timeout_seconds: int) -> str | None:
     """Run a command, its output into `log`. Return how it ended and its last line; None: it ended well.
 
-    It is over when this returns: what it has started is killed with it if the time is up or this process is
-    interrupted.
+    It is over when this returns: what it has started is killed with it if the time is up or this
+    process is interrupted.
     """
     with log.open("w") as file:
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment})

@@ -80,8 +80,8 @@ def speed_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -
 
 
 def loss_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -> str:
-    """Return runs against the run that they should train like, over the steps that both logged; `replaced` as in
-    `speed_table`."""
+    """Return runs against the run that they should train like, over the steps that both logged; `replaced`
+    as in `speed_table`."""
     good = [row for row in rows if not row["error"]]
     cells = []
     for row in good:
@@ -97,8 +97,8 @@ def loss_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) ->
 
 
 def graph_table(rows: Sequence[ResultRow]) -> str:
-    """Return sizes and collectives of the captured graphs of each run, before and after every pass that changed
-    them."""
+    """Return sizes and collectives of the captured graphs of each run, before and after every pass
+    that changed them."""
     cells = []
     for row in rows:
         # A pass that changed nothing has no line.
@@ -112,8 +112,8 @@ def graph_table(rows: Sequence[ResultRow]) -> str:
 
 
 def loss_differences(row: ResultRow, reference: ResultRow) -> dict[str, float]:
-    """Return step -> |loss - loss of the reference|, for the steps that both have; infinite where a loss was not
-    finite."""
+    """Return step -> |loss - loss of the reference|, for the steps that both have; infinite where a loss
+    was not finite."""
     theirs = reference["losses"]
     shared = {step: (loss, theirs[step]) for step, loss in row["losses"].items() if step in theirs}
     # null stands for NaN and infinity, which JSON does not have.
@@ -170,8 +170,8 @@ def steps_per_sec(row: ResultRow) -> float | None:
 
 
 def first_steps(row: ResultRow) -> str:
-    """Return the seconds from before anything is compiled to the end of the warm-up steps, and how many steps those
-    are."""
+    """Return the seconds from before anything is compiled to the end of the warm-up steps, and how many
+    steps those are."""
     seconds = row.get("first_steps_seconds")
     return "-" if seconds is None else f"{seconds:.1f} ({row['steps']['warm_up']} steps)"
 
@@ -207,8 +207,8 @@ def calls_line(rows: Sequence[ResultRow]) -> str:
 
 
 def ratio(row: ResultRow, baseline: ResultRow | None) -> str:
-    """Return useful tokens/s over those of the baseline, with the baseline's name; a dash if they are not of one
-    call."""
+    """Return useful tokens/s over those of the baseline, with the baseline's name; a dash if they are not
+    of one call."""
     # Speeds of two hosts are not compared, even of one kind of GPU.
     if baseline and not same_call(row, baseline):
         return "-"

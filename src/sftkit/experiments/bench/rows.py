@@ -1,5 +1,5 @@
-"""What one run's row of the results holds, from its logged lines; the same for sftkit and for whatever stands beside
-it.
+"""What one run's row of the results holds, from its logged lines; the same for sftkit and for whatever
+stands beside it.
 
 The keys of a line of metrics.jsonl are those of docs/metrics.md.
 """
@@ -103,8 +103,8 @@ def measured_row(
 
 
 def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what every rank counted, and for the row the most of it on any rank: one recompile anywhere is a
-    recompile.
+    """Return what every rank counted, and for the row the most of it on any rank: one recompile anywhere
+    is a recompile.
 
     Args:
         ranks: one entry a rank, in order: peak_memory_gib, reserved_memory_gib (None where unknown) and compile, its
@@ -141,8 +141,8 @@ def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
 
 
 def write_row(job: Job, row: dict[str, Any]) -> None:
-    """Write row.json into the run's folder, for the bench to read when the processes have ended; a row that is there
-    stays."""
+    """Write row.json into the run's folder, for the bench to read when the processes have ended; a row that
+    is there stays."""
     temporary = job.folder / f".row-{os.getpid()}.tmp"
     temporary.write_text(json.dumps(row, indent=1))
     with suppress(FileExistsError):

@@ -132,8 +132,8 @@ def with_saved_code(job: Job, jobs: list[Job], caches: Path) -> Job:
 
 
 def _run_job(job: Job, caches: Path) -> dict[str, Any]:
-    """Run one job in a new process with empty caches of its own, and return its row, which says so if the run
-    failed."""
+    """Run one job in a new process with empty caches of its own, and return its row, which says so if
+    the run failed."""
     path = save_job(job)
     cache = caches / slug(job.name)
     cache.mkdir()

@@ -1,5 +1,5 @@
-"""One run of a plan in this process: assembled as the scripts of stages are, on synthetic documents or those of a
-stage.
+"""One run of a plan in this process: assembled as the scripts of stages are, on synthetic documents or those
+of a stage.
 
 python -m sftkit.experiments.bench.worker JOB.json
 """

@@ -64,8 +64,8 @@ def recipe(case: TopologyCase, folder: Path) -> Config:
 
 
 def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
-    """Return what this rank sees of a case: losses, bytes that it holds, bytes that it exchanges, passes of its
-    stages."""
+    """Return what this rank sees of a case: losses, bytes that it holds, bytes that it exchanges, passes
+    of its stages."""
     rt.topology = case.topology
     cfg = recipe(case, folder)
     lengths = LognormalLengths(count=400, median=24, mean=32, cap=ROW_LENGTH // 2)

@@ -1,5 +1,5 @@
-"""The arithmetic of launch/layouts.py applied to published models, and beside what was measured on GPUs. No torch in
-this file."""
+"""The arithmetic of launch/layouts.py applied to published models, and beside what was measured on GPUs. No torch
+in this file."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ def per_pattern() -> Table:
 
 
 def slow_links() -> Table:
-    """Return a table of the best of each pattern for 8B on eight machines with one GPU each, by the speed of the
-    network."""
+    """Return a table of the best of each pattern for 8B on eight machines with one GPU each, by the speed
+    of the network."""
     cells = []
     for gigabits in (400, 100, 25, 10):
         machines = Machines(8, per_machine=1, between=0.8 * gigabits / 8 * 1e9)
@@ -189,8 +189,8 @@ TITAN_8B = (6667, 6514)
 
 
 def published() -> Table:
-    """Return a table of what others have published of H100s with 400 Gb/s of network each, and what is said here of the
-    same."""
+    """Return a table of what others have published of H100s with 400 Gb/s of network each, and what is said here
+    of the same."""
     few, many = TITAN_8B
     return ["model", "GPUs", "layout", "published", "here, on paper"], [
         [

@@ -1,5 +1,5 @@
-"""What a rank holds in memory and exchanges with others, seen from outside: every operation of torch passes a dispatch
-mode.
+"""What a rank holds in memory and exchanges with others, seen from outside: every operation of torch passes
+a dispatch mode.
 
 One mode sees the collectives of DDP's reducer, of FSDP2, of DTensors (functional ones) and what a pipeline sends alike,
 and every tensor that is made. Counted bytes are those of the whole tensor that the ranks of a group end with or begin
@@ -47,8 +47,8 @@ OURS = "sftkit"
 
 
 class TrafficRecorder(TorchDispatchMode):
-    """A mode that records, inside, what is exchanged and what is alive. Not for compiled code, which dispatches
-    nothing."""
+    """A mode that records, inside, what is exchanged and what is alive. Not for compiled code,
+    which dispatches nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,8 +145,8 @@ class Saved:
     def _pack(self, tensor: torch.Tensor) -> _Kept:
         storage = local(tensor).untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        # _base is private: a view of a weight (a transposed one, say) names the weight there, and takes no memory of
-        # its own.
+        # _base is private: a view of a weight (a transposed one, say) names the weight there, and takes no memory
+        # of its own.
         if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             return _Kept(tensor, lambda: None)
         self.alive += 0 if self._users[key] else size
@@ -176,8 +176,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _ranks(args: Any) -> tuple[int, ...]:
-    """Return the ranks of the group among the arguments of a collective: an object, or a name where it is a functional
-    one."""
+    """Return the ranks of the group among the arguments of a collective: an object, or a name where it is
+    a functional one."""
     for arg in reversed(args):
         # Private, but what functional collectives, whose groups are names (pytorch/pytorch#93173), resolve them with.
         if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):

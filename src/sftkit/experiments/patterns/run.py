@@ -96,8 +96,8 @@ def _measure(cases: list[TopologyCase], folder: Path) -> tuple[dict[str, Any], s
     out, log = folder / f"{processes}.json", folder / f"{processes}.log"
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
     words = [*launcher, "-m", "sftkit.experiments.patterns.measure", str(out), *(case.key for case in cases)]
-    # Ctrl-C reaches this process alone, which then ends the ranks: those of a terminal would get it too, amid their
-    # imports.
+    # Ctrl-C reaches this process alone, which then ends the ranks: those of a terminal would get it too,
+    # amid their imports.
     with starting_processes():
         problem = run_logged([sys.executable, *words], log, _ENVIRONMENT, _TIMEOUT_SECONDS)
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}

@@ -108,8 +108,8 @@ def timeline_picture(ranks: Sequence[Sequence[TimelinePass]], columns: int = 66)
 
 
 def timeline_pictures(results: Results) -> str:
-    """Return when the ranks of some pipelines compute: a digit is the micro-batch of a forward pass, a letter that of a
-    backward pass."""
+    """Return when the ranks of some pipelines compute: a digit is the micro-batch of a forward pass, a letter that of
+    a backward pass."""
     parts = []
     for case in measured_cases(results):
         if case.key in PICTURED:

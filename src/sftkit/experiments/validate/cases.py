@@ -1,5 +1,5 @@
-"""The runs that a validation compares: eager and compiled, each layout, one process and several. No torch in this
-file."""
+"""The runs that a validation compares: eager and compiled, each layout, one process and several. No torch
+in this file."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ def environment_of(processes: int, caches: Path, launch: Launch) -> dict[str, st
     first GPUs of those that are visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(processes)]
-    # own_caches moves XDG_CACHE_HOME, below which the hub's cache is: without HF_HOME each run would download the
-    # model.
+    # own_caches moves XDG_CACHE_HOME, below which the hub's cache is: without HF_HOME each run would
+    # download the model.
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     return {
         **own_caches(caches),

@@ -35,8 +35,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trio:
-    """The runs of one layout and number of processes that are judged together: eager, compiled, and what they are held
-    to."""
+    """The runs of one layout and number of processes that are judged together: eager, compiled, and what they
+    are held to."""
 
     layout: str
     processes: int
@@ -113,8 +113,8 @@ def _finished(trio: Trio) -> tuple[bool, str]:
 
 
 def constant_shapes(trio: Trio) -> tuple[bool, str]:
-    """Check, in the compiled run's proof, that all batches had declared shapes. Return (ok, what was found), as every
-    criterion does."""
+    """Check, in the compiled run's proof, that all batches had declared shapes. Return (ok, what was found), as
+    every criterion does."""
     row = trio.compiled.proof_row("Only declared shapes")
     return bool(row and row["ok"]), f"{row['found']} (declared {row['expected']})" if row else "no proof.json"
 
@@ -141,8 +141,8 @@ def recompiles_in_evaluation(trio: Trio) -> tuple[bool, str]:
 
 
 def proof_passes(trio: Trio) -> tuple[bool, str]:
-    """Check that nothing failed that the runs checked of themselves; what was not checked does not count. Failed rows
-    by name."""
+    """Check that nothing failed that the runs checked of themselves; what was not checked does not count. Failed
+    rows by name."""
     failed, missing, count = [], [], 0
     for kind, run in (("eager", trio.eager), ("compiled", trio.compiled)):
         rows = run.proof.get("rows", [])
@@ -205,8 +205,8 @@ def loss_at_the_end(trio: Trio) -> tuple[bool, str]:
 
 
 def loss_within_noise(trio: Trio) -> tuple[bool, str]:
-    """Check that the losses of the compiled run are no further from the plain ones than those of two eager seeds from
-    each other."""
+    """Check that the losses of the compiled run are no further from the plain ones than those of two eager seeds
+    from each other."""
     name, plain = trio.plain
     noise = distances(trio.eager.losses(trio.warm_up), trio.other_seed.losses(trio.warm_up))
     found = distances(plain.losses(trio.warm_up), trio.compiled.losses(trio.warm_up))
@@ -224,8 +224,8 @@ def distances(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
 
 
 def _evaluations(trio: Trio) -> tuple[bool, str]:
-    """Check that validation losses are within the difference of two seeds, and task scores within the eager run's 95 %
-    interval."""
+    """Check that validation losses are within the difference of two seeds, and task scores within the eager run's
+    95 % interval."""
     values = {name: value for name, value in trio.eager.evals.items() if name.startswith("val/") and value is not None}
     wanted = {name: around(value, name, trio) for name, value in values.items()}
     got = dict(trio.compiled.evals)

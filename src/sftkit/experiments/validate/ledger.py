@@ -142,8 +142,8 @@ def problem_of(entry: Any) -> str | None:
 
 
 def as_in_ledger(trio: Trio, result: Mapping[str, Any], ledger: Ledger) -> Verdict:
-    """Compare the compiled run's evaluation with that of the newest entry of the same key; not checked where there is
-    none."""
+    """Compare the compiled run's evaluation with that of the newest entry of the same key; not checked where
+    there is none."""
     if trio.eager.error or trio.compiled.error or trio.other_seed.error:
         return trio_verdict(trio, CRITERION, "not measured: a run failed", _WANTED, ok=False)
     key, started = key_of(trio, result), result.get("started")
@@ -213,8 +213,8 @@ def in_repository(path: str) -> str:
 
 
 def record_validation(result: Mapping[str, Any], path: Path) -> str:
-    """Append a validation that passed, an entry for each layout and number of processes. Return what was done, in
-    words.
+    """Append a validation that passed, an entry for each layout and number of processes. Return what was
+    done, in words.
 
     Raises:
         ConfigError: a path of this machine or a secret would be in it, its runs are of several commits, it lacks

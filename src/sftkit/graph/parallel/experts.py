@@ -1,8 +1,8 @@
-"""Routed experts inside the graph, and how the tokens of tensor-parallel ranks come to the experts of their own that
-each has.
+"""Routed experts inside the graph, and how the tokens of tensor-parallel ranks come to the experts of their own
+that each has.
 
-All shapes are known when a graph is captured; it knows no sizes that depend on what a router chooses. Tokens come to
-experts by
+All shapes are known when a graph is captured; it knows no sizes that depend on what a router chooses. Tokens come
+to experts by
 
 - allgather: the ranks gather each other's tokens and what the router chose for them; each computes its own experts for
   all of these, and the results are added up where the tokens came from. The host waits for nothing.

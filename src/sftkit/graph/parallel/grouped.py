@@ -59,8 +59,8 @@ class _Ordered(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind the last,
-    anything.
+    """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind
+    the last, anything.
 
     Args:
         rows: [S, in]. matrices: [E, out, in]. ends: int32 [E], ascending.
@@ -70,8 +70,8 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return _grouped_product(rows, matrices, ends)
 
 
-# torch computes it in other precisions, but traces it in bf16 only: so it is one operator to whoever traces. No issue
-# is known.
+# torch computes it in other precisions, but traces it in bf16 only: so it is one operator to whoever traces. No
+# issue is known.
 
 
 @torch.library.custom_op("sftkit::grouped_product", mutates_args=())

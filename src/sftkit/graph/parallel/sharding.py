@@ -1,5 +1,5 @@
-"""SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers it by
-`redistribute`.
+"""SimpleFSDP (arXiv 2411.00284): weights are DTensors, and a module that reads one of its own gathers
+it by `redistribute`.
 
 No hooks and no state: the gather is an operator among others, its gradient a reduce-scatter, so that both can be traced
 into a graph. Run without one, the model computes the same. It keeps its classes' names and its parameters' names.
@@ -38,8 +38,8 @@ class ShardingSpec(NamedTuple):
 
 
 class _Gathered(torch.autograd.Function):
-    """A weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks that read
-    it.
+    """A weight, whole but for what stays sharded: a plain tensor, whose gradient is the sum over all ranks
+    that read it.
 
     Gradients are scattered first, only shards summed over copies; `redistribute` alone sums whole ones over them.
     """
@@ -74,8 +74,8 @@ def shard_for_graph(
         own = dict(module.named_parameters(recurse=False))
         for name, param in own.items():
             if id(param) not in sharded:
-                # No rank sends: each has the same values, or none yet (meta), so that shards are cut without an
-                # exchange.
+                # No rank sends: each has the same values, or none yet (meta), so that shards are cut
+                # without an exchange.
                 distributed = distribute_tensor(param.data, *spec_of(module, name), src_data_rank=None)
                 sharded[id(param)] = torch.nn.Parameter(distributed, requires_grad=param.requires_grad)
             module.register_parameter(name, sharded[id(param)])

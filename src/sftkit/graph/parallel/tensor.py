@@ -1,5 +1,5 @@
-"""Tensor parallelism inside the graph: matrices of a block sharded over the ranks that share rows, activations by
-position.
+"""Tensor parallelism inside the graph: matrices of a block sharded over the ranks that share rows,
+activations by position.
 
 The layout is that of `sftkit.parallel.tensor`, without DTensors between layers: a rank's shard of a matrix is a plain
 tensor, an all-gather stands behind a norm and a reduce-scatter behind the matrix that ends a layer.
@@ -121,8 +121,8 @@ def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
 def weight_placement(
     orig_model: PreTrainedModel, meshes: GraphMeshes
 ) -> Callable[[torch.nn.Module, str], ShardingSpec]:
-    """Return how every weight of a model lies over the ranks: a function of a module and the name of one of its own
-    parameters."""
+    """Return how every weight of a model lies over the ranks: a function of a module and the name of one of
+    its own parameters."""
     sharded: dict[tuple[torch.nn.Module, str], ShardingSpec] = {}
     if (mesh := meshes.tensor_parallel) is not None:
         plan, sizes = PLANS[orig_model.config.model_type], (mesh["tensor"].size(), mesh.size(-1))

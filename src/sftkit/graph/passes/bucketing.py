@@ -19,8 +19,8 @@ from sftkit.graph.passes.order import order_of_waits, overlap_buckets
 
 
 def block_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
-    """Merge the collectives of each bucket; gather a bucket while the one before it is used, reduce it while the next
-    one is."""
+    """Merge the collectives of each bucket; gather a bucket while the one before it is used, reduce it while the
+    next one is."""
     for nodes in _mergeable(graph.graph):
         _merge(graph.graph, nodes)
     overlap_buckets(graph)

@@ -1,5 +1,5 @@
-"""Where in a graph collectives start and are waited for, so that compute hides them; what is computed does not
-change."""
+"""Where in a graph collectives start and are waited for, so that compute hides them; what is computed
+does not change."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def _ancestors(node: Node) -> Iterator[Node]:
 
 
 def _awaited_late(index: dict[Node, int], kind: str) -> Positions:
-    """Return where waits for reduced gradients should be: those of a bucket just before the next bucket's reduction
-    starts."""
+    """Return where waits for reduced gradients should be: those of a bucket just before the next
+    bucket's reduction starts."""
     return {
         wait: max(index[wait], index[after[0]] - 0.5)
         for bucket, after in pairwise(_buckets(index, kind))

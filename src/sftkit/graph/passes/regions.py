@@ -1,9 +1,9 @@
-"""Regions of a half of a graph that Inductor compiles, while the rest stays a call per operator, in the order that it
-has.
+"""Regions of a half of a graph that Inductor compiles, while the rest stays a call per operator, in the order
+that it has.
 
-A region is a run of operators of one decoder block with nothing else between: collectives, the kernels of this project
-and random numbers end it. So what a pass before it chose to overlap stays as it was. Blocks that are alike are compiled
-once.
+A region is a run of operators of one decoder block with nothing else between: collectives, the kernels of this
+project and random numbers end it. So what a pass before it chose to overlap stays as it was. Blocks that are alike
+are compiled once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def full_inductor(graph: GraphModule, examples: Sequence[Any], half: str) -> com
 
 
 def flex_attention(graph: GraphModule) -> bool:
-    """Compile the calls of FlexAttention alone, in place, where there are some on a GPU: call by call they would keep
-    all scores.
+    """Compile the calls of FlexAttention alone, in place, where there are some on a GPU: call by call they would
+    keep all scores.
 
     Returns:
         whether there were.
@@ -55,8 +55,8 @@ def _fusible(node: Node) -> bool:
     target = compat.operator_of(node)
     if target is None or target.namespace not in ("aten", "prims"):
         return False
-    # Inductor's random numbers are others than those of eager operators, and in-place writes could be moved past what
-    # reads them.
+    # Inductor's random numbers are others than those of eager operators, and in-place writes could be moved past
+    # what reads them.
     random = torch.Tag.nondeterministic_seeded in target.tags
     return not random and not compat.is_mutable(node) and _gives_tensors(node)
 
@@ -83,12 +83,12 @@ def _worth(run: NodeRun) -> bool:
 
 
 def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[NodeRun]:
-    """Return the longest runs of such nodes that are of one block, or of none; sums of gradients belong to what is
-    before them."""
+    """Return the longest runs of such nodes that are of one block, or of none; sums of gradients belong to what
+    is before them."""
     for node in [n for n in graph.graph.nodes if n.target is operator.getitem]:
         node.args[0].append(node)  # beside what it is of, so that no tuple leaves a region
-    # A run ends at the border of a block: blocks that are alike then have regions that are alike, which are compiled
-    # once.
+    # A run ends at the border of a block: blocks that are alike then have regions that are alike, which
+    # are compiled once.
     runs: list[NodeRun] = [[]]
     for node in graph.graph.nodes:
         if node.op == "get_attr":  # the functions inside of FlexAttention, which go with it
@@ -142,8 +142,8 @@ def _extract(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphM
             needed |= dict.fromkeys(node.all_input_nodes)
     read = dict.fromkeys(source for node in run if node in needed for source in node.all_input_nodes)
     inputs = [node for node in read if node not in inside and node.op != "get_attr"]
-    # Inputs are numbered, not named after their nodes: two blocks then give the same text, by which _compile knows
-    # them.
+    # Inputs are numbered, not named after their nodes: two blocks then give the same text, by which
+    # _compile knows them.
     extracted, copies, functions = Graph(), dict[Node, Node](), dict[str, Any]()
     for number, node in enumerate(inputs):
         copies[node] = extracted.placeholder(f"input_{number}")

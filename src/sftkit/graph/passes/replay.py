@@ -92,9 +92,9 @@ class Recorder:
         return graph.replay, outputs
 
     def close(self) -> None:
-        """Destroy the graphs: none can be replayed any more. NCCL waits for those with collectives of a communicator
-        before it ends that, and dropping who replays them is not enough: the classes that AOTAutograd makes are in
-        reference cycles."""
+        """Destroy the graphs: none can be replayed any more. NCCL waits for those with collectives of a
+        communicator before it ends that, and dropping who replays them is not enough: the classes that AOTAutograd
+        makes are in reference cycles."""
         # pytorch #115388: destroy_process_group hangs while such a graph is there.
         for graph in self._graphs:
             graph.reset()

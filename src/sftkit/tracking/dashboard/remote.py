@@ -122,8 +122,8 @@ def _start_wandb(
 def _start_trackio(project: str, run_id: str | None, about: Identity, accelerator: Accelerator) -> Trackio:
     """Start trackio."""
     init: dict[str, Any] = {"name": about.name, "group": about.group, "config": dict(about.settings)}
-    # "never" keeps a new run from being appended to an earlier one of the same name; no widget, and no threads that log
-    # the hardware.
+    # "never" keeps a new run from being appended to an earlier one of the same name; no widget, and no threads that
+    # log the hardware.
     init |= {"resume": "allow" if run_id else "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
     with redirect_stdout(io.StringIO()):  # it prints nine lines at its start
         return Trackio(_started("trackio", project, init, {}, accelerator), project)
