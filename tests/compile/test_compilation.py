@@ -462,7 +462,7 @@ def test_each_row_length_of_a_dynamic_layout_has_a_cuda_graph_of_its_own_and_is_
     watch.warm_up_done()
     recorded = watch.counts()["compile/cuda_graphs"]
     assert recorded > 0
-    for row_length in (48, 48, 48, 64, 64, 64):  # 16 divides all: attention with a mask has a graph for that
+    for row_length in (48, 48, 48, 64, 64, 64):  # 16 divides all, lest attention with a mask guard on it
         run_shape(2, row_length)
     assert watch.counts()["compile/cuda_graphs"] > recorded
     assert watch.counts()["compile/recompiles"] == 0

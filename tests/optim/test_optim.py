@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -228,11 +228,13 @@ MATRICES = [(16, 48), (48, 16), (32, 32), (48, 16), (16, 48), (16, 48)]
 
 
 def muon_steps(
-    dtype: torch.dtype, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+    dtype: torch.dtype,
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    shapes: Sequence[tuple[int, int]] = MATRICES,
 ) -> list[torch.nn.Parameter]:
     """Matrices of a block after four updates."""
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in MATRICES]
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
     optimizer = make(params)
     for _ in range(4):
         for p in params:
@@ -246,11 +248,18 @@ def muon_of(params: list[torch.nn.Parameter]) -> Muon:
     return Muon(groups, OptimConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8))
 
 
-def test_muon_in_fp32_equals_torch() -> None:
-    ours = muon_steps(torch.float32, muon_of)
-    theirs = muon_steps(
-        torch.float32, lambda params: torch.optim.Muon(params, 1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    )
+def torchs_muon(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, 1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (32, 32)])
+def test_muon_in_fp32_equals_torch_bitwise(shape: tuple[int, int]) -> None:
+    (ours,), (theirs,) = (muon_steps(torch.float32, make, [shape]) for make in (muon_of, torchs_muon))
+    assert torch.equal(ours, theirs)
+
+
+def test_muon_of_many_matrices_in_fp32_equals_torch() -> None:
+    ours, theirs = (muon_steps(torch.float32, make) for make in (muon_of, torchs_muon))
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=NOISE)
 
@@ -269,7 +278,7 @@ def test_muon_updates_a_matrix_alike_whatever_others_are_in_its_batch(
 
     monkeypatch.setattr(muon, "_batches", noted)
     trained = []
-    for elements in (2**25, 2 * 16 * 48, 1):
+    for elements in (muon.BATCH_ELEMENTS, 2 * 16 * 48, 1):
         monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
         trained.append(muon_steps(dtype, muon_of))
     assert [sizes[0], sizes[4], sizes[8]] == [[3, 2, 1], [2, 1, 2, 1], [1, 1, 1, 1, 1, 1]]

@@ -31,7 +31,8 @@ def under_way(compile: CompileConfig, key: str) -> str:
 def note(key: str, seconds: float) -> None:
     """Keep the seconds of a warm-up that compiled, or found compiled code; a disk that refuses them is no error.
 
-    A start that found most of its graphs and compiled the others is neither, and is not kept."""
+    A start that found most of its graphs and compiled the others is neither, and is not kept.
+    """
     # torch._dynamo's own counters, as in cache.save_compiled. Where no cache is in use neither counts anything.
     misses, hits = (counters["inductor"][f"fxgraph_cache_{found}"] for found in ("miss", "hit"))
     if 0 < misses <= hits:

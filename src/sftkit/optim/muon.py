@@ -16,8 +16,9 @@ from sftkit.optim.formula import RandomBits, small_table
 from sftkit.optim.protocol import Group, Groups, State
 
 MOMENTUM = 0.95
-BATCH_ELEMENTS = 2**25
-"Elements of matrices that are updated together: in fp32 six tensors of so many, 768 MiB, exist at a time."
+BATCH_ELEMENTS = 2**24
+"""Elements of matrices that are updated together. At its peak an update of bf16 ones holds 8.5 fp32 tensors of so many
+elements, 544 MiB."""
 
 
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
@@ -97,31 +98,35 @@ class Muon(AdamW):
         The update needs the whole matrix, so a sharded one is gathered, and each rank computes all of it.
         """
         params, group = [one.param for one in batch], batch[0].group
-        states, shards = [self.state[param] for param in params], [local(param) for param in params]
-        shape = shards[0].shape
-        buffers = [state["momentum_buffer"].view(shape) for state in states]
-        weights = [state.get("master", shard.detach()).view(shape) for state, shard in zip(states, shards, strict=True)]
+        states, shards = [self.state[param] for param in params], [local(param).detach() for param in params]
+        updates, usable = self._updates(params, clip), ~clip.isnan()
+        weights = [state.get("master", shard).view(shard.shape) for state, shard in zip(states, shards, strict=True)]
+        weight = torch.stack(weights)
+        new = weight * (1 - group["lr"] * group["weight_decay"])
+        new.add_(updates, alpha=-group["lr"] * 0.2 * max(params[0].shape) ** 0.5)
+        torch.where(usable, new, weight, out=new)
+        # Private: one launch for all copies. torch's optimizers use this operator; there is no public one (#193607).
+        torch._foreach_copy_(weights, list(new))
+        if "master" in states[0]:
+            rounded = stochastic_round(new, self._noise(batch, new))
+            torch._foreach_copy_(shards, list(torch.where(usable, rounded, torch.stack(shards))))
 
+    def _updates(self, params: list[torch.nn.Parameter], clip: torch.Tensor) -> torch.Tensor:
+        """Update the momentum of matrices of one shape; return this rank's shards of their directions, bf16 [B, R, C].
+
+        Computed even if the step is left out, of which only the device knows: then nothing of it is stored.
+        """
+        buffers = [self.state[param]["momentum_buffer"].view(local(param).shape) for param in params]
         grads = torch.stack([local(param.grad) for param in params if param.grad is not None]).float() * clip
         before = torch.stack(buffers)
         momentum = before.lerp(grads, 1 - MOMENTUM)
-        direction = grads.lerp(momentum, MOMENTUM)
-        whole = torch.stack([_full_matrix(shard, param) for shard, param in zip(direction, params, strict=True)])
-        parts = [local_part(matrix, param) for matrix, param in zip(orthogonalized(whole), params, strict=True)]
-        weight = torch.stack(weights)
-        decayed = weight * (1 - group["lr"] * group["weight_decay"])
-        new = decayed.add_(torch.stack(parts), alpha=-group["lr"] * 0.2 * max(params[0].shape) ** 0.5)
-
-        # Computed even if the step is left out, of which only the device knows: then nothing of it is stored.
-        usable = ~clip.isnan()
-        new = torch.where(usable, new, weight)
-        # Private: one launch for all copies. torch's optimizers use this operator; there is no public one (#193607).
-        torch._foreach_copy_(buffers, list(torch.where(usable, momentum, before)))
-        torch._foreach_copy_(weights, list(new))
-        if "master" in states[0]:
-            kept = torch.stack([shard.detach() for shard in shards])
-            rounded = stochastic_round(new, self._noise(batch, new))
-            torch._foreach_copy_([shard.detach() for shard in shards], list(torch.where(usable, rounded, kept)))
+        whole = grads.lerp_(momentum, MOMENTUM)
+        torch._foreach_copy_(buffers, list(torch.where(~clip.isnan(), momentum, before, out=momentum)))  # private, too
+        del before, momentum  # the memory of the steps that follow
+        if isinstance(params[0], DTensor):
+            whole = torch.stack([_full_matrix(shard, param) for shard, param in zip(grads, params, strict=True)])
+        orthogonal = orthogonalized(whole)
+        return torch.stack([local_part(matrix, param) for matrix, param in zip(orthogonal, params, strict=True)])
 
     def _noise(self, batch: list[Numbered], shards: torch.Tensor) -> torch.Tensor:
         """Return the random bits that round the shards [B, R, C], int32 of that shape."""
