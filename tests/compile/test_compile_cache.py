@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +53,11 @@ def compile_elsewhere(where: str, own_cache: Path, device: str = "cpu") -> list[
     script.write_text(WORKER)
     env = {"TORCHINDUCTOR_CACHE_DIR": str(own_cache), "TRITON_CACHE_DIR": str(own_cache / "triton")}
     env |= {"PYTHONPATH": preloaded.PYTHONPATH}
-    done = preloaded.run([script, where, device], env=os.environ | env)
+    words = [str(script), where, device]
+    if device == "cuda":  # a forked process has none once a library that was imported has used it, as torchao does
+        done = subprocess.run([sys.executable, *words], env=os.environ | env, capture_output=True, text=True)
+    else:
+        done = preloaded.run(words, env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -359,7 +359,8 @@ def test_on_a_gpu_chunks_of_rows_attend_as_whole_rows_do(backend: str, heads: tu
         for total, one in zip(found, grads, strict=True):
             total += one
     for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs.float(), atol=3e-2, rtol=3e-2)
+        # bf16 rounds each part of a sum, and kernels add in any order: steps of 2^-8 of what is largest.
+        torch.testing.assert_close(ours, theirs.float(), atol=2e-2 * float(theirs.abs().max()), rtol=3e-2)
 
 
 def test_a_warm_up_batch_is_all_targets_in_whole_documents() -> None:
