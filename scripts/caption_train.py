@@ -16,7 +16,7 @@ def main() -> None:
     # Recipe, then key=value; whatever is wrong or missing is refused here, before torch is imported.
     cfg = load_config(__doc__, input_rules("caption"))
 
-    from sftkit.data import stages
+    from sftkit.data.tokens import stages
     from sftkit.models.tokenizer import base_tokenizer
     from sftkit.objectives.caption import Caption
     from sftkit.train import assemble

@@ -21,8 +21,8 @@ def main() -> None:
     cfg, flags = parse(__doc__)  # refused here if wrong, before torch is imported
 
     from sftkit.config.stages import stage_of_recipe
-    from sftkit.data.epoch import plan_epoch
-    from sftkit.data.pack import DocumentLengths, make_layout
+    from sftkit.data.batches.epoch import plan_epoch
+    from sftkit.data.batches.pack import DocumentLengths, make_layout
     from sftkit.preflight import analysis as preflight
     from sftkit.preflight import prepare
     from sftkit.preflight import terminal as inspection

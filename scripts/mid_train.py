@@ -15,7 +15,7 @@ def main() -> None:
     # Recipe, then key=value; whatever is wrong or missing is refused here, before torch is imported.
     cfg = load_config(__doc__, input_rules("mid"))
 
-    from sftkit.data import stages
+    from sftkit.data.tokens import stages
     from sftkit.models.tokenizer import load_tokenizer
     from sftkit.objectives.next_token import NextToken
     from sftkit.train import assemble

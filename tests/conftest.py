@@ -24,7 +24,7 @@ from sftkit.runtime.signals import Stopping
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup too: runs would inherit that it is ignored, which they heed
 
 GOLDEN = Path(__file__).parent / "golden"
-OUR_TEMPLATE = Path(__file__).parents[1] / "src" / "sftkit" / "data" / "chatml.jinja"
+OUR_TEMPLATE = Path(__file__).parents[1] / "src" / "sftkit" / "data" / "tokens" / "chatml.jinja"
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 SPECIAL_TOKENS = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sftkit.data.cache import DECIDING
+from sftkit.data.tokens.cache import DECIDING
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "sftkit"
@@ -64,16 +64,7 @@ TORCH_FREE = (
         "experiments/validate/flags.py",
     ),
     *("experiments/explain/flags.py", "experiments/patterns/run.py", "memory/estimate.py", "memory/traffic.py"),
-    *(
-        "data/origin.py",
-        "data/rows.py",
-        "data/readers.py",
-        "data/sharegpt.py",
-        "data/slices.py",
-        "data/conversation.py",
-        "data/hub.py",
-        "runtime/hub.py",
-    ),
+    *("data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
     *(
         f"rundir/{name}.py"
         for name in ("names", "failure", "files", "killed", "lock", "manifest", "provenance", "status")
@@ -151,7 +142,7 @@ def test_what_a_refused_recipe_touches_loads_no_torch(part: str) -> None:
     assert not {"torch", "transformers", "accelerate", "datasets", "wandb"} & set(ast.literal_eval(loaded))
 
 
-@pytest.mark.parametrize("module", ["sources", "stages"])
+@pytest.mark.parametrize("module", ["tokens/sources", "tokens/stages"])
 def test_tokenized_data_goes_stale_with_every_module_that_tokenizing_imports(module: str) -> None:
     found, left = set(), {module}
     while left:
@@ -161,8 +152,17 @@ def test_tokenized_data_goes_stale_with_every_module_that_tokenizing_imports(mod
             each.removeprefix("sftkit.data.").replace(".", "/") for each in names if each.startswith("sftkit.data.")
         }
         left |= {each for each in data if (SRC / "data" / f"{each}.py").exists()} - found
-    assert {"encode", "types"} <= found, "the imports were followed"
-    assert found - {"cache"} <= set(DECIDING)
+    assert {"tokens/encode", "types"} <= found, "the imports were followed"
+    assert found - {"tokens/cache"} <= set(DECIDING)
+
+
+def test_data_flows_one_way() -> None:
+    parts = ["types", "demo", "reading", "tokens", "batches"]
+    assert {path.stem for path in (SRC / "data").iterdir()} - {"__init__", "__pycache__"} == set(parts)
+    for index, part in enumerate(parts):
+        files = [SRC / "data" / "types.py"] if part == "types" else sorted((SRC / "data" / part).glob("*.py"))
+        found = {name.split(".")[2] for path in files for name in imported(path) if name.startswith("sftkit.data.")}
+        assert found <= set(parts[: index + 1]), part
 
 
 def test_scripts_never_import_each_other() -> None:

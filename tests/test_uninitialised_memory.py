@@ -20,10 +20,10 @@ from transformers import PhiConfig, PhiForCausalLM
 from sftkit.checkpoint.state_store import copies_done, load_states, save_states, snapshot_states
 from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from sftkit.data.collate import IGNORE, collate
-from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.pack import BatchShape
-from sftkit.data.shard import FULL_ROW, RankRows, RowShard
+from sftkit.data.batches.collate import IGNORE, collate
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.pack import BatchShape
+from sftkit.data.batches.shard import FULL_ROW, RankRows, RowShard
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
@@ -49,7 +49,7 @@ both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 TESTED = {
     ("checkpoint/state_store.py", "to_host"): 1,
-    ("data/balance.py", "assign_rows"): 1,
+    ("data/batches/balance.py", "assign_rows"): 1,
     ("generation/kv_cache.py", "FixedLayer.update"): 1,
     ("graph/parallel/exchange.py", "_"): 3,
     ("graph/parallel/grouped.py", "_"): 3,

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 from ways import DEVICE, Way, encode_compiled
 
-from sftkit.data import chat
 from sftkit.data.demo.pictures import PREFIX, picture
+from sftkit.data.tokens import chat
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.generation import rows as rows_of_batches
 from sftkit.generation.batching import Batching

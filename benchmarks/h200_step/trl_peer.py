@@ -24,9 +24,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from sftkit.data.collate import IGNORE
-from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.pack import DocumentLengths, make_layout
+from sftkit.data.batches.collate import IGNORE
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.pack import DocumentLengths, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job

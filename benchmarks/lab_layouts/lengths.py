@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from sftkit.config.load import read_config
-from sftkit.data import stages
-from sftkit.data.loader import load_examples
+from sftkit.data.batches.loader import load_examples
+from sftkit.data.tokens import stages
 from sftkit.preflight.prepare import tokenizer_of
 
 

@@ -30,7 +30,7 @@ from sftkit.config.schema import (
     SourceConfig,
     TrainConfig,
 )
-from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken

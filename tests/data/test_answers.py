@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, ModelConfig
-from sftkit.data import answer_matcher, answers, chat, prompts, stages
-from sftkit.data.reasoning import with_reasoning
-from sftkit.data.template import render_conversation, template_of, with_arguments
+from sftkit.data.tokens import answer_matcher, answers, chat, prompts, stages
+from sftkit.data.tokens.reasoning import with_reasoning
+from sftkit.data.tokens.template import render_conversation, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import load_tokenizer

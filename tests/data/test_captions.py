@@ -13,11 +13,12 @@ from helpers import SHARED_DATA
 from PIL import Image
 
 from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
-from sftkit.data import images, sources, stages
+from sftkit.data.batches.pack import DocumentLengths, make_layout, pack
 from sftkit.data.demo.pictures import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
-from sftkit.data.pack import DocumentLengths, make_layout, pack
-from sftkit.data.rows import convert, require_conversation, require_source_and_texts, require_text
-from sftkit.data.text import start_id, tokenize_captions
+from sftkit.data.reading import images
+from sftkit.data.reading.rows import convert, require_conversation, require_source_and_texts, require_text
+from sftkit.data.tokens import sources, stages
+from sftkit.data.tokens.text import start_id, tokenize_captions
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import train_tokenizer, training_texts

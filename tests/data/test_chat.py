@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from conftest import GOLDEN, OUR_TEMPLATE, SHARED_DATA
 
-from sftkit.data import chat, conversation, rows, text
-from sftkit.data import encode as encoding
+from sftkit.data.reading import conversation, rows
+from sftkit.data.tokens import chat, text
+from sftkit.data.tokens import encode as encoding
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 

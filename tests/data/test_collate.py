@@ -10,8 +10,8 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
-from sftkit.data.pack import BatchShape, DocumentLengths, make_layout
+from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
+from sftkit.data.batches.pack import BatchShape, DocumentLengths, make_layout
 from sftkit.data.types import EncoderInputs
 
 

@@ -18,8 +18,9 @@ from helpers import ROOT
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data import cache, chat, findings, readers, sources, spans
-from sftkit.data.rows import parse
+from sftkit.data.reading import findings, readers
+from sftkit.data.reading.rows import parse
+from sftkit.data.tokens import cache, chat, sources, spans
 from sftkit.data.types import Examples, Row
 from sftkit.errors import DataError
 
@@ -278,18 +279,11 @@ def test_strict_json_is_json() -> None:
 def reasons_in_code() -> set[str]:
     """Every reason that a DataError about a record is raised with; one without is an error of the test."""
     found = set()
-    for name in (
-        "answers",
-        "chat",
-        "conversation",
-        "learned",
-        "reasoning",
-        "rows",
-        "sharegpt",
-        "template",
-        "text",
-    ):
-        tree = ast.parse((ROOT / "src" / "sftkit" / "data" / f"{name}.py").read_text())
+    modules = [f"reading.{name}" for name in ("conversation", "rows", "sharegpt")]
+    modules += [f"tokens.{name}" for name in ("answers", "chat", "learned", "reasoning", "template", "text")]
+    for name in modules:
+        module = importlib.import_module(f"sftkit.data.{name}")
+        tree = ast.parse(Path(module.__file__).read_text())
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Call)
@@ -297,11 +291,11 @@ def reasons_in_code() -> set[str]:
                 and node.func.id in ("DataError", "wrong_kind")
             ):
                 given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
-                assert given, f"{name}.py:{node.lineno}: a DataError without a reason cannot be counted by it"
+                assert given, f"{name}:{node.lineno}: a DataError without a reason cannot be counted by it"
                 fixed = {ast.Constant: "value", ast.Name: "id"}  # a text, or the name of one
-                assert type(given[0]) in fixed, f"{name}.py:{node.lineno}: a reason is the same for all rows"
+                assert type(given[0]) in fixed, f"{name}:{node.lineno}: a reason is the same for all rows"
                 reason = getattr(given[0], fixed[type(given[0])])
-                found.add(getattr(importlib.import_module(f"sftkit.data.{name}"), reason, reason))
+                found.add(getattr(module, reason, reason))
     return found
 
 

@@ -18,7 +18,8 @@ from helpers import ROOT
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data import cache, chat, encode, readers, sources, template, text
+from sftkit.data.reading import readers
+from sftkit.data.tokens import cache, chat, encode, sources, template, text
 from sftkit.data.types import Examples, Row
 from sftkit.errors import DataError
 
@@ -71,7 +72,7 @@ def test_other_files_that_are_too_long_are_refused_too(short: None, tmp_path: Pa
 READ = """
 import sys
 from sftkit.config.schema import SourceConfig
-from sftkit.data import sources
+from sftkit.data.tokens import sources
 from sftkit.errors import DataError
 try:
     for row in sources.read_source(SourceConfig(path=sys.argv[1])):

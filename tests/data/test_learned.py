@@ -12,8 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from sftkit.config.schema import SourceConfig
-from sftkit.data import chat, rows, sources
-from sftkit.data.arrow import without_fill
+from sftkit.data.reading import rows
+from sftkit.data.reading.arrow import without_fill
+from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
 from sftkit.evals.samples import sample_prompt, sample_rows

@@ -11,8 +11,8 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.loader import Batches, StepBatches, StepDataset
-from sftkit.data.pack import DocumentLengths, PlanSegment, make_layout
+from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
+from sftkit.data.batches.pack import DocumentLengths, PlanSegment, make_layout
 
 KINDS = ("packed", "bucketed", "fixed", "dynamic")
 LENGTHS = np.random.default_rng(0).integers(1, 33, 300)

@@ -16,8 +16,9 @@ import pytest
 from conftest import SHARED_DATA
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
-from sftkit.data import cache, chat, hub, rows, sources, text
-from sftkit.data.chat import ANSWER_COUNTS
+from sftkit.data.reading import hub, rows
+from sftkit.data.tokens import cache, chat, sources, text
+from sftkit.data.tokens.chat import ANSWER_COUNTS
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.flags import flags_named
 

@@ -13,8 +13,9 @@ import pytest
 from helpers import make_examples, make_layout_of
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data import loader, sources
-from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.batches import loader
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.tokens import sources
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import WorkerError
 

@@ -30,8 +30,8 @@ from sftkit.config.schema import (
     OptimConfig,
     TrainConfig,
 )
-from sftkit.data.collate import Batch
-from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.batches.collate import Batch
+from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import blocks, gradient_check, gradient_rows, gradient_samples, step
 from sftkit.engine.checks import gradients_check
 from sftkit.engine.engine import Engine, Training

@@ -22,9 +22,9 @@ from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, DataConfig, LossConfig, OptimConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
-from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.pack import BatchShape, DocumentLengths, make_layout
+from sftkit.data.batches.collate import OF_TOKENS, Batch, collate, documents
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.pack import BatchShape, DocumentLengths, make_layout
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import TrainStep, optimizer_step

@@ -35,8 +35,8 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.collate import documents
-from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.batches.collate import documents
+from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import blocks
 from sftkit.engine.engine import Engine, Training
 from sftkit.errors import ConfigError

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from sftkit.data.loader import Batches, StepBatches, StepDataset
+from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import TrainStep, forward_backward, optimizer_step
 from sftkit.errors import ConfigError

@@ -17,7 +17,7 @@ from helpers import SHARED_DATA
 
 from sftkit.config.eval_tasks import CODE, METRICS_IN_CHAT, TASK_METRICS, TASKS
 from sftkit.config.schema import EvalConfig
-from sftkit.data import hub
+from sftkit.data.reading import hub
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
 from sftkit.evals.task import Choices, Likelihoods

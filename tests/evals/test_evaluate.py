@@ -205,7 +205,7 @@ def test_shots_are_for_the_tasks_that_take_them(tmp_path: Path, tokenizer) -> No
 
 
 def test_rows_that_the_hub_does_not_give_are_asked_for_in_eval_data(tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr("sftkit.data.hub.hub_answers", lambda: False)
+    monkeypatch.setattr("sftkit.data.reading.hub.hub_answers", lambda: False)
     monkeypatch.setattr(
         "sftkit.evals.tasks.data.SourceConfig", lambda path, **_: SourceConfig(path="no-one/" + path[-4:])
     )

@@ -12,7 +12,7 @@ from helpers import cpu_runtime, torchrun
 from sharded_worker import SAMPLES, TOKENS, Job, evaluation
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sftkit.data import chat
+from sftkit.data.tokens import chat
 from sftkit.data.types import Row
 from sftkit.evals import families
 

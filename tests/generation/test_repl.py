@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from launched import own_terminal
 
-from sftkit.data import readers, rows
+from sftkit.data.reading import readers, rows
 from sftkit.errors import DataError
 from sftkit.generation import repl
 from sftkit.generation.flags import parse

@@ -13,7 +13,7 @@ from helpers import make_batch, make_examples
 
 from sftkit.compile.hooks import HookWatch
 from sftkit.config.schema import LossConfig
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.graph import compat
 from sftkit.graph.captured import CapturedModel

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sftkit.config.schema import LossConfig
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.graph import compat
 from sftkit.graph.captured import CapturedModel
 from sftkit.objectives.model_with_loss import ModelWithLoss

@@ -14,7 +14,7 @@ from helpers import cpu_runtime, make_batch, make_examples, tiny_llama
 from torch import Tensor
 
 from sftkit.config.schema import Config, LossConfig
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench import worker
 from sftkit.graph import captured as captured_module

@@ -27,7 +27,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
 from sftkit.memory import remedies

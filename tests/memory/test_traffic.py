@@ -12,7 +12,7 @@ from helpers import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftkit.config.topology import Sharding
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TopologyCase
 from sftkit.memory.estimate import EstimateInputs, Shape
 from sftkit.memory.shapes import shape_of

@@ -13,7 +13,7 @@ from sftkit.compile.contract import compile_model, small_modules
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.engine.self_check import check_documents
 from sftkit.models.structure import inference
 from sftkit.objectives.model_with_loss import ModelWithLoss

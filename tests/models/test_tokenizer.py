@@ -19,7 +19,7 @@ from sftkit.data.demo import builtin, documents
 from sftkit.models import tokenizer as tokenizer_module
 from sftkit.models.tokenizer import train_tokenizer
 
-TEMPLATE = (Path(builtin.__file__).parents[1] / "chatml.jinja").read_text()
+TEMPLATE = (Path(builtin.__file__).parents[1] / "tokens" / "chatml.jinja").read_text()
 TEXTS = [
     "Hello world, 12345 and 1,000.\n\n\tdef f(x):\n        return x  # why\n",
     "naïve café — Ünïcödé, 東京, עברית, हिन्दी, 🙂👩‍👩‍👧, e\u0301",

@@ -31,8 +31,8 @@ from transformers import (
 
 from sftkit.config.load import read_config
 from sftkit.config.schema import ModelConfig
-from sftkit.data import chat
-from sftkit.data.template import special_tokens_of
+from sftkit.data.tokens import chat
+from sftkit.data.tokens.template import special_tokens_of
 from sftkit.errors import ConfigError
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.tokenizer import load_tokenizer, train_tokenizer
@@ -410,7 +410,7 @@ def test_a_new_model_has_the_added_tokens_in_its_vocabulary(save: Save) -> None:
 
 def test_a_file_whose_tokens_are_missing_names_the_template_that_brings_its_own(save: Save) -> None:
     source = save()
-    file = str(ROOT / "src/sftkit/data/chatml.jinja")
+    file = str(ROOT / "src/sftkit/data/tokens/chatml.jinja")
     with pytest.raises(
         ConfigError, match=r"<\|im_start\|>, which is not a token of .*Set model\.chat_template to chatml"
     ):

@@ -17,7 +17,7 @@ from sftkit.config.schema import (
     OptimConfig,
     TrainConfig,
 )
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Training
 from sftkit.models.causal import CausalLM

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
-from sftkit.data.collate import Batch, collate, warm_up_batch
-from sftkit.data.pack import BatchShape
-from sftkit.data.shard import FULL_ROW, RowShard
+from sftkit.data.batches.collate import Batch, collate, warm_up_batch
+from sftkit.data.batches.pack import BatchShape
+from sftkit.data.batches.shard import FULL_ROW, RowShard
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops import flash

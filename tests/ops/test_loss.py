@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sftkit.config.schema import LossConfig
-from sftkit.data.collate import IGNORE
+from sftkit.data.batches.collate import IGNORE
 from sftkit.ops.linear_cross_entropy import Head, LossSums, RowLoss, linear_nll
 
 GIB = 1 << 30

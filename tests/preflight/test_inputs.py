@@ -20,8 +20,8 @@ from huggingface_hub import HfApi, constants
 from sftkit.config.commands import program_path
 from sftkit.config.eval_tasks import EVAL_TASKS, METRICS_IN_CHAT, TASK_METRICS
 from sftkit.config.load import read_config
-from sftkit.data import bad_rows, readers
 from sftkit.data.demo.builtin import FAMILIES
+from sftkit.data.reading import bad_rows, readers
 from sftkit.errors import ConfigError
 from sftkit.launch.chain import read_stages
 from sftkit.preflight import evaluated, inputs

@@ -29,9 +29,10 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config, DataConfig, SourceConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data import loader, stages
-from sftkit.data.epoch import num_positions, plan_epoch
-from sftkit.data.pack import DocumentLengths, make_layout
+from sftkit.data.batches import loader
+from sftkit.data.batches.epoch import num_positions, plan_epoch
+from sftkit.data.batches.pack import DocumentLengths, make_layout
+from sftkit.data.tokens import stages
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import make_plan

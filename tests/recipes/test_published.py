@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.config.topology import Topology, topology_of
-from sftkit.data import stages
-from sftkit.data.pack import DocumentLengths, make_layout
+from sftkit.data.batches.pack import DocumentLengths, make_layout
+from sftkit.data.tokens import stages
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
 from sftkit.launch.hardware import Hardware

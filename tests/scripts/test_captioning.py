@@ -15,7 +15,7 @@ from helpers import ROOT
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from sftkit.data import images
+from sftkit.data.reading import images
 from sftkit.models.kinds import kind_of
 from sftkit.reports.card import _use
 from sftkit.rundir.names import step_dirs

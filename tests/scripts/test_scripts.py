@@ -19,7 +19,7 @@ from helpers import SHARED_DATA
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftkit.config.schema import SourceConfig
-from sftkit.data import chat, text
+from sftkit.data.tokens import chat, text
 from sftkit.evals.samples import sample_rows
 
 ROOT = Path(__file__).parents[2]

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from sftkit.data.collate import IGNORE, Batch, collate
-from sftkit.data.loader import Batches, StepBatches
-from sftkit.data.pack import BatchShape, DocumentLengths, Layout, make_layout
+from sftkit.data.batches.collate import IGNORE, Batch, collate
+from sftkit.data.batches.loader import Batches, StepBatches
+from sftkit.data.batches.pack import BatchShape, DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.stages import stages_of

@@ -13,7 +13,7 @@ import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
 
 from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
-from sftkit.data.loader import Batches, StepBatches, StepDataset
+from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
 from sftkit.engine.step import RankSums, TrainStep, exchange, optimizer_step
 from sftkit.errors import NonFiniteError
 from sftkit.models.structure import Work, train_flops

@@ -15,7 +15,7 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
 from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
-from sftkit.data.loader import Batches, StepBatches, StepDataset
+from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import SpikeError
 from sftkit.objectives.model_with_loss import ModelWithLoss

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
 from sftkit.config.schema import LossConfig
-from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.runtime.start import Runtime

@@ -12,7 +12,7 @@ import pytest
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_recipe
 
 from sftkit.config.schema import DataConfig, EvalConfig, TrainConfig
-from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.errors import ConfigError, Stopped
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import Deadline, Stopping

@@ -17,7 +17,7 @@ from sftkit.compile.records import records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
-from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.checks import compile_checks, compiled_check, document_checks
 from sftkit.engine.self_check import DocumentCheck, check_documents
 from sftkit.errors import RecompileError

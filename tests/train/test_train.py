@@ -23,7 +23,7 @@ from sftkit.config.schema import (
     OptimConfig,
     TrainConfig,
 )
-from sftkit.data.loader import Batches, StepDataset
+from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.errors import RecompileError
 from sftkit.evals.scoring import score

@@ -20,8 +20,8 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.shard import RankRows
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.shard import RankRows
 from sftkit.engine.engine import Training
 from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits

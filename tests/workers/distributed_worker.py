@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sftkit.config.schema import LossConfig, OptimConfig, RunConfig, TrainConfig
-from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.shard import RankRows
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.shard import RankRows
 from sftkit.engine.step import RankSums, TrainStep, exchange, optimizer_step
 from sftkit.errors import DataError
 from sftkit.objectives.model_with_loss import ModelWithLoss

@@ -22,8 +22,8 @@ from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.writer import Snapshot, Writer
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
-from sftkit.data.loader import Batches, StepBatches, StepDataset, load_examples
-from sftkit.data.shard import RankRows
+from sftkit.data.batches.loader import Batches, StepBatches, StepDataset, load_examples
+from sftkit.data.batches.shard import RankRows
 from sftkit.data.types import Row, Tokenized
 from sftkit.engine.engine import Training
 from sftkit.generation.batching import Batching

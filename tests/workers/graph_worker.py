@@ -27,9 +27,9 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.pack import Layout
-from sftkit.data.shard import RankRows, row_shard
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.pack import Layout
+from sftkit.data.batches.shard import RankRows, row_shard
 from sftkit.engine.engine import Engine, Training
 from sftkit.engine.step import MicroBatches, gradients
 from sftkit.graph.engine import GraphEngine

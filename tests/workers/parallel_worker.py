@@ -26,9 +26,9 @@ from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.pack import Layout
-from sftkit.data.shard import RankRows, row_shard
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.pack import Layout
+from sftkit.data.batches.shard import RankRows, row_shard
 from sftkit.engine.gradient_check import Sides, check_gradients
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents

@@ -31,7 +31,7 @@ from sftkit.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from sftkit.data.loader import StepBatches
+from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.engine import Training
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken

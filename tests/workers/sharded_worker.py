@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from sftkit.config.schema import EvalConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.shard import RankRows, row_shard
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.shard import RankRows, row_shard
 from sftkit.data.types import Row
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import ConfigError

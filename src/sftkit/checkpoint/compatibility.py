@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.keys import key_table
 from sftkit.config.yaml_text import RecipeLoader, flattened
-from sftkit.data.cache import tokenizer_fingerprint
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
+from sftkit.data.tokens.cache import tokenizer_fingerprint
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.padding import padding_rows

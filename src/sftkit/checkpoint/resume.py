@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from sftkit.data.pack import PlanSegment
+from sftkit.data.batches.pack import PlanSegment
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import RECIPE, TRAINING_STATE, step_dirs

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import CompileConfig, Config
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.models.padding import padding_rows
 from sftkit.models.structure import plain_class
 from sftkit.ops.flash import fa4_folder

@@ -1,1 +1,1 @@
-"""From records to batches of static shape: reading, tokenizing, the loss mask, packing, collating. Pure and one-way."""
+"""From records to batches of static shape, one way: reading, tokens with their loss mask, batches."""

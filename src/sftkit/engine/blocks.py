@@ -20,7 +20,7 @@ from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import Config
-from sftkit.data.loader import StepBatches
+from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.gradient_check import Sides, check_gradients

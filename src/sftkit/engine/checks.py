@@ -6,7 +6,7 @@ import torch
 
 from sftkit.compile.contract import run_eagerly
 from sftkit.compile.records import Records
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.engine.engine import EngineReport
 from sftkit.engine.gradient_check import GradientCheck
 from sftkit.engine.gradient_samples import GradientDifference

@@ -10,8 +10,8 @@ from typing import Protocol
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
-from sftkit.data.loader import StepBatches
-from sftkit.data.pack import Layout
+from sftkit.data.batches.loader import StepBatches
+from sftkit.data.batches.pack import Layout
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
 from sftkit.optim.protocol import Optimizer

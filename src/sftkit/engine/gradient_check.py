@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sftkit.compile.contract import random_state_kept, run_eagerly
-from sftkit.data.collate import Batch
-from sftkit.data.pack import Layout
+from sftkit.data.batches.collate import Batch
+from sftkit.data.batches.pack import Layout
 from sftkit.engine.gradient_rows import declared_rows, same_rows, short_rows, tokens_of
 from sftkit.engine.gradient_samples import (
     GradientDifference,

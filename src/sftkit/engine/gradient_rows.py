@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedModel
 
-from sftkit.data.collate import Batch, collate
-from sftkit.data.pack import BatchShape, Layout
-from sftkit.data.shard import FULL_ROW, row_shard
+from sftkit.data.batches.collate import Batch, collate
+from sftkit.data.batches.pack import BatchShape, Layout
+from sftkit.data.batches.shard import FULL_ROW, row_shard
 from sftkit.data.types import Examples
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size

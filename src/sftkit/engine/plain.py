@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sftkit.data.collate import IGNORE, Batch, documents, single_rows
+from sftkit.data.batches.collate import IGNORE, Batch, documents, single_rows
 from sftkit.objectives.balanced import Balanced
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Sums

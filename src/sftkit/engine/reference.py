@@ -17,8 +17,8 @@ from torch import Tensor
 from sftkit.compile.contract import random_state_kept
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import LossConfig, OptimConfig
-from sftkit.data.collate import Batch
-from sftkit.data.loader import StepBatches
+from sftkit.data.batches.collate import Batch
+from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.checks import compiled_check
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.plain import plain_sums

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sftkit.data.collate import OF_TOKENS, Batch, collate, documents
-from sftkit.data.pack import BatchShape
+from sftkit.data.batches.collate import OF_TOKENS, Batch, collate, documents
+from sftkit.data.batches.pack import BatchShape
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.stages import from_last

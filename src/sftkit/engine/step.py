@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from sftkit.compile.contract import begin_step, uses_cuda_graphs
-from sftkit.data.collate import Batch
-from sftkit.data.loader import StepBatches
+from sftkit.data.batches.collate import Batch
+from sftkit.data.batches.loader import StepBatches
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.optim.gradients import clip_coefficient, squared_norm

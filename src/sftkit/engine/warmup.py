@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.data.collate import Batch, warm_up_batch
-from sftkit.data.pack import Layout
-from sftkit.data.shard import row_shard
+from sftkit.data.batches.collate import Batch, warm_up_batch
+from sftkit.data.batches.pack import Layout
+from sftkit.data.batches.shard import row_shard
 from sftkit.engine.step import forward_backward
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import encoder, vocab_size

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import EvalConfig
-from sftkit.data import chat
+from sftkit.data.tokens import chat
 from sftkit.data.types import Examples
 from sftkit.evals.results import Evaluated, Result, example_record, interval
 from sftkit.evals.task import Question

@@ -14,8 +14,8 @@ from sftkit.config.commands import invocation
 from sftkit.config.eval_tasks import EVAL_TASKS
 from sftkit.config.paths import similar_paths
 from sftkit.config.schema import EvalConfig, SourceConfig
-from sftkit.data import hub
-from sftkit.data.origin import find_here
+from sftkit.data.reading import hub
+from sftkit.data.reading.origin import find_here
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
 from sftkit.models.auto_classes import CAUSAL, auto_class, not_causal

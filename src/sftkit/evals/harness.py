@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.commands import install, invocation
 from sftkit.config.schema import EvalConfig
-from sftkit.data.hub import offline
+from sftkit.data.reading.hub import offline
 from sftkit.errors import ConfigError
 from sftkit.evals.results import Evaluated, Result, Z
 from sftkit.generation.kv_cache import plain_forward

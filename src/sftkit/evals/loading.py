@@ -13,8 +13,9 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig, LossConfig, ModelConfig, TrainConfig
-from sftkit.data import chat, loader, text
-from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
+from sftkit.data.batches import loader
+from sftkit.data.batches.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
+from sftkit.data.tokens import chat, text
 from sftkit.data.types import Examples
 from sftkit.evals.flags import as_source
 from sftkit.evals.scoring import longest_input

@@ -10,7 +10,7 @@ from itertools import islice
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import SourceConfig
-from sftkit.data import chat, sources
+from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.eval_tasks import CODE, WITHOUT_SHOTS
 from sftkit.config.schema import EvalConfig
-from sftkit.data import chat
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
+from sftkit.data.tokens import chat
 from sftkit.data.types import Examples, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import captions, families, harness, results, scoring, tasks

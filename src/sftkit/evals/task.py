@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from sftkit.data.conversation import Message
+from sftkit.data.reading.conversation import Message
 from sftkit.generation.answer import Answer
 
 ExampleScores = dict[str, float | list[float]]

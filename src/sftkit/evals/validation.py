@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from sftkit.data.collate import collate
-from sftkit.data.epoch import plan_epoch
-from sftkit.data.pack import Layout, validation_layout
-from sftkit.data.shard import row_shard
+from sftkit.data.batches.collate import collate
+from sftkit.data.batches.epoch import plan_epoch
+from sftkit.data.batches.pack import Layout, validation_layout
+from sftkit.data.batches.shard import row_shard
 from sftkit.data.types import Examples
 from sftkit.models.structure import inference
 from sftkit.objectives.model_with_loss import ModelWithLoss

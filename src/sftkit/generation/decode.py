@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
-from sftkit.data import chat
+from sftkit.data.tokens import chat
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError
 from sftkit.generation.answer import Answer, Sampling

@@ -8,7 +8,7 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.data.demo import builtin
-from sftkit.data.template import template_of
+from sftkit.data.tokens.template import template_of
 from sftkit.rundir.names import RECIPE
 
 _SHOWN = ("arithmetic", "calendar", "pick")

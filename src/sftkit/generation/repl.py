@@ -16,7 +16,7 @@ from pathlib import Path
 from sftkit.config.paths import expanded
 from sftkit.config.schema import DataConfig
 from sftkit.config.terminal import print_text
-from sftkit.data.conversation import Message
+from sftkit.data.reading.conversation import Message
 from sftkit.errors import ConfigError, DataError
 from sftkit.runtime.signals import exit_on_signals
 

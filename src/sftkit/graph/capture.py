@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.graph import compat
 from sftkit.graph.buckets import buckets_of, mark_buckets
 from sftkit.graph.passes.apply import Passes

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.errors import RecompileError
 from sftkit.graph.capture import Graph, Signature, capture, signature_of
 from sftkit.graph.passes.apply import Passes, Stage

@@ -15,7 +15,7 @@ from typing import Any
 from sftkit.config.optimizers import DEFAULT, FALLBACK
 from sftkit.config.schema import Config, LossConfig, num_stages
 from sftkit.config.topology import Topology, balanced
-from sftkit.data.pack import Layout, largest_divisor
+from sftkit.data.batches.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
 from sftkit.memory.traffic import traffic
 from sftkit.models.size import fields_of, of_fields, size_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from sftkit.config.optimizers import OPTIMIZERS, WIDTH
 from sftkit.config.topology import Sharding, Topology
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.models.size import GIB
 
 CONTEXT_BYTES = int(0.7 * GIB)

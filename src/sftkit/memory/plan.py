@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.schema import CompileConfig, Config, ModelConfig, OptimConfig, TrainConfig
 from sftkit.config.topology import Sharding
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import (
     BUDGETS,

@@ -16,7 +16,7 @@ from sftkit.config.commands import install
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.schema import CompileConfig, DataConfig, OptimConfig
 from sftkit.config.topology import Topology
-from sftkit.data.pack import Layout, largest_divisor
+from sftkit.data.batches.pack import Layout, largest_divisor
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, EstimateInputs, estimate, gib
 

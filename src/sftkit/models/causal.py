@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.data.types import Examples
 from sftkit.errors import DataError
 from sftkit.models import auto_classes

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.collate import OF_TOKENS, Batch
-from sftkit.data.text import start_id
+from sftkit.data.batches.collate import OF_TOKENS, Batch
+from sftkit.data.tokens.text import start_id
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.kind import ModelKind

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.commands import install
 from sftkit.config.schema import CompileConfig, TrainConfig
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks
 from sftkit.runtime.start import Runtime

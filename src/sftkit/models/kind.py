@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.models.structure import logit_softcap, output_projection
 from sftkit.ops.linear_cross_entropy import Head

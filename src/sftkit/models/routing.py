@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import all_reduce
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from sftkit.data.collate import IGNORE, Batch
+from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.errors import ConfigError
 from sftkit.ops.gather_rows import resolve_group
 

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
-from sftkit.data import sources
-from sftkit.data.template import with_arguments
+from sftkit.data.tokens import sources
+from sftkit.data.tokens.template import with_arguments
 from sftkit.errors import ConfigError
 from sftkit.models.load import load_options, offline_help
 from sftkit.models.vocabulary import add_tokens
@@ -100,7 +100,8 @@ def read_template(template: str) -> str:
     Raises:
         ConfigError: the file cannot be read.
     """
-    path = str(Path(__file__).parents[1] / "data" / f"{template}.jinja") if template in CHAT_TEMPLATES else template
+    ours = str(Path(__file__).parents[1] / "data" / "tokens" / f"{template}.jinja")
+    path = ours if template in CHAT_TEMPLATES else template
     try:
         return Path(path).read_text()
     except OSError as error:

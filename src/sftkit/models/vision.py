@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import ImageProcessingMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
-from sftkit.data import images
+from sftkit.data.reading import images
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError
 from sftkit.models import auto_classes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.models.kinds import kind_of
 from sftkit.models.routing import Routing
 from sftkit.models.stages import from_last, stages_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sftkit.config.schema import LossConfig
-from sftkit.data.collate import IGNORE, Batch
+from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.data.types import Examples
 from sftkit.objectives.sums import Sums
 from sftkit.ops.linear_cross_entropy import Head, linear_nll

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.data.types import Examples
 from sftkit.objectives.sums import Sums
 from sftkit.ops.linear_cross_entropy import Head

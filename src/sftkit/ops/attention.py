@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError
 from sftkit.ops import flex
 from sftkit.ops.cross_attention import bidirectional_attention

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.ops import flash
 from sftkit.ops.attention import kernel_order, relative_positions, windows

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sftkit.data.collate import IGNORE
+from sftkit.data.batches.collate import IGNORE
 from sftkit.ops.linear_cross_entropy import RowLoss
 
 BLOCK = 4096

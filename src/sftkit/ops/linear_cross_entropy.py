@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sftkit.config.schema import LossConfig
-from sftkit.data.collate import IGNORE
+from sftkit.data.batches.collate import IGNORE
 from sftkit.runtime.replaced import replaced
 
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import ModelConfig
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.models.structure import embedding_of
 from sftkit.models.weights import fill_with_memory, load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from sftkit.config.topology import Topology
-from sftkit.data.collate import Batch
+from sftkit.data.batches.collate import Batch
 from sftkit.models.causal import decoded
 from sftkit.models.stages import Stages
 from sftkit.models.structure import decoder, decoder_blocks, embedding_module, output_projection

@@ -15,10 +15,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import Config
-from sftkit.data import findings
-from sftkit.data.epoch import GlobalBatch, plan_epoch
-from sftkit.data.loader import Batches
-from sftkit.data.pack import Layout
+from sftkit.data.batches.epoch import GlobalBatch, plan_epoch
+from sftkit.data.batches.loader import Batches
+from sftkit.data.batches.pack import Layout
+from sftkit.data.reading import findings
 from sftkit.data.types import Examples, Finding
 from sftkit.memory.plan import MemoryPlan
 from sftkit.preflight import answers, costs, turns

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sftkit.data.answers import HISTORY
-from sftkit.data.chat import BORDER, SPLIT_TOKENS, THINKING_OFF, TOO_LONG
-from sftkit.data.learned import CONTEXT, EARLIER, MARKED
+from sftkit.data.tokens.answers import HISTORY
+from sftkit.data.tokens.chat import BORDER, SPLIT_TOKENS, THINKING_OFF, TOO_LONG
+from sftkit.data.tokens.learned import CONTEXT, EARLIER, MARKED
 from sftkit.runtime.words import counted
 
 _WORDS = {

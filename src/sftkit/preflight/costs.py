@@ -16,8 +16,8 @@ import yaml
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import CheckpointConfig, CompileConfig, Config, DataConfig, OptimConfig, TrainConfig
-from sftkit.data.epoch import GlobalBatch, num_positions, plan_epoch
-from sftkit.data.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
+from sftkit.data.batches.epoch import GlobalBatch, num_positions, plan_epoch
+from sftkit.data.batches.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
 from sftkit.memory.remedies import remedies

@@ -12,8 +12,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import SourceConfig
-from sftkit.data import chat
-from sftkit.data.sources import COUNTS, ROLE_COUNTS
+from sftkit.data.tokens import chat
+from sftkit.data.tokens.sources import COUNTS, ROLE_COUNTS
 from sftkit.data.types import Examples
 
 

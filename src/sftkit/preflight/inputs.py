@@ -19,9 +19,9 @@ from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.paths import similar_paths
 from sftkit.config.rule import Get, Problem, Rule, Unusable
 from sftkit.config.schema import SourceConfig
-from sftkit.data import conversation, hub, readers, rows
-from sftkit.data.bad_rows import BadRows, until_broken
-from sftkit.data.origin import find_here
+from sftkit.data.reading import conversation, hub, readers, rows
+from sftkit.data.reading.bad_rows import BadRows, until_broken
+from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.preflight import evaluated

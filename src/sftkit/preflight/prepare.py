@@ -14,9 +14,11 @@ from transformers.initialization import no_init_weights
 
 from sftkit.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.data import findings, loader, stages
-from sftkit.data.pack import Layout
-from sftkit.data.shard import check_row_shard, row_shard
+from sftkit.data.batches import loader
+from sftkit.data.batches.pack import Layout
+from sftkit.data.batches.shard import check_row_shard, row_shard
+from sftkit.data.reading import findings
+from sftkit.data.tokens import stages
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan

@@ -16,8 +16,8 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.terminal import visible
-from sftkit.data.stages import DATA_OF_STAGES
-from sftkit.data.template import special_tokens_of
+from sftkit.data.tokens.stages import DATA_OF_STAGES
+from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Examples
 from sftkit.preflight import analysis as preflight
 from sftkit.runtime.console import VisibleConsole

@@ -13,11 +13,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data import chat, rows
-from sftkit.data.answers import HISTORY
-from sftkit.data.learned import Targets
-from sftkit.data.origin import find_source
-from sftkit.data.slices import base_split
+from sftkit.data.reading import rows
+from sftkit.data.reading.origin import find_source
+from sftkit.data.reading.slices import base_split
+from sftkit.data.tokens import chat
+from sftkit.data.tokens.answers import HISTORY
+from sftkit.data.tokens.learned import Targets
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError, DataError
 

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 
 from sftkit.config.schema import NumericsConfig
-from sftkit.data.collate import Batch
-from sftkit.data.loader import Batches, StepBatches
+from sftkit.data.batches.collate import Batch
+from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.types import listed
 from sftkit.errors import NonFiniteError, SpikeError
 from sftkit.objectives.objective import Objective

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.data.balance import causal_pairs
-from sftkit.data.loader import Batches, StepBatches
-from sftkit.data.pack import Layout
+from sftkit.data.batches.balance import causal_pairs
+from sftkit.data.batches.loader import Batches, StepBatches
+from sftkit.data.batches.pack import Layout
 from sftkit.data.types import Examples
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import Work, attention_windows, train_flops

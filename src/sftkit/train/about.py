@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import source_label
-from sftkit.data.loader import Batches
+from sftkit.data.batches.loader import Batches
 from sftkit.engine.engine import Setup
 from sftkit.models.structure import count_parameters
 from sftkit.rundir.files import read_object

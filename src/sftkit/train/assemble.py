@@ -21,11 +21,12 @@ from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.graph_passes import environment_of_passes
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config
-from sftkit.data import chat, loader
-from sftkit.data.loader import Batches, StepDataset
-from sftkit.data.pack import DocumentLengths, make_layout
-from sftkit.data.prompts import check_prompted_targets
-from sftkit.data.shard import RankRows, row_shard
+from sftkit.data.batches import loader
+from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.pack import DocumentLengths, make_layout
+from sftkit.data.batches.shard import RankRows, row_shard
+from sftkit.data.tokens import chat
+from sftkit.data.tokens.prompts import check_prompted_targets
 from sftkit.data.types import Tokenized
 from sftkit.engine.blocks import Blocks
 from sftkit.engine.engine import Engine, Training

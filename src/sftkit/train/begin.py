@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from sftkit.data.loader import Batches
+from sftkit.data.batches.loader import Batches
 from sftkit.engine.engine import Engine, WarmUp
 from sftkit.rundir.names import step_dir
 from sftkit.rundir.status import RunStatus

@@ -7,7 +7,7 @@ from contextlib import closing
 from functools import partial
 
 from sftkit.config.schema import Config
-from sftkit.data.loader import Batches
+from sftkit.data.batches.loader import Batches
 from sftkit.engine.engine import Engine
 from sftkit.engine.replicas import Replicas
 from sftkit.optim.schedule import learning_rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sftkit.config.schema import Config
-from sftkit.data.loader import Batches, StepBatches
+from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.engine.engine import Engine
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.start import Runtime

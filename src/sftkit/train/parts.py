@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
 from sftkit.checkpoint.writer import SaveEnd
 from sftkit.config.schema import Config
-from sftkit.data.loader import Batches
-from sftkit.data.prompts import PromptedTargets
+from sftkit.data.batches.loader import Batches
+from sftkit.data.tokens.prompts import PromptedTargets
 from sftkit.data.types import Examples, Row
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.checks import Check

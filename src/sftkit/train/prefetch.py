@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from sftkit.data.loader import StepBatches
+from sftkit.data.batches.loader import StepBatches
 
 AHEAD = 2
 

@@ -17,9 +17,9 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from sftkit.data.loader import Batches
-from sftkit.data.pack import Layout
-from sftkit.data.prompts import PromptedTargets
+from sftkit.data.batches.loader import Batches
+from sftkit.data.batches.pack import Layout
+from sftkit.data.tokens.prompts import PromptedTargets
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine
 from sftkit.models import auto_classes

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sftkit.config.schema import DataConfig
-from sftkit.data.loader import Batches
+from sftkit.data.batches.loader import Batches
 from sftkit.errors import NumericsError
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import save_seconds

@@ -128,8 +128,8 @@ def _load(files: list[Path]) -> list[dict[str, Any]]:
 
 
 def _from_hub(split: DatasetSplit) -> list[Any]:
-    from sftkit.data.origin import find_source
-    from sftkit.data.readers import parsed
+    from sftkit.data.reading.origin import find_source
+    from sftkit.data.reading.readers import parsed
 
     source = SourceConfig(path=split.hub, subset=split.subset, split=split.split)
     try:

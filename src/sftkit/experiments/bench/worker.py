@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.data.loader import Batches
-from sftkit.data.stages import DATA_OF_STAGES
+from sftkit.data.batches.loader import Batches
+from sftkit.data.tokens.stages import DATA_OF_STAGES
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import graphs_of, measured_row, over_ranks, run_job

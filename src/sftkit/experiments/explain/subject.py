@@ -15,8 +15,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from sftkit.compile.modules import check_marked, check_options
 from sftkit.config.schema import Config, ModelConfig
-from sftkit.data.collate import Batch, collate, warm_up_batch
-from sftkit.data.pack import DocumentLengths, Layout, make_layout
+from sftkit.data.batches.collate import Batch, collate, warm_up_batch
+from sftkit.data.batches.pack import DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.kinds import kind_of

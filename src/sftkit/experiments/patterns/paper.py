@@ -13,7 +13,7 @@ from typing import Any
 
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.topology import Topology
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.experiments.bench.plan import read_plan
 from sftkit.experiments.patterns.tables import Table
 from sftkit.launch.layouts import Machines, OnPaper, choice, on_paper, shape_of_fields, ways

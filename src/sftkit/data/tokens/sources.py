@@ -18,10 +18,11 @@ from typing import Literal
 import numpy as np
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
-from sftkit.data import cache, chat, conversation, findings, readers, rows
-from sftkit.data.bad_rows import BadRows, until_broken
-from sftkit.data.origin import Origin, find_source
-from sftkit.data.readers import RawRow
+from sftkit.data.reading import conversation, findings, readers, rows
+from sftkit.data.reading.bad_rows import BadRows, until_broken
+from sftkit.data.reading.origin import Origin, find_source
+from sftkit.data.reading.readers import RawRow
+from sftkit.data.tokens import cache, chat
 from sftkit.data.types import Examples, Row, Tokenized, TokenizedExample
 from sftkit.errors import DataError, WorkerError
 from sftkit.runtime.oom import likely_cause, oom_kills

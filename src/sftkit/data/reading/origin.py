@@ -14,10 +14,10 @@ from typing import Any
 
 from sftkit.config.paths import similar_paths
 from sftkit.config.schema import SourceConfig
-from sftkit.data import hub, readers
-from sftkit.data.arrow import without_fill
-from sftkit.data.readers import RawRow
-from sftkit.data.slices import base_split, sliced, sliced_beginning
+from sftkit.data.reading import hub, readers
+from sftkit.data.reading.arrow import without_fill
+from sftkit.data.reading.readers import RawRow
+from sftkit.data.reading.slices import base_split, sliced, sliced_beginning
 from sftkit.errors import ConfigError
 
 # Any: what each module makes has a type of its own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sftkit.data.conversation import Message
+from sftkit.data.reading.conversation import Message
 from sftkit.data.types import Row
 from sftkit.errors import DataError
 

@@ -16,11 +16,17 @@ from dataclasses import dataclass, replace
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.answer_matcher import NOWHERE, AnswerMatcher
-from sftkit.data.conversation import Message, require_instructions
-from sftkit.data.reasoning import Thinking, reasoning_of, template_arguments, with_other_reasoning, with_reasoning
-from sftkit.data.spans import common_prefix, end_of_marked, fault, required_texts, within
-from sftkit.data.template import Span, render_conversation, template_of
+from sftkit.data.reading.conversation import Message, require_instructions
+from sftkit.data.tokens.answer_matcher import NOWHERE, AnswerMatcher
+from sftkit.data.tokens.reasoning import (
+    Thinking,
+    reasoning_of,
+    template_arguments,
+    with_other_reasoning,
+    with_reasoning,
+)
+from sftkit.data.tokens.spans import common_prefix, end_of_marked, fault, required_texts, within
+from sftkit.data.tokens.template import Span, render_conversation, template_of
 from sftkit.data.types import Row
 from sftkit.errors import DataError
 

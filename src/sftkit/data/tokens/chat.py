@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data import conversation
-from sftkit.data.answers import HISTORY, Finder
-from sftkit.data.conversation import Message
-from sftkit.data.encode import Encoded, encode, encode_answers, tokens_inside
-from sftkit.data.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
-from sftkit.data.reasoning import Thinking, check_reasoning
-from sftkit.data.rows import require_conversation
-from sftkit.data.template import render_conversation, special_tokens_of, template_of, unused_arguments
+from sftkit.data.reading import conversation
+from sftkit.data.reading.conversation import Message
+from sftkit.data.reading.rows import require_conversation
+from sftkit.data.tokens.answers import HISTORY, Finder
+from sftkit.data.tokens.encode import Encoded, encode, encode_answers, tokens_inside
+from sftkit.data.tokens.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
+from sftkit.data.tokens.reasoning import Thinking, check_reasoning
+from sftkit.data.tokens.template import render_conversation, special_tokens_of, template_of, unused_arguments
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 

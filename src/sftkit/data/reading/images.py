@@ -81,7 +81,7 @@ def read_image(name: str, size: ImageSize) -> np.ndarray:
 def _key(names: Sequence[str], size: ImageSize) -> str:
     """Return a digest of all that the array depends on: names, sizes and times of files, the size of pictures, and the
     code. A file that is gone is reported when it is read."""
-    code = [Path(__file__), Path(__file__).parent / "demo" / "pictures.py"]
+    code = [Path(__file__), Path(__file__).parents[1] / "demo" / "pictures.py"]
     # Sizes and times of files, not their content: to read thousands of pictures would take as long as resizing them.
     found = hashlib.sha256(b"".join(path.read_bytes() for path in code))
     for name in names:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from sftkit.data.readers import RawRow, parse_json, parsed, wrong_kind
-from sftkit.data.sharegpt import turn_to_message
+from sftkit.data.reading.readers import RawRow, parse_json, parsed, wrong_kind
+from sftkit.data.reading.sharegpt import turn_to_message
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
 

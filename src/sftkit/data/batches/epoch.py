@@ -14,8 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from sftkit.data import balance
-from sftkit.data.pack import Layout, PlanSegment, pack
+from sftkit.data.batches import balance
+from sftkit.data.batches.pack import Layout, PlanSegment, pack
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from sftkit.data.conversation import THOUGHT, Message
-from sftkit.data.readers import wrong_kind
-from sftkit.data.template import REASONING_KEYS, Template
+from sftkit.data.reading.conversation import THOUGHT, Message
+from sftkit.data.reading.readers import wrong_kind
+from sftkit.data.tokens.template import REASONING_KEYS, Template
 from sftkit.errors import DataError
 
 Thinking = Literal["auto", "learn_empty", "off"]

@@ -13,7 +13,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from sftkit.data.conversation import Message
+from sftkit.data.reading.conversation import Message
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 

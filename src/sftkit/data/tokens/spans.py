@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 
-from sftkit.data.conversation import Message, answer_core, function_of
-from sftkit.data.template import Span
+from sftkit.data.reading.conversation import Message, answer_core, function_of
+from sftkit.data.tokens.template import Span
 from sftkit.errors import DataError
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from sftkit.data.readers import loads, wrong_kind
+from sftkit.data.reading.readers import loads, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
 

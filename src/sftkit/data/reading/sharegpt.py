@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sftkit.data.readers import parse_json
+from sftkit.data.reading.readers import parse_json
 from sftkit.data.types import JsonObject
 from sftkit.errors import DataError
 

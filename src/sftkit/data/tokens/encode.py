@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from sftkit.data.conversation import special_pattern
-from sftkit.data.template import Span, special_tokens_of
+from sftkit.data.reading.conversation import special_pattern
+from sftkit.data.tokens.template import Span, special_tokens_of
 
 CHUNK_CHARACTERS = 2**16
 "Characters that are tokenized at a time: tokenizers need some 600 bytes for each."

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.buckets import choose_buckets
+from sftkit.data.batches.buckets import choose_buckets
 from sftkit.errors import ConfigError
 from sftkit.runtime.words import counted
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.chat import Learning
-from sftkit.data.conversation import Message
-from sftkit.data.reasoning import Thinking, with_reasoning
-from sftkit.data.template import Template, template_of
+from sftkit.data.reading.conversation import Message
+from sftkit.data.tokens.chat import Learning
+from sftkit.data.tokens.reasoning import Thinking, with_reasoning
+from sftkit.data.tokens.template import Template, template_of
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, cast
 
 from sftkit.config.schema import SourceConfig
-from sftkit.data.arrow import without_fill
-from sftkit.data.slices import base_split
+from sftkit.data.reading.arrow import without_fill
+from sftkit.data.reading.slices import base_split
 from sftkit.errors import ConfigError, DataError
 
 RawRow = tuple[str, object]

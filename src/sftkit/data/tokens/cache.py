@@ -19,10 +19,11 @@ from sftkit.rundir.files import own_name
 
 FORMAT = 3
 DECIDING = (
-    *("demo/builtin", "demo/documents", "demo/split", "demo/pictures", "answer_matcher", "answers", "arrow"),
-    "bad_rows",
-    *("chat", "conversation", "encode", "findings", "hub", "learned", "origin", "readers", "reasoning", "rows"),
-    *("sharegpt", "slices", "sources", "spans", "stages", "template", "text", "types"),
+    *("types", "demo/builtin", "demo/documents", "demo/split", "demo/pictures"),
+    *("reading/arrow", "reading/bad_rows", "reading/conversation", "reading/findings", "reading/hub", "reading/origin"),
+    *("reading/readers", "reading/rows", "reading/sharegpt", "reading/slices"),
+    *("tokens/answer_matcher", "tokens/answers", "tokens/chat", "tokens/encode", "tokens/learned", "tokens/reasoning"),
+    *("tokens/sources", "tokens/spans", "tokens/stages", "tokens/template", "tokens/text"),
 )
 "Modules whose change makes tokenized data, or what is told of its rows, stale."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
@@ -43,7 +44,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def data_key(description: Mapping[str, object]) -> str:
     """Return the sha256 of everything that the tokenized data depends on, the code that decides tokens included."""
     # Of the source itself, comments included: it is cheaper to tokenize once more than to learn from stale tokens.
-    code = hashlib.sha256(b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in DECIDING))
+    code = hashlib.sha256(b"".join((Path(__file__).parents[1] / f"{name}.py").read_bytes() for name in DECIDING))
     whole = {"format": FORMAT, "code": code.hexdigest(), **description}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from sftkit.config.topology import Topology
-from sftkit.data.pack import Layout
+from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
 
 

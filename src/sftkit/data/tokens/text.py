@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data import chat
-from sftkit.data.encode import CHUNK_CHARACTERS, encode
-from sftkit.data.rows import refuse_picture, require_source_and_texts, require_text
+from sftkit.data.reading.rows import refuse_picture, require_source_and_texts, require_text
+from sftkit.data.tokens import chat
+from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
 from sftkit.config.stages import STAGE_SCRIPTS
-from sftkit.data import chat, text
-from sftkit.data.learned import Targets
+from sftkit.data.tokens import chat, text
+from sftkit.data.tokens.learned import Targets
 from sftkit.data.types import Tokenized
 from sftkit.errors import ConfigError
 
