@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from sftkit.compile import cache as compile_cache
+from sftkit.compile.async_tensor import asynchronous, mergeable_products, use_symmetric_memory
 from sftkit.compile.contract import Ranks, compile_model, random_state_kept, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.duration import note, under_way
@@ -41,6 +42,7 @@ from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.balance import describe_seconds
 from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.stagewise import stagewise
+from sftkit.parallel.tensor import tensor_group
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime.hardware import peak_memory_gib
 from sftkit.runtime.progress import working
@@ -96,6 +98,10 @@ class Blocks:
             budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
             stack.enter_context(compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
+            group = tensor_group(orig_model)
+            if asynchronous(cfg.compile) and group is not None and rt.device.type == "cuda":
+                use_symmetric_memory(group)
+                stack.enter_context(mergeable_products(cfg.compile))
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             arguments = compile_arguments(cfg.compile)
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments)

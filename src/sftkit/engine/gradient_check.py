@@ -185,13 +185,12 @@ class Sides:
         model, topology = self.model, self.rt.topology
         orig_model = model.orig_model
         # As in the last micro-batch of a step: gradients are exchanged and gathered weights freed.
-        if topology.sharded:
-            gradient_sync(self.wrapped, self.rt, sync=True)
+        last = gradient_sync(self.wrapped, self.rt, sync=True) if topology.sharded else nullcontext()
         # Weights that are not FSDP2's are gathered, and their gradients exchanged, where the model reads them.
         gathered = topology.sharded and next(fsdp_modules(orig_model), None) is None
         exchanged = gathered or same_rows(self.rt)
         whole = nullcontext(dict[str, Tensor]()) if exchanged else self._whole_gradients()
-        with stagewise(orig_model), whole as sums, run_eagerly():
+        with stagewise(orig_model), whole as sums, run_eagerly(), last:
             multiple = position_multiple(orig_model)
             with plain_attention(orig_model), plain_backward(orig_model), without_sequence_parallel(orig_model):
                 for plain in chain.from_iterable(plain_sums(model, batch, multiple) for batch in micro_batches):

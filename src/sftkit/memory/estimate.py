@@ -215,12 +215,15 @@ def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
     shards = t.shards * t.context * t.tensor
     body = (m.parameters - m.ends) // t.tensor
     block, end = body // max(m.blocks, 1), m.ends
-    gathered = body + m.ends if s.sharding.keep_weights else 2 * block + end
+    # Tensor ranks alone hold their parts of the blocks as they use them, and gather the ends of the model.
+    among_tensor_ranks = t.replicas * t.shards * t.context == 1
+    blocks = 0 if among_tensor_ranks else body if s.sharding.keep_weights else 2 * block
+    gathered = blocks + end
     # What earlier micro-batches leave: FSDP keeps them whole where the exchange waits for the last one, else as shards.
     earlier = s.layout.accumulation > 1
     whole_sums = 4 * (body + m.ends) if earlier and s.sharding.keep_gradients else 0
     shard_sums = 4 * m.parameters // shards if earlier and not s.sharding.keep_gradients else 0
-    on_their_way = (width + 4) * (2 * block + end)
+    on_their_way = (width + 4) * ((0 if among_tensor_ranks else 2 * block) + end)
     at_start = Estimate(
         weights=width * (m.parameters // shards + gathered),
         optimizer=_state_bytes(s) // shards,

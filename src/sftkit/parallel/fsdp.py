@@ -80,7 +80,10 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         shard_matrices(orig_model, blocks, meshes.tensor)
     policy = policy_of(precision)
     keep = sharding.keep_weights
-    for block in blocks:
+    # On one shard of one replica there is nothing to gather or to exchange, and FSDP's hooks would cost the host as
+    # much as the block itself: tensor parallelism alone leaves blocks as they are.
+    whole = meshes.blocks.size() == 1
+    for block in () if whole else blocks:
         fully_shard(block, mesh=meshes.blocks, mp_policy=policy, reshard_after_forward=not keep)
     alone = _alone(orig_model)
     # Neither is read in the backward pass (pytorch #137922), as the loss has its gradients by then. Where weights are
@@ -90,7 +93,8 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         sharded.set_unshard_in_backward(False)
     # The root last, with what is left: the final norm, and a tied embedding. Kept after the forward pass, as the
     # backward pass begins with it.
-    fully_shard(orig_model, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=False)
+    of_blocks = {p for block in blocks for p in block.parameters()} if whole else None
+    fully_shard(orig_model, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=False, ignored_params=of_blocks)
     add_up_gradients(orig_model)
     # On the model, for set_gradient_sync, which is given nothing else.
     orig_model._sharding = sharding  # type: ignore[assignment]
@@ -102,7 +106,7 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
         _gather_in(output_projection(orig_model), model, "sums_of_selected")
     # By itself FSDP learns the order of the backward pass alone: in the forward pass the host would have to run ahead
     # of the GPU for the next gather to start early.
-    for before, after in itertools.pairwise(blocks):
+    for before, after in itertools.pairwise(() if whole else blocks):
         before.set_modules_to_forward_prefetch([after])  # type: ignore[operator]
 
 

@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
@@ -35,7 +36,8 @@ class Activations:
     """How activations of a model lie between its attention and feed-forward layers; its hooks and
     `without_sequence_parallel` share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
         self.sequence_parallel = True
 
     @property
@@ -53,6 +55,12 @@ def without_sequence_parallel(orig_model: PreTrainedModel) -> AbstractContextMan
     return replaced(activations, "sequence_parallel", value=False)
 
 
+def tensor_group(orig_model: PreTrainedModel) -> ProcessGroup | None:
+    """Return the ranks that share the matrices of a model; None without tensor parallelism."""
+    activations = getattr(orig_model, "_activations", None)
+    return activations.group if isinstance(activations, Activations) else None
+
+
 def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], mesh: DeviceMesh) -> None:
     """Turn the weights of the blocks into DTensors on the mesh, in place, and let them exchange activations.
 
@@ -62,7 +70,7 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
     """
     check_tensor_parallel(orig_model, mesh.size())
     # On the model, where without_sequence_parallel finds it.
-    activations = Activations()
+    activations = Activations(mesh.get_group())
     orig_model._activations = activations  # type: ignore[assignment]
     # Placements are asked at each call, as without_sequence_parallel changes that of activations. Heads
     # are dimension 2.
@@ -81,6 +89,22 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
             if pre_hook is not None:
                 module.register_forward_pre_hook(pre_hook)
             module.register_forward_hook(hook)
+
+
+@torch.no_grad()
+def add_up_partial_gradients(orig_model: torch.nn.Module) -> None:
+    """Add the gradients of weights that all ranks of a group hold up over the group, in place and in fp32: norms, of
+    which each rank has the gradient from its own positions or heads. One all-reduce for all of them; none is needed
+    where FSDP has exchanged the gradients of a block."""
+    partial = [p for p in orig_model.parameters() if isinstance(p.grad, DTensor) and p.grad.placements == (Partial(),)]
+    if not partial:
+        return
+    gradients = [p.grad.to_local() for p in partial]  # type: ignore[union-attr]
+    flat = torch.cat([gradient.flatten().float() for gradient in gradients])
+    mesh = partial[0].grad.device_mesh  # type: ignore[union-attr]
+    torch.distributed.all_reduce(flat, group=mesh.get_group())
+    for p, own, total in zip(partial, gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        p.grad = DTensor.from_local(total.view_as(own).to(own.dtype), mesh, [Replicate()], run_check=False)
 
 
 def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
@@ -142,13 +166,25 @@ def _to_local(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor)
 
 def _gather(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> DTensor:
     """Gather whole rows; a DTensor still, so that gradients of what reads it are added up before they are scattered."""
-    return output.redistribute(placements=[Replicate()])
+    return _exchanged(output, Replicate())
 
 
 def _add_up(activations: Activations) -> Any:
     """Return a hook that adds the ranks' parts of an output up, as activations lie between layers."""
 
     def hook(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> torch.Tensor:
-        return output.redistribute(placements=[activations.placement]).to_local()
+        return _exchanged(output, activations.placement).to_local()
 
     return hook
+
+
+def _exchanged(rows: DTensor, placement: Placement) -> DTensor:
+    """Return rows, [B, T, H], as another placement has them."""
+    batch, length, width = rows.shape
+    if batch > 1:
+        return rows.redistribute(placements=[placement])
+    # A collective joins and parts tensors along their first dimension, so columns of several rows are copied before or
+    # after it. Those of one row need not be, once the dimension of rows is gone.
+    placement = Shard(0) if placement.is_shard() else placement
+    one_row = rows.view(length, width)
+    return one_row.redistribute(placements=[placement]).view(1, length, width)  # type: ignore[attr-defined]

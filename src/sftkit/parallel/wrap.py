@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -14,6 +15,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.balance import layers_of_stages
 from sftkit.parallel.fsdp import Sharding, make_meshes, set_gradient_sync, shard
 from sftkit.parallel.pipeline import Pipelined, into_stages
+from sftkit.parallel.tensor import add_up_partial_gradients
 from sftkit.runtime.replaced import replaced
 from sftkit.runtime.start import Runtime
 
@@ -63,9 +65,16 @@ def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> Abstrac
         return replaced(model, "exchanges", sync)
     if rt.topology.sharded:
         set_gradient_sync(model, last=sync)
-        return nullcontext()
+        return _adding_up(model) if sync and rt.topology.tensor > 1 else nullcontext()
     # Without no_sync DDP would reduce in each micro-batch, and the gradients of earlier ones again.
     return nullcontext() if sync else rt.accelerator.no_sync(model)
+
+
+@contextmanager
+def _adding_up(model: torch.nn.Module) -> Iterator[None]:
+    """Add up, after the context, what tensor-parallel ranks have of the gradients of weights that all of them hold."""
+    yield
+    add_up_partial_gradients(model)
 
 
 def gradient_scale(rt: Runtime) -> float:

@@ -18,8 +18,9 @@ from sftkit.rundir.names import TRACE
 from sftkit.runtime.start import Runtime
 
 TRACED_STEPS = 3
-_COMMUNICATION = ("nccl", "multimem", "one_shot_all", "two_shot_all", "symm_mem")
-"Parts of the names of kernels that exchange data with other GPUs: NCCL's, and those of torch's symmetric memory."
+_COMMUNICATION = ("nccl", "multimem", "one_shot_all", "two_shot_all", "symm_mem", "ptop")
+"""Parts of the names of kernels and copies that exchange data with other GPUs: NCCL's, and those of torch's symmetric
+memory."""
 Interval = tuple[float, float]
 "Start and end, in microseconds."
 

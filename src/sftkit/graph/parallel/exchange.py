@@ -55,10 +55,6 @@ def send(rows: Tensor, sizes: Tensor, room: int, group: ProcessGroup, *, back: b
 class Exchange(Activations):
     """Between the layers of a tensor-parallel model; in `without_sequence_parallel` every rank has all positions."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__()
-        self.group = group
-
     def gather(self, positions: Tensor) -> Tensor:
         """Gather whole rows, [B, T, H], from the ranks' columns of them, [B, C, H]."""
         return gather(positions, 1, self.group) if self.sequence_parallel else positions

@@ -1,0 +1,151 @@
+"""What tensor parallelism makes of a block: the exchanges in its graphs, traced on one process of a group that sends
+nothing. That ranks compute what one process does: test_parallel.py."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.fx import GraphModule, Node
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from sftkit.compile.async_tensor import asynchronous, mergeable_products
+from sftkit.config.schema import CompileConfig, LossConfig
+from sftkit.config.topology import Sharding, Topology
+from sftkit.models.structure import decoder, decoder_blocks
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import NextToken
+from sftkit.parallel.fsdp import make_meshes, shard
+from sftkit.parallel.tensor import shard_matrices
+
+pytestmark = pytest.mark.own_process  # a process has one default group
+HIDDEN, LENGTH = 64, 32
+
+
+@pytest.fixture
+def group_of_four() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def qwen3() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen3Config(**sizes, vocab_size=128, num_key_value_heads=2, head_dim=16, use_cache=False)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def traced(orig_model: PreTrainedModel, rows: int, backend: Any) -> None:
+    """Forward and backward of the first block for rows of which this rank has half."""
+    positions = torch.arange(LENGTH)[None]
+    rotary = decoder(orig_model).rotary_emb(torch.randn(1, LENGTH, HIDDEN), positions)
+    hidden = torch.randn(rows, LENGTH // 2, HIDDEN, requires_grad=True)
+    block = torch.compile(decoder_blocks(orig_model)[0], backend=backend, fullgraph=True, dynamic=False)
+    out = block(hidden, position_embeddings=rotary, attention_mask=None, position_ids=positions)
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+
+def exchanges(rows: int, mesh: DeviceMesh) -> list[Node]:
+    """The collectives in both graphs of a block."""
+    orig_model, found = qwen3(), []
+    shard_matrices(orig_model, decoder_blocks(orig_model), mesh)
+
+    def keep(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        found.extend(
+            node
+            for node in graph.graph.nodes
+            if "_into_tensor" in str(node.target) or "scatter_tensor" in str(node.target)
+        )
+        return make_boxed_func(graph)
+
+    traced(orig_model, rows, aot_autograd(fw_compiler=keep))
+    return found
+
+
+def through_views(node: Node, step: Callable[[Node], Node]) -> str:
+    """The first operator from a node on that is no view and no wait."""
+    while any(name in str(node.target) for name in ("view", "reshape", "wait_tensor", "alias")):
+        node = step(node)
+    return str(node.target)
+
+
+def test_columns_of_one_row_are_exchanged_without_a_copy_before_or_after_it(group_of_four: None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensor"))["tensor"]
+    for rows, copies in ((1, 0), (2, 8)):
+        found = exchanges(rows, mesh)
+        kinds = Counter("gather" if "all_gather" in str(node.target) else "scatter" for node in found)
+        assert kinds == {"gather": 4, "scatter": 4}
+        copied = 0
+        for node in found:
+            if "all_gather" in str(node.target):
+                copied += "split" in through_views(next(iter(node.users)), lambda node: next(iter(node.users)))
+            else:
+                copied += "cat" in through_views(node.args[0], lambda node: node.args[0])  # type: ignore[arg-type, return-value]
+        assert copied == copies
+
+
+def test_tensor_parallelism_alone_leaves_blocks_without_fsdp_and_beside_shards_it_does_not(group_of_four: None) -> None:
+    for topology, sharded in (
+        (Topology(tensor=4, sharded=True), False),
+        (Topology(shards=2, tensor=2, sharded=True), True),
+    ):
+        model = ModelWithLoss(qwen3() if sharded else four_heads(), "reference", NextToken(LossConfig()))
+        shard(model, make_meshes(topology, "cpu"), Sharding(), "fp32")
+        blocks = decoder_blocks(model.orig_model)
+        assert [isinstance(block, FSDPModule) for block in blocks] == [sharded] * 2
+        assert isinstance(model.orig_model, FSDPModule)
+        assert len({p.device_mesh.ndim for block in blocks for p in block.parameters()}) == 1  # type: ignore[union-attr]
+
+
+def four_heads() -> PreTrainedModel:
+    config = qwen3().config
+    config.num_key_value_heads = 4
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+class Enough(Exception):
+    """Raised where Inductor has merged what it can, before it generates code."""
+
+
+@pytest.mark.filterwarnings("ignore:erase_node")  # of torch's own pass, in 2.11
+def test_asynchronously_every_exchange_of_the_forward_pass_is_merged_with_its_products(
+    group_of_four: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+    from torch.distributed import _symmetric_memory as symmetric
+
+    orig_model, found = qwen3(), Counter[str]()
+    compile = CompileConfig(options={"_micro_pipeline_tp": True})
+    assert asynchronous(compile)
+    assert not asynchronous(CompileConfig())
+    shard_matrices(
+        orig_model, decoder_blocks(orig_model), init_device_mesh("cpu", (2, 2), mesh_dim_names=("s", "t"))["t"]
+    )
+
+    def stop(graph: torch.fx.Graph) -> None:
+        found.update(
+            str(node.target).split(".")[1]
+            for node in graph.nodes
+            if "c10d" in str(node.target) or "symm_mem" in str(node.target)
+        )
+        raise Enough
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)  # asked before anything is merged
+    settings = {**(compile.options or {}), "post_grad_custom_post_pass": stop, "fx_graph_cache": False}
+    merging = symmetric._test_mode(), mergeable_products(compile), config.patch(settings)
+    with merging[0], merging[1], merging[2], pytest.raises(Exception, match="Enough"):
+        traced(orig_model, 1, "inductor")
+    assert found == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
