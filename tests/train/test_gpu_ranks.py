@@ -1,6 +1,6 @@
 """Two GPUs, NCCL, the real scripts: sharded runs that are stopped, killed, hung and resumed on another topology.
 
-pytest -m gpu tests/train/test_gpu_ranks.py
+pytest -m gpu -n 4 tests/train/test_gpu_ranks.py
 """
 
 from __future__ import annotations
@@ -133,23 +133,32 @@ def test_a_run_goes_on_under_other_topologies(whole: Run) -> None:
         assert losses[step] == pytest.approx(loss, abs=LOSS_TOLERANCE)
 
 
+FOUR_LAYERS = ("model.scratch.num_hidden_layers=4", "train.max_steps=12")
+
+
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of four layers, sharded."""
+    run = Run(tmp_path_factory.mktemp("runs") / "four_layers", "fsdp2", *FOUR_LAYERS)
+    assert run.end() == 0
+    return run.losses()
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-def test_a_pipeline_has_the_losses_of_shards(whole: Run, schedule: str) -> None:
-    words = ("train.engine=pipeline", f"train.pipeline_schedule={schedule}", "model.scratch.num_hidden_layers=4")
-    run = Run(whole.dir.parent / schedule, "pp", *words, "train.max_steps=12")
+def test_a_pipeline_has_the_losses_of_shards(four_layers: dict[int, float], tmp_path: Path, schedule: str) -> None:
+    words = ("train.engine=pipeline", f"train.pipeline_schedule={schedule}")
+    run = Run(tmp_path / schedule, "pp", *words, *FOUR_LAYERS)
     assert run.end() == 0
     assert "s a micro-batch: with 4 of them in a step a process waits" in run.output
-    same = Run(whole.dir.parent / f"{schedule}, sharded", "fsdp2", words[-1], "train.max_steps=12")
-    assert same.end() == 0
     losses = run.losses()
-    for step, loss in same.losses().items():
+    for step, loss in four_layers.items():
         assert losses[step] == pytest.approx(loss, abs=LOSS_TOLERANCE)
     proof = json.loads((run.dir / "proof.json").read_text())
     assert [row["name"] for row in proof["rows"] if row["ok"] is False] == []
 
 
-def test_a_killed_rank_is_named_within_seconds(whole: Run) -> None:
-    run = Run(whole.dir.parent / "killed", "fsdp2", "train.max_steps=100000")
+def test_a_killed_rank_is_named_within_seconds(tmp_path: Path) -> None:
+    run = Run(tmp_path / "killed", "fsdp2", "train.max_steps=100000")
     run.until_step(12)
     run.rank(1).kill()
     began = time.monotonic()
@@ -159,8 +168,8 @@ def test_a_killed_rank_is_named_within_seconds(whole: Run) -> None:
     assert run.status()["first_failing_rank"] == 1
 
 
-def test_a_hung_rank_is_named_after_the_step_timeout(whole: Run) -> None:
-    run = Run(whole.dir.parent / "hung", "fsdp2", "train.max_steps=100000", "run.step_timeout_seconds=15")
+def test_a_hung_rank_is_named_after_the_step_timeout(tmp_path: Path) -> None:
+    run = Run(tmp_path / "hung", "fsdp2", "train.max_steps=100000", "run.step_timeout_seconds=15")
     run.until_step(12)
     hung = run.rank(1)
     hung.suspend()
@@ -179,8 +188,8 @@ def test_a_hung_rank_is_named_after_the_step_timeout(whole: Run) -> None:
     assert "rank 1" in run.status()["error"]
 
 
-def test_a_loss_that_is_not_finite_ends_all_ranks_and_the_weights_stay(whole: Run) -> None:
-    run = Run(whole.dir.parent / "nonfinite", "fsdp2", "optim.lr=1e6", "optim.max_grad_norm=null")
+def test_a_loss_that_is_not_finite_ends_all_ranks_and_the_weights_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path / "nonfinite", "fsdp2", "optim.lr=1e6", "optim.max_grad_norm=null")
     code = run.end()
     if code == 0:
         pytest.skip("this model stays finite at any learning rate")
