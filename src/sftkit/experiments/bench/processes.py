@@ -98,14 +98,25 @@ def wrong_processes(processes: Processes) -> Iterator[str]:
         yield f"parallelism: {sizes} is {math.prod(processes.sizes.values())}, but processes is {processes.count}"
 
 
-def bench_command(processes: Processes, worker: str | None, job_file: Path) -> tuple[list[str], dict[str, str]]:
+def bench_command(
+    processes: Processes, worker: str | None, job_file: Path, hold: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Return the command that starts a run and the environment variables that it needs.
 
     A launched run's Accelerate config is written beside its job file, with what the run changes of the topology's.
+
+    Args:
+        worker: the script that trains; None: sftkit.
+        hold: what sftkit's processes wait for, once they have imported; None: they begin at once.
     """
-    words = ["-m", "sftkit.experiments.bench.worker"] if worker is None else [worker]
+    if worker is not None:
+        words = [worker, str(job_file)]
+    elif hold is None:
+        words = ["-m", "sftkit.experiments.bench.worker", str(job_file)]
+    else:
+        words = ["-m", "sftkit.experiments.bench.ahead", str(job_file), str(hold)]
     if processes.topology is None:
-        return [sys.executable, *words, str(job_file)], {}
+        return [sys.executable, *words], {}
     config = accelerate_config(processes.topology) | {"num_processes": processes.count}
     if processes.count > 1:
         config["main_process_port"] = 0  # a free one
@@ -123,7 +134,7 @@ def bench_command(processes: Processes, worker: str | None, job_file: Path) -> t
         **({"ACCELERATE_USE_CPU": "true"} if config.get("use_cpu") else {}),
     }
     kept = {key: value for key, value in environment.items() if key not in os.environ}
-    return command(launch, words[0], [*words[1:], str(job_file)]), kept
+    return command(launch, words[0], words[1:]), kept
 
 
 def own_caches(folder: Path) -> dict[str, str]:
