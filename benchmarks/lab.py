@@ -3,6 +3,7 @@
 make lab                                      without a GPU benchmarks/lab_cpu alone, some minutes
 make lab ARGS="lab_layouts lab_gpt2"          these
 make lab ARGS='lab_captioning --only packed'  these runs of one
+make lab ARGS=--ahead                         each run imports while the one before it is at work
 make lab ARGS="--take FILE"                   results.json of a bench that ran elsewhere
 make lab ARGS=--tables                        the tables alone, from the results that are there
 
@@ -26,7 +27,7 @@ from sftkit.config.commands import running
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_jobs
-from sftkit.experiments.bench.report import calls_line, loss_table, machine_lines, speed_table
+from sftkit.experiments.bench.report import ahead_line, calls_line, loss_table, machine_lines, speed_table
 from sftkit.experiments.bench.run import bench, plan_name, read_bench_results
 from sftkit.launch.hardware import find_hardware
 from sftkit.runtime.script import script
@@ -42,6 +43,7 @@ def main() -> int:
     words = Parser((__doc__ or "").partition("\n")[0], prog=running("make lab"))
     words.add_argument("labs", nargs="*", metavar="LAB", help=f"these: {', '.join(labs())}; all that this machine can")
     words.add_argument("--only", nargs="+", metavar="RUN", help="these runs of one lab")
+    words.add_argument("--ahead", action="store_true", help="start each run while the one before it is at work")
     words.add_argument("--take", nargs="+", type=path, default=(), metavar="FILE", help="take in results.json files")
     words.add_argument("--tables", action="store_true", help="only rebuild the tables")
     args = words.parse_args()
@@ -62,7 +64,7 @@ def main() -> int:
             raise ConfigError(f"--take: {file}: of {results['plan']}, which is no plan of a lab")
         keep(FOLDER / lab, results)
     for lab in () if args.tables or args.take else args.labs or [lab for lab in labs() if (lab == CPU) == (gpus == 0)]:
-        failed |= run(lab, max(gpus, 1), args.only)
+        failed |= run(lab, max(gpus, 1), args.only, ahead=args.ahead)
     PAGE.write_text(rebuilt(PAGE.read_text(), FOLDER))
     for tool in sorted(FOLDER.glob("lab_*/tables.py")):
         runpy.run_path(str(tool), run_name="__main__")
@@ -75,7 +77,7 @@ def labs() -> list[str]:
     return sorted(plan.parent.name for plan in FOLDER.glob("lab_*/plan.yaml"))
 
 
-def run(lab: str, processes: int, only: list[str] | None) -> bool:
+def run(lab: str, processes: int, only: list[str] | None, *, ahead: bool = False) -> bool:
     """Run the runs of a plan that need no more processes, and keep their results; whether one of them failed."""
     plan = Path(os.path.relpath(FOLDER / lab / "plan.yaml"))
     out = Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -83,7 +85,7 @@ def run(lab: str, processes: int, only: list[str] | None) -> bool:
     fit = [job.name for job in jobs if job.processes.count <= processes]
     others = f"; the others need more than {processes} GPUs" * (len(fit) < len(jobs))
     print_text(f"\n=== {lab}: {len(fit)} of {len(jobs)} runs{others}")
-    results = bench(plan, out, fit)
+    results = bench(plan, out, fit, ahead=ahead)
     keep(FOLDER / lab, results)
     return any(row["error"] for row in results["runs"])
 
@@ -147,7 +149,7 @@ def tables(lab: Path) -> str:
     results: dict[str, Any] = json.loads(file.read_text())
     rows, replaced = results["runs"], results.get("replaced", ())
     missing = [name for name in names if name not in {row["name"] for row in rows if not row["error"]}]
-    parts = [machine_lines(results["machine"]), calls_line(rows)]
+    parts = [machine_lines(results["machine"]), calls_line(rows), ahead_line(rows)]
     parts += [speed_table(rows, replaced), loss_table(rows, replaced)]
     parts += [f"Not measured: {', '.join(missing)}."] if missing else []
     folder = f"../benchmarks/{lab.name}"

@@ -1,4 +1,4 @@
-"""python -m sftkit.experiments.bench PLAN.yaml [--out DIR] [--only NAME ...], or --report results.json"""
+"""python -m sftkit.experiments.bench PLAN.yaml [--out DIR] [--only NAME ...] [--ahead], or --report results.json"""
 
 from sftkit.runtime.script import script
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +98,25 @@ def wrong_processes(processes: Processes) -> Iterator[str]:
         yield f"parallelism: {sizes} is {math.prod(processes.sizes.values())}, but processes is {processes.count}"
 
 
-def bench_command(processes: Processes, worker: str | None, job_file: Path) -> tuple[list[str], dict[str, str]]:
+def bench_command(
+    processes: Processes, worker: str | None, job_file: Path, hold: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Return the command that starts a run and the environment variables that it needs.
 
     A launched run's Accelerate config is written beside its job file, with what the run changes of the topology's.
+
+    Args:
+        worker: the script that trains; None: sftkit.
+        hold: what sftkit's processes wait for, once they have imported; None: they begin at once.
     """
-    words = ["-m", "sftkit.experiments.bench.worker"] if worker is None else [worker]
+    if worker is not None:
+        words = [worker, str(job_file)]
+    elif hold is None:
+        words = ["-m", "sftkit.experiments.bench.worker", str(job_file)]
+    else:
+        words = ["-m", "sftkit.experiments.bench.ahead", str(job_file), str(hold)]
     if processes.topology is None:
-        return [sys.executable, *words, str(job_file)], {}
+        return [sys.executable, *words], {}
     config = accelerate_config(processes.topology) | {"num_processes": processes.count}
     if processes.count > 1:
         config["main_process_port"] = 0  # a free one
@@ -123,7 +134,7 @@ def bench_command(processes: Processes, worker: str | None, job_file: Path) -> t
         **({"ACCELERATE_USE_CPU": "true"} if config.get("use_cpu") else {}),
     }
     kept = {key: value for key, value in environment.items() if key not in os.environ}
-    return command(launch, words[0], [*words[1:], str(job_file)]), kept
+    return command(launch, words[0], words[1:]), kept
 
 
 def own_caches(folder: Path) -> dict[str, str]:
@@ -136,25 +147,43 @@ def own_caches(folder: Path) -> dict[str, str]:
     }
 
 
-def run_logged(words: list[str], log: Path, environment: dict[str, str], timeout_seconds: int) -> str | None:
-    """Run a command, its output into `log`. Return how it ended and its last line; None: it ended well.
+@dataclass(frozen=True)
+class Logged:
+    """A command that was started, its output into a file."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def start_logged(words: list[str], log: Path, environment: dict[str, str]) -> Logged:
+    """Start a command, its output into `log`. Whoever starts it sees to its end: `finish_logged`, or `kill_tree`."""
+    with log.open("w") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+    return Logged(process, log)
+
+
+def finish_logged(command: Logged, timeout_seconds: int) -> str | None:
+    """Wait for a command. Return how it ended and its last line; None: it ended well.
 
     It is over when this returns: what it has started is killed with it if the time is up or this
     process is interrupted.
     """
-    with log.open("w") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment})
-        try:
-            with exit_on_signals():
-                code = process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            return f"not done after {timeout_seconds} s"
-        finally:
-            kill_tree(process)
+    try:
+        with exit_on_signals():
+            code = command.process.wait(timeout_seconds)
+    except subprocess.TimeoutExpired:
+        return f"not done after {timeout_seconds} s"
+    finally:
+        kill_tree(command.process)
     if code == 0:
         return None
-    said = [text for text in log.read_text(errors="replace").splitlines() if text.strip()]
+    said = [text for text in command.log.read_text(errors="replace").splitlines() if text.strip()]
     return f"ended with code {code}" + (f": {said[-1].strip()}" if said else "")
+
+
+def run_logged(words: list[str], log: Path, environment: dict[str, str], timeout_seconds: int) -> str | None:
+    """Run a command, its output into `log`, and return what `finish_logged` does."""
+    return finish_logged(start_logged(words, log, environment), timeout_seconds)
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:

@@ -42,7 +42,7 @@ def markdown_report(results: dict[str, Any]) -> str:
     """Return the results as Markdown: machine, speeds, losses against a reference, graphs, failures, notes."""
     rows: list[ResultRow] = results["runs"]
     tables = [speed_table(rows), loss_table(rows), graph_table(rows)]
-    parts = [machine_lines(results["machine"]), *tables, failures(rows), notes(rows)]
+    parts = [machine_lines(results["machine"]), ahead_line(rows), *tables, failures(rows), notes(rows)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -63,6 +63,18 @@ def machine_lines(machine: dict[str, Any]) -> str:
     lines += [f"Ceilings measured in the same call: {', '.join(ceilings)}"] if machine["matmul_tflops"] else []
     # Two spaces at the end of a line break it in Markdown.
     return "  \n".join([*lines, f"Versions: {', '.join(known)}; commit {machine['git'] or '-'}"])
+
+
+def ahead_line(rows: Sequence[ResultRow]) -> str:
+    """Return which rows are of runs that were started ahead, and what that leaves out of their numbers."""
+    names = [row["name"] for row in rows if row.get("ahead")]
+    which = "all runs" if len(names) == len(rows) else ", ".join(names)
+    return (
+        f"Started while what came before was at work, and then let go (`--ahead`): {which}. What they had imported by "
+        "then, the compiler too, is not in the seconds of their first steps."
+        if names
+        else ""
+    )
 
 
 def speed_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -> str:

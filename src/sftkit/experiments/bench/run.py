@@ -1,6 +1,6 @@
 """Run a bench plan: every run in a process of its own, results written after each, a table at the end.
 
-python -m sftkit.experiments.bench PLAN.yaml [--out DIR] [--only NAME ...]
+python -m sftkit.experiments.bench PLAN.yaml [--out DIR] [--only NAME ...] [--ahead]
 python -m sftkit.experiments.bench --report results.json
 """
 
@@ -18,11 +18,12 @@ from sftkit.config.command_line import Parser, path
 from sftkit.config.commands import program_path, running, shipped
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
-from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
+from sftkit.experiments.bench.jobs import Job, read_jobs
 from sftkit.experiments.bench.plan import slug
-from sftkit.experiments.bench.processes import bench_command, first_failure, own_caches, run_logged
+from sftkit.experiments.bench.processes import finish_logged, first_failure, run_logged
 from sftkit.experiments.bench.report import markdown_report, result_line
 from sftkit.experiments.bench.rows import row_head
+from sftkit.experiments.bench.start import Runs, Started
 from sftkit.rundir.files import replace_text
 from sftkit.runtime.signals import exit_on_signals
 
@@ -36,6 +37,7 @@ def main() -> int:
     words.add_argument("plan", nargs="?", type=path, help="the plan, a YAML file")
     words.add_argument("--out", type=path, help="a new folder for the results (runs/bench/PLAN-TIME)")
     words.add_argument("--only", nargs="+", metavar="NAME", help="these runs of the plan")
+    words.add_argument("--ahead", action="store_true", help="start each run while the one before it is at work")
     words.add_argument("--report", type=path, metavar="RESULTS.json", help="print the tables of earlier results")
     args = words.parse_args()
     if (args.plan is None) == (args.report is None):
@@ -45,7 +47,7 @@ def main() -> int:
         return 0
     plan = Path(shipped(str(args.plan)))
     out = args.out or Path("runs/bench") / f"{plan_name(plan)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return int(any(row["error"] for row in bench(plan, out, args.only)["runs"]))
+    return int(any(row["error"] for row in bench(plan, out, args.only, ahead=args.ahead)["runs"]))
 
 
 def plan_name(plan: Path) -> str:
@@ -79,8 +81,11 @@ def read_bench_results(path: Path, flag: str = "--report") -> dict[str, Any]:
     return results
 
 
-def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any]:
+def bench(plan: Path, out: Path, only: list[str] | None = None, *, ahead: bool = False) -> dict[str, Any]:
     """Run a plan, one run after the other. out/results.json is whole after each of them, out/report.md too.
+
+    Args:
+        ahead: have the processes of each run import while the run before it is at work.
 
     Returns:
         what results.json holds.
@@ -95,20 +100,20 @@ def bench(plan: Path, out: Path, only: list[str] | None = None) -> dict[str, Any
     called = time.strftime("%Y-%m-%d %H:%M:%S")
     results: dict[str, Any] = {"plan": str(plan), "started": called, "machine": {}, "runs": []}
     # Caches live as long as the call: a later one must not start warm.
-    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sftkit-bench-") as caches:
-        results["machine"] = machine_ceilings(out)
-        for number, job in enumerate(jobs, 1):
-            started = time.perf_counter()
-            row = _run_job(with_saved_code(job, jobs, Path(caches)), Path(caches))
-            row["wall_seconds"] = time.perf_counter() - started
-            row["call"] = called
-            over_ceiling(row, results["machine"])
-            add_scaling(row, results["runs"])
-            results["runs"].append(row)
-            # Each is replaced as a whole: a kill leaves those of the run before.
-            replace_text(out / "results.json", json.dumps(results, indent=1))
-            replace_text(out / "report.md", markdown_report(results))
-            print_text(f"[{number}/{len(jobs)}] {result_line(row)}")
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sftkit-bench-") as folder:
+        caches = Path(folder)
+        with Runs([with_saved_code(job, jobs, caches) for job in jobs], caches, ahead=ahead) as runs:
+            results["machine"] = machine_ceilings(out)
+            for number, run in enumerate(runs, 1):
+                row = _finished(run)
+                row["call"] = called
+                over_ceiling(row, results["machine"])
+                add_scaling(row, results["runs"])
+                results["runs"].append(row)
+                # Each is replaced as a whole: a kill leaves those of the run before.
+                replace_text(out / "results.json", json.dumps(results, indent=1))
+                replace_text(out / "report.md", markdown_report(results))
+                print_text(f"[{number}/{len(jobs)}] {result_line(row)}")
     print_text(f"\n{markdown_report(results)}\nresults: {out}/results.json")
     return results
 
@@ -131,23 +136,19 @@ def with_saved_code(job: Job, jobs: list[Job], caches: Path) -> Job:
     return replace(job, config=replace(job.config, compile=compile))
 
 
-def _run_job(job: Job, caches: Path) -> dict[str, Any]:
-    """Run one job in a new process with empty caches of its own, and return its row, which says so if
-    the run failed."""
-    path = save_job(job)
-    cache = caches / slug(job.name)
-    cache.mkdir()
-    command, needed = bench_command(job.processes, job.worker, path)
-    environment = {**own_caches(cache), **needed, **job.environment}
+def _finished(run: Started) -> dict[str, Any]:
+    """Wait for a run, and return its row, which says so if the run failed."""
+    job, written = run.job, run.job.folder / "row.json"
+    ended = finish_logged(run.command, job.timeout_seconds)
     # A process may end badly after its row was written, or without one: then the row says how it ended.
-    written, log = job.folder / "row.json", job.folder / "log.txt"
-    written.unlink(missing_ok=True)
-    ended = run_logged(command, log, environment, job.timeout_seconds)
     row: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {**row_head(job), "error": None}
     if row["error"] is None and (ended or not written.exists()):
         row["error"] = ended or "it wrote no row"
     if job.processes.topology is not None and ended and ended.startswith("ended"):
-        row["error"] = first_failure(log, row["error"] if row["error"] != ended else None)
+        row["error"] = first_failure(run.command.log, row["error"] if row["error"] != ended else None)
+    if run.hold is not None:
+        row["ahead"] = True
+    row["wall_seconds"] = time.perf_counter() - run.since
     return row
 
 
