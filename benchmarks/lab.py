@@ -4,29 +4,30 @@ make lab                                      without a GPU benchmarks/lab_cpu a
 make lab ARGS="lab_layouts lab_gpt2"          these
 make lab ARGS='lab_captioning --only packed'  these runs of one
 make lab ARGS=--ahead                         each run imports while the one before it is at work
-make lab ARGS="--take FILE"                   results.json of a bench that ran elsewhere
+make lab ARGS="--take FILE"                   results.json of a bench that ran elsewhere, on whatever machine
 make lab ARGS=--tables                        the tables alone, from the results that are there
 
-Results of a plan lie in results/results.json beside it, once its runs have ended: raw, with machine, versions and commit. Those of
-several calls come together there, the newest row of each run that succeeded, and the rows that it replaced if others of their call
-are compared with them. A table on the page is made of them; what has none says that it was not measured.
+Results of a plan lie in results/ beside it, once its runs have ended: raw, with machine, versions and commit. Each kind of machine,
+a device with these versions, has a file of its own: the first results.json, another one that of its device's name, such as
+nvidia-h100-80gb-hbm3.json. Those of several calls on one kind come together in its file, the newest row of each run that succeeded,
+and the rows that it replaced if others of their call are compared with them. A table on the page is made of one file; what no
+machine has measured is named below the last of them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import runpy
 import time
 from pathlib import Path
-from typing import Any
 
 from sftkit.config.command_line import Parser, path
 from sftkit.config.commands import running
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_jobs
+from sftkit.experiments.bench.kept import keep, kept_results, not_measured, run_names
 from sftkit.experiments.bench.report import ahead_line, calls_line, loss_table, machine_lines, speed_table
 from sftkit.experiments.bench.run import bench, plan_name, read_bench_results
 from sftkit.launch.hardware import find_hardware
@@ -62,7 +63,7 @@ def main() -> int:
         results = read_bench_results(file, "--take")
         if (lab := plan_name(Path(results["plan"]))) not in labs():
             raise ConfigError(f"--take: {file}: of {results['plan']}, which is no plan of a lab")
-        keep(FOLDER / lab, results)
+        print_text(f"{file}: into {keep(FOLDER / lab, results)}")
     for lab in () if args.tables or args.take else args.labs or [lab for lab in labs() if (lab == CPU) == (gpus == 0)]:
         failed |= run(lab, max(gpus, 1), args.only, ahead=args.ahead)
     PAGE.write_text(rebuilt(PAGE.read_text(), FOLDER))
@@ -90,70 +91,31 @@ def run(lab: str, processes: int, only: list[str] | None, *, ahead: bool = False
     return any(row["error"] for row in results["runs"])
 
 
-def keep(lab: Path, results: dict[str, Any]) -> None:
-    """Write results into those of a lab, or begin them."""
-    file = lab / "results" / "results.json"
-    if file.exists():
-        results = merged(json.loads(file.read_text()), results)
-    names = [job.name for job in read_jobs(lab / "plan.yaml", Path("unused"))]
-    for rows in ("runs", "replaced"):
-        planned = [row for row in results.get(rows, []) if row["name"] in names]
-        results[rows] = sorted(planned, key=lambda row: names.index(row["name"]))
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows of both, with the commits of both.
-
-    Of a run that is in both, `runs` has the newer row, but no failed row in place of one that succeeded. `replaced` has
-    the other one while rows of its call are compared with it.
-
-    Raises:
-        ConfigError: they are of other devices or versions, so that one table of them would compare what cannot be compared.
-    """
-    first, last = sorted((old, new), key=lambda results: str(results["started"]))
-    machines = first["machine"], last["machine"]
-    for what in ("device", "versions"):
-        if machines[0].get(what) != machines[1].get(what):
-            raise ConfigError(
-                f"results of {last['started']}: {what} {machines[1].get(what)}, but those that are there have "
-                f"{machines[0].get(what)}: take results/results.json away, or run all of them again"
-            )
-    commits = dict.fromkeys(one for machine in machines for one in str(machine.get("git") or "-").split(", "))
-    # Each row keeps its call: hosts differ, so that speeds of two calls cannot be divided.
-    rows = [
-        {"call": results["started"], **row}
-        for results in (first, last)
-        for row in (*results.get("replaced", ()), *results["runs"])
-    ]
-    rows.sort(key=lambda row: (not row["error"], row["call"]))
-    newest = {row["name"]: row for row in rows}.values()
-    needed = {(row["call"], name) for row in newest for name in (row["baseline"], row["same_loss_as"])}
-    replaced = [row for row in rows if (row["call"], row["name"]) in needed and not row["error"] and row not in newest]
-    machine = {**machines[1], "git": ", ".join(commits)}
-    return {**last, "machine": machine, "runs": list(newest), "replaced": replaced}
-
-
 def rebuilt(page: str, folder: Path) -> str:
     """Return the page, with each table made of the results that are there."""
     return TABLE.sub(lambda match: f"{match[1]}{tables(folder / match[2])}\n{match[3]}", page)
 
 
 def tables(lab: Path) -> str:
-    """Machine, speeds and losses of a lab, and what of its plan was not measured."""
-    names = [job.name for job in read_jobs(lab / "plan.yaml", Path("unused"))]
-    file = lab / "results" / "results.json"
-    if not file.exists():
-        return f"\nNot measured yet: none of the {len(names)} runs of [the plan](../benchmarks/{lab.name}/plan.yaml).\n"
-    results: dict[str, Any] = json.loads(file.read_text())
-    rows, replaced = results["runs"], results.get("replaced", ())
-    missing = [name for name in names if name not in {row["name"] for row in rows if not row["error"]}]
-    parts = [machine_lines(results["machine"]), calls_line(rows), ahead_line(rows)]
-    parts += [speed_table(rows, replaced), loss_table(rows, replaced)]
-    parts += [f"Not measured: {', '.join(missing)}."] if missing else []
+    """Machine, speeds and losses of a lab for each kind of machine, and what of its plan was measured on none."""
+    kept = kept_results(lab)
     folder = f"../benchmarks/{lab.name}"
-    parts += [f"Raw: [results.json]({folder}/results/results.json); [plan]({folder}/plan.yaml)."]
+    if not kept:
+        return f"\nNot measured yet: none of the {len(run_names(lab))} runs of [the plan]({folder}/plan.yaml).\n"
+    parts = []
+    for results in kept.values():
+        rows, replaced = results["runs"], results.get("replaced", ())
+        parts += [
+            machine_lines(results["machine"]),
+            calls_line(rows),
+            ahead_line(rows),
+            speed_table(rows, replaced),
+            loss_table(rows, replaced),
+        ]
+    missing = not_measured(lab, kept.values())
+    parts += [f"Not measured: {', '.join(missing)}."] if missing else []
+    raw = ", ".join(f"[{file.name}]({folder}/results/{file.name})" for file in kept)
+    parts += [f"Raw: {raw}; [plan]({folder}/plan.yaml)."]
     return "\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 

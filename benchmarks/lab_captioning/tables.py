@@ -1,12 +1,11 @@
-"""Write the tables of this folder's README out of results/results.json, beside what was published.
+"""Write the tables of this folder's README out of results/*.json, each of a kind of machine, beside what was published.
 
 python benchmarks/lab_captioning/tables.py
 """
 
-import json
 from pathlib import Path
 
-from sftkit.experiments.bench.jobs import read_jobs
+from sftkit.experiments.bench.kept import kept_results, not_measured
 from sftkit.experiments.bench.report import (
     calls_line,
     format_number,
@@ -55,15 +54,11 @@ COLUMNS = (
 UNKNOWN = "not measured"
 
 
-def cells(name: str, rows: dict[str, dict], replaced: list[dict]) -> list[str]:
-    """Return the cells of a run in the table of speeds."""
-    row = rows.get(name)
-    begin = [name, PUBLISHED.get(name, "-")]
-    if row is None:
-        return [*begin, *[UNKNOWN] * (len(COLUMNS) - 2)]
+def cells(row: dict, known: list[dict]) -> list[str]:
+    """Return the cells of a run in the table of speeds; `known` are the rows of its kind of machine."""
+    begin = [row["name"], PUBLISHED.get(row["name"], "-")]
     if row["error"]:
         return [*begin, f"failed: {' '.join(row['error'].split())[:200]}", *[""] * (len(COLUMNS) - 3)]
-    known = [*rows.values(), *replaced]
     reference = reference_row(row["same_loss_as"], row, known)
     gaps = loss_differences(row, reference) if reference else {}
     return [
@@ -90,25 +85,23 @@ def ratio(row: dict, base: dict | None) -> str:
     return f"{middle(row['documents_per_sec']) / middle(base['documents_per_sec']):.2f} x"
 
 
-def warm_up(kind: str, rows: dict[str, dict]) -> list[str]:
-    """Return the cells of a warm-up, beside the published one."""
-    name, published = WARM_UPS[kind]
-    row = rows.get(name)
-    return [kind, name, published, UNKNOWN if row is None or row["error"] else f"{row['first_steps_seconds']:.0f}"]
-
-
 def tables(folder: Path) -> str:
-    """Machine, rows, and seconds of the warm-up as Markdown."""
-    file = folder / "results" / "results.json"
-    results = json.loads(file.read_text()) if file.exists() else {"runs": []}
-    rows = {row["name"]: row for row in results["runs"]}
-    names = [job.name for job in read_jobs(folder / "plan.yaml", Path("unused"))]
-    parts = [machine_lines(results["machine"])] if rows else []
-    parts += [line] if (line := calls_line(results["runs"])) else []
-    parts += [markdown_table(COLUMNS, [cells(name, rows, results.get("replaced", [])) for name in names])]
-    heads = ("warm-up", "run", "published, s", "measured, s")
-    parts += [markdown_table(heads, [warm_up(kind, rows) for kind in WARM_UPS])]
-    return "\n\n".join(parts) + "\n"
+    """Machine, rows, and seconds of the warm-up of each kind of machine as Markdown, and what was measured on none."""
+    kept, parts = kept_results(folder), []
+    for results in kept.values():
+        rows = results["runs"]
+        known = [*rows, *results.get("replaced", ())]
+        parts += [machine_lines(results["machine"]), calls_line(rows)]
+        parts += [markdown_table(COLUMNS, [cells(row, known) for row in rows])]
+        seconds = {row["name"]: f"{row['first_steps_seconds']:.0f}" for row in rows if not row["error"]}
+        lines = [
+            [*(what, run, published), seconds[run]] for what, (run, published) in WARM_UPS.items() if run in seconds
+        ]
+        parts += [markdown_table(("warm-up", "run", "published, s", "measured, s"), lines)] if lines else []
+    missing = not_measured(folder, kept.values())
+    missing = [f"{name} (published: {PUBLISHED[name]})" if name in PUBLISHED else name for name in missing]
+    parts += [f"Not measured: {', '.join(missing)}."] if missing else []
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def main() -> None:

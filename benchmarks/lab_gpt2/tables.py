@@ -1,45 +1,35 @@
-"""Write the two tables of this folder's README out of the raw results: one GPU, and two.
+"""Write the tables of this folder's README out of results/*.json, each of a kind of machine: one GPU, and two.
 
 python benchmarks/lab_gpt2/tables.py
 
-Every results/*.json here is the results.json of a bench of plan.yaml; of a run that stands in several the newest counts, and
-runs of two calls, whose hosts may differ, are not divided. A cell without a result says so.
+Runs of two calls, whose hosts may differ, are not divided.
 """
 
-import json
 from pathlib import Path
 
-from sftkit.experiments.bench.report import format_number, markdown_table, same_call, write_page
+from sftkit.experiments.bench.kept import kept_results, not_measured
+from sftkit.experiments.bench.report import (
+    format_number,
+    machine_lines,
+    markdown_table,
+    reference_row,
+    same_call,
+    write_page,
+)
 
 HERE = Path(__file__).parent
 TABLES = {"One GPU": ("1 GPU",), "Two GPUs": ("DDP 2", "FSDP2 2", "TP 2")}
 COLUMNS = ("", "step, ms (fastest to slowest)", "tokens/s", "peak GiB", "first step, s", "last loss", "against eager")
-UNKNOWN = "not measured yet"
 REFUSED = {"TP 2": "refused: no tensor-parallel plan for gpt2, whose query, key and value are one matrix"}
-"What the launch refuses, as its row would say."
+"What the launch refuses on every machine: it has no line in a table."
 
 
-def results(folder: Path) -> dict[str, dict]:
-    """Return the newest row of each run."""
-    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    files = sorted(found, key=lambda result: result["started"])
-    return {row["name"]: {"call": result["started"], **row} for result in files for row in result["runs"]}
-
-
-def cells(layout: str, how: str, rows: dict[str, dict]) -> list[str]:
-    """Return the cells of a layout that is run in this way."""
-    name, width = f"{layout} {how}", len(COLUMNS) - 1
-    row = rows.get(name)
-    if layout in REFUSED and (row is None or row["error"]):
-        return [name, REFUSED[layout], *[""] * (width - 1)]
-    if row is None:
-        return [name, *[UNKNOWN] * width]
+def cells(row: dict, known: list[dict]) -> list[str]:
+    """Return the cells of a run; `known` are the rows of its kind of machine."""
+    name, eager = row["name"], f"{layout(row['name'])} eager"
     if row["error"]:
-        return [name, f"failed: {' '.join(row['error'].split())[:200]}", *[""] * (width - 1)]
-    step, speed, eager = row["step_seconds"], row["tok_per_sec"]["median"], rows.get(f"{layout} eager")
-    times = "1" if how == "eager" else UNKNOWN
-    if how != "eager" and eager is not None and not eager["error"]:
-        times = f"{speed / eager['tok_per_sec']['median']:.2f}" if same_call(row, eager) else "another call"
+        return [name, f"failed: {' '.join(row['error'].split())[:200]}", *[""] * (len(COLUMNS) - 2)]
+    step, speed = row["step_seconds"], row["tok_per_sec"]["median"]
     return [
         name,
         f"{1e3 * step['median']:.1f} ({1e3 * step['min']:.1f} to {1e3 * step['max']:.1f})",
@@ -47,22 +37,44 @@ def cells(layout: str, how: str, rows: dict[str, dict]) -> list[str]:
         format_number(row["peak_memory_gib"], "{:.1f}"),
         f"{row['first_step_seconds']:.1f}",
         f"{list(row['losses'].values())[-1]:.4f}",
-        times,
+        "1" if name == eager else times(row, reference_row(eager, row, known)),
     ]
 
 
-def tables(rows: dict[str, dict]) -> str:
-    """Both tables as Markdown."""
-    parts = []
-    for title, layouts in TABLES.items():
-        lines = [cells(layout, how, rows) for layout in layouts for how in ("eager", "compiled")]
-        parts.append(f"**{title}**\n\n{markdown_table(COLUMNS, lines)}")
+def times(row: dict, eager: dict | None) -> str:
+    """Return tokens/s over those of the eager run, if both are of one call."""
+    if eager is None:
+        return "not measured"
+    if not same_call(row, eager):
+        return "another call"
+    return f"{row['tok_per_sec']['median'] / eager['tok_per_sec']['median']:.2f}"
+
+
+def layout(name: str) -> str:
+    """Return the layout of a run: its name without how it is run."""
+    return name.rpartition(" ")[0]
+
+
+def tables(folder: Path) -> str:
+    """Both tables of each kind of machine as Markdown, and what was measured on none."""
+    kept, parts = kept_results(folder), []
+    for results in kept.values():
+        known = [*results["runs"], *results.get("replaced", ())]
+        rows = [row for row in results["runs"] if not (row["error"] and layout(row["name"]) in REFUSED)]
+        parts += [machine_lines(results["machine"])]
+        for title, layouts in TABLES.items():
+            lines = [cells(row, known) for row in rows if layout(row["name"]) in layouts]
+            parts += [f"**{title}**\n\n{markdown_table(COLUMNS, lines)}"] if lines else []
+    missing = not_measured(folder, kept.values())
+    others = [name for name in missing if layout(name) not in REFUSED]
+    parts += [f"Not measured: {', '.join(others)}."] if others else []
+    parts += [f"{name}: {why}." for name, why in REFUSED.items() if name in map(layout, missing)]
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     """Rebuild the tables of README.md."""
-    write_page(HERE / "README.md", f"\n{tables(results(HERE / 'results'))}\n")
+    write_page(HERE / "README.md", f"\n{tables(HERE)}\n")
 
 
 if __name__ == "__main__":

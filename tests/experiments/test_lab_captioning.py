@@ -11,10 +11,12 @@ import pytest
 import torch
 from helpers import ROOT
 from made_captioners import CAPTIONER
+from made_results import H100, made_results
 
 from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_jobs, save_job
+from sftkit.experiments.bench.kept import keep
 from sftkit.experiments.bench.rows import spread
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model
 from sftkit.experiments.bench.worker import train_job
@@ -77,17 +79,38 @@ def test_a_table_says_what_was_measured_beside_what_was_published_and_what_is_no
         row("packed", 1.0, error="RuntimeError: no\nroom"),
     ]
     rows += [row("bucketed", 150.0, call="of another day")]
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results/results.json").write_text(json.dumps({"machine": {"error": "none"}, "runs": rows}))
     (tmp_path / "plan.yaml").write_text((FOLDER / "plan.yaml").read_text())
+    keep(tmp_path, made_results(*rows))
     made = TOOL["tables"](tmp_path)
     assert "| dynamic eager | 4.73 | 4.00 | 100 | 2,300 | 40 | 0 | 1 | 12.0 | 13.5 | not measured | 1.00 x |" in made
     assert "| 7.61 | 4.00 | 172 | 3,956 | 40 | 0 | 1 | 12.0 | 13.5 | 2.0e-02 in 2 losses | 1.72 x |" in made
     assert "| bucketed | - | 4.00 | 150 | 3,450 | 40 | 0 | 1 | 12.0 | 13.5 | - | another call |" in made
     assert "| packed | - | failed: RuntimeError: no room |  |" in made
-    assert "| static eager | 3.1 (derived) | not measured |" in made
     assert "| regional | dynamic marked blocks | 80 | 40 |" in made
-    assert "| cold | dynamic marked full graph | 196 | not measured |" in made
+    missing = made.splitlines()[-1]
+    assert missing.startswith(
+        "Not measured: static eager (published: 3.1 (derived)), static full graph (published: 5.17), "
+    )
+    assert "static DDP 2 eager, static DDP 2 (published: 4.59 per GPU), " in missing
+    assert "dynamic marked blocks" not in missing
+
+
+def test_a_machine_has_tables_of_its_own_and_nothing_of_it_is_compared_with_another(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text((FOLDER / "plan.yaml").read_text())
+    keep(tmp_path, made_results(row("dynamic eager", 100.0), row("static DDP 2 eager", 9.0)))
+    two = row("static DDP 2", 300.0, same_loss_as="static DDP 2 eager")
+    cold = row("dynamic marked full graph", 200.0, first_steps_seconds=70.0)
+    keep(tmp_path, made_results(two, cold, device=H100, gpus=2))
+    first, second = TOOL["tables"](tmp_path).split(f"Machine: 2 x {H100}")
+    assert ("| dynamic eager | 4.73 |" in first, "dynamic eager | 4.73 " in second) == (True, False)
+    assert (
+        "| static DDP 2 | 4.59 per GPU | 4.00 | 300 | 6,900 | 40 | 0 | 1 | 12.0 | 13.5 | not measured | not measured |"
+        in second
+    )
+    assert ("warm-up" in first, "| cold | dynamic marked full graph | 196 | 70 |" in second) == (False, True)
+    missing = second.splitlines()[-1]
+    assert missing.startswith("Not measured: static eager (")
+    assert ("dynamic eager," in missing, "DDP" in missing) == (False, False)
 
 
 def test_a_captioner_is_measured_on_its_pictures_eager_and_compiled(tmp_path: Path) -> None:

@@ -56,10 +56,9 @@ def machine_lines(machine: dict[str, Any]) -> str:
         f"{format_number(machine['datasheet_tflops'], '{:.0f}')})",
         f"copies {format_number(machine['copy_tb_per_sec'], '{:.2f} TB/s')}",
     ]
-    count = f"{machine['gpus']} x " if machine.get("gpus", 0) > 1 else ""
-    host = f", host {machine['cpu']} ({machine['cores']} cores)" if machine.get("cpu") else ""
-    cuda = f"driver {machine['driver'] or '-'}, CUDA {machine['cuda'] or '-'}"
-    lines = [f"Machine: {count}{machine['device']}, {cuda}{host}"]
+    # Results of several calls have the newest one's machine, with those of the others under it.
+    here, *others = dict.fromkeys(host(each) for each in (machine, *machine.get("earlier", {}).values()))
+    lines = [f"Machine: {here}" + (f"; in earlier calls: {'; '.join(others)}" if others else "")]
     lines += [f"Ceilings measured in the same call: {', '.join(ceilings)}"] if machine["matmul_tflops"] else []
     # Two spaces at the end of a line break it in Markdown.
     return "  \n".join([*lines, f"Versions: {', '.join(known)}; commit {machine['git'] or '-'}"])
@@ -75,6 +74,13 @@ def ahead_line(rows: Sequence[ResultRow]) -> str:
         if names
         else ""
     )
+
+
+def host(machine: dict[str, Any]) -> str:
+    """Return devices, driver and host of one call."""
+    count = f"{machine['gpus']} x " if machine.get("gpus", 0) > 1 else ""
+    cpu = f", host {machine['cpu']} ({machine['cores']} cores)" if machine.get("cpu") else ""
+    return f"{count}{machine['device']}, driver {machine['driver'] or '-'}, CUDA {machine['cuda'] or '-'}{cpu}"
 
 
 def speed_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -> str:

@@ -34,7 +34,10 @@ _NOTHING = _names(
     "swapaxes expand_as view_as"
 )
 _DEVICE = (
-    (COMMUNICATION, r"nccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter|AllReduce|SendRecv|PtoP"),
+    (
+        COMMUNICATION,
+        r"^(?!triton_).*(?:nccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter|AllReduce|SendRecv|PtoP)",
+    ),
     (ATTENTION, r"flash|fmha|attention|sdpa|flex"),
     (MATRIX, r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|triton_tem|triton_mm|splitKreduce|s884|s1688|s16816"),
     (
