@@ -73,7 +73,7 @@ PASSES = {
             stage="split",
             fn="sftkit.graph.passes.overlap:auto_bucketing",
             summary="collectives are merged and moved to where an estimate of times hides them behind compute",
-            conflicts=("prefetching", "block_bucketing"),
+            conflicts=("prefetching", "block_bucketing", "fp32_accumulation"),
         ),
         Pass(
             name="block_bucketing",
