@@ -62,3 +62,17 @@ def test_the_version_stands_in_one_place_and_the_changelog_has_it() -> None:
     built = subprocess.run([sys.executable, "-m", "hatchling", "version"], cwd=ROOT, capture_output=True, text=True)
     assert built.stdout.strip() == sftkit.__version__
     assert re.search(rf"^## {re.escape(sftkit.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_recipes_and_plans_name_files_of_the_package_that_are_there() -> None:
+    """A file that has moved would be missed on the machine that a recipe is for, which no test has."""
+    texts = {path: path.read_text() for folder in ("benchmarks", "recipes") for path in (ROOT / folder).rglob("*.yaml")}
+    recorded = [path for path in texts if path.parent.name in ("raw", "results")]  # of runs of then
+    named = {
+        (str(path.relative_to(ROOT)), file)
+        for path, text in texts.items()
+        if path not in recorded
+        for file in re.findall(r"\bsrc/sftkit/[\w/.-]+", text)
+    }
+    assert any(file.endswith("chatml.jinja") for _, file in named)
+    assert {(path, file) for path, file in named if not (ROOT / file).exists()} == set()

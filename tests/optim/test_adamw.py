@@ -388,3 +388,25 @@ def test_the_coefficient_acts_inside_one_update_and_gradients_stay(name: str) ->
         set_gradients(model, 1)
         optimizer.step()  # the coefficient was for one update
     assert_same(clipped, scaled)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_sr", "muon"])
+def test_a_weight_that_two_stages_of_a_pipeline_hold_is_rounded_alike_by_both_and_as_in_one_process(name: str) -> None:
+    """Its random bits follow from its number among all parameters, and not among those of a stage."""
+    found = []
+    for held in (("first", "last"), ("first",), ("last",)):
+        model = torch.nn.Module()
+        model._no_split_modules = ("Block",)  # type: ignore[assignment]
+        model.blocks = torch.nn.ModuleDict({"first": torch.nn.ModuleList([Block(), Block()]), "last": Block()})
+        model.tied = torch.nn.Parameter(torch.ones(7, 9))
+        model.bfloat16()
+        for stage in {"first", "last"}.difference(held):
+            model.blocks[stage].to("meta")
+        optimizer = make(name, model)
+        assert not any(p.is_meta for group in optimizer.param_groups for p in group["params"])
+        model.tied.grad = torch.randn(7, 9, generator=torch.Generator().manual_seed(0)).bfloat16()
+        optimizer.update(1e-3, torch.tensor(1.0))
+        found.append(model.tied.detach().clone())
+    assert not torch.equal(found[0], torch.ones_like(found[0]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

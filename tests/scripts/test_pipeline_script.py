@@ -99,6 +99,18 @@ def test_a_pipeline_is_the_run_of_one_process(recipe: Path) -> None:
     assert samples[0] == samples[1]
 
 
+def test_both_ends_round_the_weight_that_they_share_alike_where_their_layers_are_not_as_many(recipe: Path) -> None:
+    config = LlamaConfig.from_pretrained(recipe.parent / "model")
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(recipe.parent / "model")
+    words = ("train.precision=bf16", "numerics.check_replicas_every=1", "compile.enabled=false", "eval.samples=0")
+    alone, piped = trained(recipe, "alone", *words), trained(recipe, "piped", *PIPELINE, *words, ranks=2)
+    assert json.loads((piped / "run_status.json").read_text())["status"] == "finished"
+    for ours, theirs in zip(metrics(piped), metrics(alone), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-2)
+
+
 @pytest.mark.slow
 def test_a_pipeline_and_one_process_go_on_from_each_other(recipe: Path) -> None:
     alone, piped = trained(recipe, "alone"), trained(recipe, "piped", *PIPELINE, ranks=2)

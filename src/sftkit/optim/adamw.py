@@ -64,9 +64,10 @@ def no_updates(param: torch.Tensor) -> torch.Tensor:
 
 
 class Numbered(NamedTuple):
-    """A parameter with its group and its index among all parameters of the optimizer."""
+    """A parameter with its group and its number among all of the model."""
 
     number: int
+    "of build.parameter_groups"
     param: torch.nn.Parameter
     group: Group
 
@@ -91,6 +92,9 @@ class AdamW(torch.optim.Optimizer):
         """
         defaults = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": 0.0, "attempts": 0}
         super().__init__(groups, defaults)
+        numbers = itertools.count()
+        for group in self.param_groups:  # groups of another maker than build.parameter_groups: all parameters, in order
+            group.setdefault("numbers", list(itertools.islice(numbers, len(group["params"]))))
         self._optim, self.stochastic, self.seed = optim, stochastic, seed
 
     @property
@@ -131,7 +135,12 @@ class AdamW(torch.optim.Optimizer):
     def _numbered(self) -> list[Numbered]:
         """Return the parameters that have a gradient, in the order of their update."""
         # Empty shards too: their updates are counted, and Muon gathers the shards of all ranks.
-        return [Numbered(i, p, g) for i, (p, g) in enumerate(self._parameters()) if p.grad is not None]
+        return [
+            Numbered(number, param, group)
+            for group in self.param_groups
+            for number, param in zip(group["numbers"], group["params"], strict=True)
+            if param.grad is not None
+        ]
 
     def _corrected(self, numbered: list[Numbered], clip: torch.Tensor) -> torch.Tensor:
         """Count an update of these parameters, unless it is skipped; return their rows of
@@ -234,7 +243,7 @@ class AdamW(torch.optim.Optimizer):
                 thrown = [torch.nn.Parameter(torch.zeros(n, dtype=dtype, device=device)) for n in WARM_UP_ELEMENTS]
                 for param in thrown:
                     param.grad = torch.zeros_like(param)
-                settings = {name: value for name, value in group.items() if name != "params"}
+                settings = {name: value for name, value in group.items() if name not in ("params", "numbers")}
                 AdamW([{**settings, "params": thrown}], self._optim, stochastic=self.stochastic).step()
 
     # Any, as in the protocol

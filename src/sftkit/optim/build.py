@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from sftkit.config.commands import install
 from sftkit.config.optimizers import FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
+from sftkit.models.stages import stages_of
 from sftkit.models.structure import decoder_blocks, is_table
 from sftkit.optim import adamw_graph
 from sftkit.optim.protocol import Build, Groups, Optimizer
@@ -44,6 +46,12 @@ def build_optimizer(
             f"optim.name={spec.name} {spec.unshardable}: "
             f"take optim.name={FALLBACK} with sharded weights, or accelerate_configs/ddp.yaml"
         )
+    stages = stages_of(model)
+    if spec.unshardable and stages is not None and any(len(ranks) > 1 for ranks in stages.holders.values()):
+        raise ConfigError(
+            f"optim.name={spec.name}: its random numbers differ between the first and the last stage of a pipeline, which "
+            f"both hold the weight that is embedding and head at once: take optim.name={FALLBACK}"
+        )
     if optim.implementation != "auto":
         return adamw_graph.build(groups, optim, seed=seed, graph=graph or {})
     return _code_of(spec)(groups, optim, seed=seed)
@@ -72,6 +80,10 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
     """Sort trained parameters by weight decay and, for optimizers such as Muon, by whether they
     are matrices of a block.
 
+    Returns:
+        groups with the `params` that this process holds and their `numbers` among all of the model. Random bits follow
+        from these: in a pipeline a tied weight is held by two processes, which must round it alike.
+
     Raises:
         ConfigError: such an optimizer, and no block that transformers names has a matrix.
     """
@@ -97,4 +109,8 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
             {"params": outside, "weight_decay": optim.weight_decay, "block_matrices": False},
         ]
     groups.append({**groups[-1], "params": others, "weight_decay": 0.0})
+    number = itertools.count()
+    for group in groups:
+        held = [(p, n) for p, n in zip(group["params"], number, strict=False) if not p.is_meta]
+        group |= {"params": [p for p, _ in held], "numbers": [n for _, n in held]}
     return [group for group in groups if group["params"]]

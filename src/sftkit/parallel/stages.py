@@ -56,7 +56,8 @@ def split_layers(
 
 def _placed(p: torch.nn.Parameter, device: torch.device, *, held: bool, later: bool) -> torch.nn.Parameter:
     if not held:
-        return torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+        # Whether it is trained is known here too: the optimizer counts the parameters of all stages.
+        return torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
     if later and p.is_meta:
         return p
     value = torch.empty_like(p, device=device) if p.is_meta else p.data.to(device)
