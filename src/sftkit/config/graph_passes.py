@@ -10,11 +10,10 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-STAGES = ("joint", "split", "exchange", "regions", "codegen", "replay")
+STAGES = ("joint", "split", "regions", "codegen", "replay")
 """In this order. joint: a pass over the captured forward-backward graph, before it is split; split: over each half;
-exchange: how a half's collectives send, once they are where they belong; regions: what puts compiled code in the place
-of parts of a half; codegen: what makes code of a half, in place of an operator after the other; replay: what is called
-in place of that code."""
+regions: what puts compiled code in the place of parts of a half; codegen: what makes code of a half, in place of an
+operator after the other; replay: what is called in place of that code."""
 
 
 CHECKPOINTING = frozenset({"full_checkpointing", "selective_checkpointing"})
@@ -73,7 +72,7 @@ PASSES = {
             stage="split",
             fn="sftkit.graph.passes.overlap:auto_bucketing",
             summary="collectives are merged and moved to where an estimate of times hides them behind compute",
-            conflicts=("prefetching", "block_bucketing", "fp32_accumulation"),
+            conflicts=("prefetching", "block_bucketing"),
         ),
         Pass(
             name="block_bucketing",
@@ -81,13 +80,6 @@ PASSES = {
             fn="sftkit.graph.passes.bucketing:block_bucketing",
             summary="those of a decoder block are merged, and gathered while the block before it computes",
             conflicts=("prefetching", "auto_bucketing"),
-        ),
-        Pass(
-            name="fp32_accumulation",
-            stage="exchange",
-            fn="sftkit.graph.passes.accumulation:fp32_accumulation",
-            summary="bf16 gradients are sent as bf16, by all-to-alls in place of reduce-scatters, and added up in fp32",
-            conflicts=("auto_bucketing",),
         ),
         Pass(
             name="regional_inductor",

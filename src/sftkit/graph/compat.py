@@ -288,11 +288,6 @@ def coalesced(target: Any) -> Any:
     return _functional(f"{target.overloadpacket.__name__}_coalesced").default
 
 
-def all_to_all() -> Any:
-    """Return the operator that gives each rank of a group its part of a tensor."""
-    return _functional("all_to_all_single").default
-
-
 def keep_order(graph: GraphModule, after: dict[Node, list[Node]]) -> None:
     """Write into a graph, in place, after which others a node comes: Inductor orders anew what has no dependency."""
     # pytorch #164568.

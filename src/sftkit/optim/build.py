@@ -49,8 +49,8 @@ def build_optimizer(
     stages = stages_of(model)
     if spec.unshardable and stages is not None and any(len(ranks) > 1 for ranks in stages.holders.values()):
         raise ConfigError(
-            f"optim.name={spec.name}: its random numbers differ between the first and the last stage of a pipeline, which "
-            f"both hold the weight that is embedding and head at once: take optim.name={FALLBACK}"
+            f"optim.name={spec.name}: its random numbers differ between the first and the last stage of a pipeline, "
+            f"which both hold the weight that is embedding and head at once: take optim.name={FALLBACK}"
         )
     if optim.implementation != "auto":
         return adamw_graph.build(groups, optim, seed=seed, graph=graph or {})

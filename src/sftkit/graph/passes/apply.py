@@ -14,7 +14,6 @@ from torch.fx import GraphModule
 from sftkit.config.graph_passes import PASSES, Pass
 from sftkit.graph import compat
 from sftkit.graph.graphs import Counts, counts_of, tensor_bytes
-from sftkit.graph.passes.order import order_of_waits
 from sftkit.graph.passes.regions import flex_attention
 from sftkit.graph.passes.replay import RecordGraph, Replayed
 from sftkit.rundir.files import replace_text
@@ -60,14 +59,10 @@ class Passes:
         kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
         # Regions last: they are compiled as they are then, so what merges and moves collectives has to be done.
-        for spec in (*self._at("split"), *self._at("exchange"), *self._at("regions")):
+        for spec in (*self._at("split"), *self._at("regions")):
             _function(spec)(graph, for_inductor=self.for_inductor)
             graph.recompile()
             self._record(half, spec.name, graph, kept)  # no pass changes what a half takes
-        # Behind all that adds or replaces nodes: what an order is written on is wrapped.
-        if self.for_inductor and "block_bucketing" in self.names:
-            compat.keep_order(graph, order_of_waits(graph))
-            graph.recompile()
         # Without a pass that compiles it: run call by call, FlexAttention materialises the whole score matrix, which no
         # memory plan counts.
         if not self._at("regions") and not self.for_inductor and flex_attention(graph):

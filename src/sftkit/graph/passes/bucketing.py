@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from sftkit.graph import compat
 from sftkit.graph.buckets import bucket_of
 from sftkit.graph.graphs import collective
-from sftkit.graph.passes.order import overlap_buckets
+from sftkit.graph.passes.order import order_of_waits, overlap_buckets
 
 
 def block_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
@@ -24,6 +24,8 @@ def block_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
     for nodes in _mergeable(graph.graph):
         _merge(graph.graph, nodes)
     overlap_buckets(graph)
+    if for_inductor:
+        compat.keep_order(graph, order_of_waits(graph))
 
 
 def prefetching(graph: GraphModule, *, for_inductor: bool) -> None:
