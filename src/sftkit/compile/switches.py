@@ -23,6 +23,7 @@ _MARGIN = 8
 "Graphs of a function beyond those that a run declares, before torch may give up on it."
 _NOT_STRICT = "mix_order_reduction_non_strict_mode"
 "An option of Inductor that not every version of torch has: https://github.com/pytorch/pytorch/pull/171941."
+_MESH_SIZE = "unsafe_treat_script_objects_as_zero_size"
 _THERE = hasattr(torch._inductor.config.triton, _NOT_STRICT)
 _ANY_LENGTH = {f"triton.{_NOT_STRICT}": True} if _THERE else {"triton.mix_order_reduction": False}
 """Options for free row lengths. On a GPU Inductor fuses the two reductions of a norm's backward pass from 5 MiB of
@@ -57,6 +58,10 @@ def compiler_switches(
             # What each graph recomputes instead of keeping it, chosen by FLOPs and not by measured times.
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget=activation_memory_budget))
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget_runtime_estimator="flops"))
+            # A DTensor's mesh is an input of a graph too, and holds no tensor. torch 2.13 refuses to guess the size of what
+            # is none, where it chooses what is recomputed; 2.11 does not ask. No issue is known.
+            if hasattr(torch._functorch.config, _MESH_SIZE):
+                stack.enter_context(torch._functorch.config.patch({_MESH_SIZE: True}))
             # A graph from a cache writes no log, so graphs that compile.debug asks for must be compiled here.
             if FROM_COMPILER & set(compile.debug):
                 stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))

@@ -17,6 +17,7 @@ from sftkit.compile.debug import compiler_logs
 from sftkit.compile.duration import note, under_way
 from sftkit.compile.hooks import HookWatch
 from sftkit.compile.modules import check_marked, check_options, compile_arguments, recording_advice
+from sftkit.compile.overlap import exchanges_hidden
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
@@ -98,10 +99,11 @@ class Blocks:
             budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
             stack.enter_context(compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
-            group = tensor_group(orig_model)
-            if asynchronous(cfg.compile) and group is not None and rt.device.type == "cuda":
-                use_symmetric_memory(group)
-                stack.enter_context(mergeable_products(cfg.compile))
+            if (group := tensor_group(orig_model)) is not None:
+                stack.enter_context(exchanges_hidden())
+                if asynchronous(cfg.compile) and rt.device.type == "cuda":
+                    use_symmetric_memory(group)
+                    stack.enter_context(mergeable_products(cfg.compile))
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
             arguments = compile_arguments(cfg.compile)
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments)

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule, Node
@@ -345,11 +344,7 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
         if for_inductor:
             # As Inductor does before its own split: what is simplified afterwards was kept for nothing.
             simplify(graph)
-        # torch 2.13 has the mesh of a DTensor among the inputs, and refuses to guess the size of what is no tensor. No
-        # issue is known.
-        name, config = "unsafe_treat_script_objects_as_zero_size", torch._functorch.config
-        with config.patch({name: True} if hasattr(config, name) else {}):
-            return least(graph, inputs, **options, compiler="inductor")
+        return least(graph, inputs, **options, compiler="inductor")
 
     return split
 
