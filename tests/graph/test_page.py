@@ -91,3 +91,21 @@ def test_the_table_of_an_8b_is_that_of_its_raw_file() -> None:
         assert float(peak) == pytest.approx(row["peak_memory_gib"], abs=0.051)
         assert float(first) == pytest.approx(row["first_step_seconds"], abs=0.51)
         assert float(loss) == pytest.approx(row["losses"]["14"], abs=0.000051)
+
+
+def test_the_table_of_two_h100_is_that_of_its_raw_file() -> None:
+    calls = json.loads((RESULTS / "h100_8b.json").read_text())["calls"]
+    rows = [row for call in calls for row in call["runs"] if not row["error"]]
+    shown = table("### On two H100")
+    assert len(shown) == len(rows)
+    best: dict[str, Any] = {}
+    for (text, tokens, peak, first, loss), row in zip(shown, rows, strict=True):
+        best = row if text.startswith("`blocks`") else best
+        assert text.startswith("`blocks`") == (row["set"].get("train.engine") == "blocks")
+        assert int(tokens.split()[0].replace(",", "")) == round(row["tok_per_sec_per_gpu"]["median"])
+        if ratio := re.search(r"\((.*) x\)", tokens):
+            expected = row["tok_per_sec"]["median"] / best["tok_per_sec"]["median"]
+            assert float(ratio.group(1)) == pytest.approx(expected, abs=0.0051)
+        assert float(peak) == pytest.approx(row["peak_memory_gib"], abs=0.051)
+        assert float(first) == pytest.approx(row["first_step_seconds"], abs=0.51)
+        assert float(loss) == pytest.approx(row["losses"]["14"], abs=0.000051)

@@ -58,8 +58,8 @@ def compiler_switches(
             # What each graph recomputes instead of keeping it, chosen by FLOPs and not by measured times.
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget=activation_memory_budget))
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget_runtime_estimator="flops"))
-            # A DTensor's mesh is an input of a graph too, and holds no tensor. torch 2.13 refuses to guess the size of what
-            # is none, where it chooses what is recomputed; 2.11 does not ask. No issue is known.
+            # A DTensor's mesh is an input of a graph too, and holds no tensor. torch 2.13 refuses to guess the size of
+            # what is none, where it chooses what is recomputed; 2.11 does not ask. No issue is known.
             if hasattr(torch._functorch.config, _MESH_SIZE):
                 stack.enter_context(torch._functorch.config.patch({_MESH_SIZE: True}))
             # A graph from a cache writes no log, so graphs that compile.debug asks for must be compiled here.
