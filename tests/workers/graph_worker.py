@@ -70,6 +70,8 @@ MODELS = {
     "qwen3": partial(tiny, Qwen3Config, num_hidden_layers=1, tie_word_embeddings=True),
     # no even number of channels in its feed-forward layers, nor of tokens
     "uneven llama": partial(tiny, LlamaConfig, vocab_size=VOCAB_SIZE + 1, intermediate_size=65, num_hidden_layers=1),
+    # so large a table that its rows are looked up where they lie; one of its tokens is padding, whose gradient is 0
+    "wide llama": partial(tiny, LlamaConfig, vocab_size=4099, pad_token_id=3, num_hidden_layers=1),
     # one layer with a window and one without, scores capped
     "gemma2": partial(tiny, Gemma2Config, query_pre_attn_scalar=8, sliding_window=6, attn_logit_softcapping=2.0),
     "bf16 llama": bf16_llama,

@@ -20,6 +20,7 @@ from torch import Tensor
 from sftkit.data.batches.collate import Batch
 from sftkit.graph import compat
 from sftkit.graph.buckets import buckets_of, mark_buckets
+from sftkit.graph.parallel.embedding import looked_up_in_shards
 from sftkit.graph.passes.apply import Passes
 from sftkit.graph.tags import blocks_tagged
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -100,6 +101,7 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
         stack.enter_context(loss_as_operator())
         stack.enter_context(blocks_tagged(model.orig_model))
         stack.enter_context(attention_as_operator(compat.flex_operator))
+        stack.enter_context(looked_up_in_shards(model.orig_model, batch.inputs["input_ids"].numel()))
         joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), for_inductor=passes.for_inductor)
         # While weights and gradients have their names, and before any pass: the marks travel with the nodes
         # into both halves.

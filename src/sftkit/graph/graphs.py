@@ -91,7 +91,8 @@ def gathered_from(graph: GraphModule) -> list[Node]:
     for node in graph.graph.nodes:
         inputs = node.all_input_nodes
         if node.op == "placeholder":
-            weights.add(node)  # an input; a batch's are never all-gathered
+            if compat.parameter_of(node) is not None:  # token ids may be all-gathered too
+                weights.add(node)
         elif collective(node) == "all-gather" and weights.issuperset(inputs):
             # The cast before the gather goes too: the backward pass starts again from the shard, which is
             # in memory anyway.

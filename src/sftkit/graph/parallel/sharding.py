@@ -52,12 +52,34 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        *others, shards = ctx.placements
+        *parts, shards = _parts(ctx.placements)
         gradient = gradient if ctx.reduce_dtype is None else gradient.to(ctx.reduce_dtype)
-        parts = [Partial() if place.is_replicate() else place for place in others]
         summed = DTensor.from_local(gradient, ctx.mesh, [*parts, Partial()], run_check=False)
         summed = summed.redistribute(placements=[*parts, shards]).redistribute(placements=ctx.placements)
         return summed.to(ctx.dtype), None
+
+
+class _Local(torch.autograd.Function):
+    """The shard of a weight that this rank holds, whose gradient is summed over copies."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DTensor, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.dtype = param.device_mesh, param.placements, param.dtype
+        ctx.reduce_dtype, ctx.whole = reduce_dtype, (param.shape, param.stride())
+        return param.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        *parts, shards = _parts(ctx.placements)
+        shape, stride = ctx.whole  # a rank's own may be of fewer rows than others'
+        gradient = gradient if ctx.reduce_dtype is None else gradient.to(ctx.reduce_dtype)
+        summed = DTensor.from_local(gradient, ctx.mesh, [*parts, shards], run_check=False, shape=shape, stride=stride)
+        return summed.redistribute(placements=ctx.placements).to(ctx.dtype), None
+
+
+def _parts(placements: Sequence[Placement]) -> list[Placement]:
+    """Return how the ranks' gradients of a weight lie before copies are added up."""
+    return [Partial() if place.is_replicate() else place for place in placements]
 
 
 def shard_for_graph(
@@ -120,6 +142,11 @@ def _gathering(cls: type[torch.nn.Module], names: tuple[str, ...]) -> type[torch
     # parametrization of torch.nn.utils: that renames parameters, and with them the files of a checkpoint.
     members = {name: property(partial(_read, name)) for name in names}
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
+
+
+def own_shard(module: torch.nn.Module, name: str) -> Tensor:
+    """Return this rank's shard of a module's own parameter: a plain tensor."""
+    return _Local.apply(module._parameters[name], module.__dict__[_REDUCE_DTYPE])  # private, as in _read
 
 
 def _read(name: str, module: torch.nn.Module) -> Tensor | None:
