@@ -42,6 +42,7 @@ COMPILED = (
     "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor",
     "llama; graph; reshard_after_forward,full_inductor",
     f"llama; graph; {BLOCKS},full_inductor",
+    f"wide llama; graph; {BLOCKS},full_inductor",
     "llama; graph; reshard_after_forward,selective_checkpointing,auto_bucketing,full_inductor",
 )
 COMPILED_TENSOR = (

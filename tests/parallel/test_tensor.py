@@ -21,9 +21,8 @@ from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from sftkit.compile.async_tensor import asynchronous, mergeable_products
-from sftkit.compile.overlap import _is_product as is_product
-from sftkit.compile.overlap import behind_products, exchanges_hidden
+from sftkit.compile.exchanges import _is_product as is_product
+from sftkit.compile.exchanges import asynchronous, behind_products, exchanges_hidden, mergeable_products
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.config.topology import Sharding, Topology
 from sftkit.models.structure import decoder, decoder_blocks
@@ -209,9 +208,9 @@ def test_the_order_keeps_what_depends_on_each_other_in_order() -> None:
         Fake("z", "product", "e", "y"),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sftkit.compile.overlap.contains_collective", lambda node: node.kind == "start")
-        patch.setattr("sftkit.compile.overlap.contains_wait", lambda node: node.kind == "wait")
-        patch.setattr("sftkit.compile.overlap._is_product", lambda node: node.kind == "product")
+        patch.setattr("sftkit.compile.exchanges.contains_collective", lambda node: node.kind == "start")
+        patch.setattr("sftkit.compile.exchanges.contains_wait", lambda node: node.kind == "wait")
+        patch.setattr("sftkit.compile.exchanges._is_product", lambda node: node.kind == "product")
         order = "".join(node.name for node in behind_products(nodes))
     assert order == "axbcdyefz"
 

@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from sftkit.compile import cache as compile_cache
-from sftkit.compile.async_tensor import asynchronous, mergeable_products, use_symmetric_memory
 from sftkit.compile.contract import Ranks, compile_model, random_state_kept, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
 from sftkit.compile.duration import note, under_way
+from sftkit.compile.exchanges import asynchronous, exchanges_hidden, mergeable_products, use_symmetric_memory
 from sftkit.compile.hooks import HookWatch
 from sftkit.compile.modules import check_marked, check_options, compile_arguments, recording_advice
-from sftkit.compile.overlap import exchanges_hidden
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
