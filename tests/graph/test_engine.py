@@ -27,7 +27,9 @@ BLOCKS = "reshard_after_forward,block_bucketing"
 FLEX = f"llama; flex; {BLOCKS}"
 PREFETCHED = "deep llama; graph; reshard_after_forward,full_checkpointing,prefetching"
 WIDE = f"wide llama; graph; {BLOCKS}"
-TWO = (f"llama; graph; {BLOCKS}", WIDE, f"deepseek_v3; graph; {BLOCKS}; tp", FLEX, PREFETCHED)
+OF_BLOCKS = f"llama; graph; {BLOCKS}"
+TENSOR = f"deepseek_v3; graph; {BLOCKS}; tp"
+TWO = (OF_BLOCKS, WIDE, TENSOR, FLEX, PREFETCHED)
 TO_ALL = "deepseek_v3; graph; reshard_after_forward,full_checkpointing,auto_bucketing; tp alltoall"
 LOPSIDED = f"lopsided deepseek_v3; graph; {BLOCKS}; tp alltoall"
 SLOW_TENSOR = (
@@ -37,13 +39,16 @@ SLOW_TENSOR = (
     TO_ALL,
     LOPSIDED,
 )
+ORDERED = (
+    "llama; graph; reshard_after_forward,full_inductor",
+    f"llama; graph; {BLOCKS},full_inductor",
+    "llama; graph; reshard_after_forward,selective_checkpointing,auto_bucketing,full_inductor",
+)
 COMPILED = (
     f"llama; flex; {BLOCKS},regional_inductor",
     "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor",
-    "llama; graph; reshard_after_forward,full_inductor",
-    f"llama; graph; {BLOCKS},full_inductor",
+    *ORDERED,
     f"wide llama; graph; {BLOCKS},full_inductor",
-    "llama; graph; reshard_after_forward,selective_checkpointing,auto_bucketing,full_inductor",
 )
 COMPILED_TENSOR = (
     "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor; tp",
@@ -195,7 +200,7 @@ def collectives(case: str, results: dict[str, dict[str, Any]]) -> dict[str, dict
 
 
 def test_passes_change_how_often_ranks_exchange_as_they_say() -> None:
-    of_blocks = collectives(TWO[0], ranks(2, *TWO))
+    of_blocks = collectives(OF_BLOCKS, ranks(2, *TWO))
     assert collectives(FLEX, ranks(2, *TWO)) == of_blocks, "FlexAttention exchanges nothing"
     # Of a block 9 weights, norms among them, and at the ends the embedding, and the final norm with the head.
     assert of_blocks["joint captured"] == {"all-gather": 12, "reduce-scatter": 12}
@@ -217,7 +222,7 @@ def test_a_large_table_is_looked_up_in_shards_and_never_gathered() -> None:
 
 def test_a_block_is_gathered_and_reduced_from_and_to_where_its_tensors_lie() -> None:
     """Merging adds no operator that computes or copies, only those that name the parts of what one collective gives."""
-    texts = {(s["graph"], s["after"]): s["text"] for s in ranks(2, *TWO)[TWO[0]]["stages"]}
+    texts = {(s["graph"], s["after"]): s["text"] for s in ranks(2, *TWO)[OF_BLOCKS]["stages"]}
     for half in ("forward", "backward"):
         before, after = (
             sorted(re.findall(r"= (torch\.ops\.aten\.[\w.]+|operator\.\w+)", texts[half, at]))
@@ -228,7 +233,7 @@ def test_a_block_is_gathered_and_reduced_from_and_to_where_its_tensors_lie() -> 
 
 
 def test_tensor_parallel_ranks_exchange_activations_and_not_matrices() -> None:
-    found = collectives(TWO[1], ranks(2, *TWO))
+    found = collectives(TENSOR, ranks(2, *TWO))
     # Whole weights: embedding, final norm and head; of a block two norms and the four modules of the latents; the router, and
     # the three matrices of the shared expert.
     weights = 3 + 2 * 6 + 4
@@ -286,7 +291,7 @@ def test_merging_changes_no_bit() -> None:
 def test_the_order_of_a_bucketing_pass_is_written_down_for_inductor() -> None:
     """Which orders anew what has no dependency."""
     plain, blocks, auto = (
-        {(s["graph"], s["after"]): s["text"] for s in ranks(2, *COMPILED)[case]["stages"]} for case in COMPILED[2:]
+        {(s["graph"], s["after"]): s["text"] for s in ranks(2, *COMPILED)[case]["stages"]} for case in ORDERED
     )
     assert not any("control_deps(" in text for text in plain.values())
     assert all("control_deps(" in blocks[half, "block_bucketing"] for half in ("forward", "backward"))

@@ -21,6 +21,7 @@ WORDS = {rundir.COMPILE, rundir.EVALUATIONS, rundir.TOKENIZER, "final", "optimiz
 OTHERS = {
     "src/sftkit/config/rules.py": {"/|\\\\|^step-"},  # config stands above runtime; what train.resume may look like
     "src/sftkit/experiments/bench/run.py": {"results.json", "/results.json"},  # of a bench, not of a run
+    "src/sftkit/experiments/bench/kept.py": {"results.json"},
     "src/sftkit/experiments/bench/jobs.py": {"recipe.yaml"},  # a temporary file
     "src/sftkit/experiments/validate/run.py": {"validation.json"},  # of a comparison of runs
 }
