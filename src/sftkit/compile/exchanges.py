@@ -50,18 +50,20 @@ def behind_products(nodes: list[Node]) -> list[Node]:
     The same on every rank, as it follows from the graph alone.
     """
     needs = _dependencies(nodes)
-    put_off = sorted(_free(nodes, needs))
-    order: list[int] = []
+    put_off = dict.fromkeys(sorted(_free(nodes, needs)))
+    order: dict[int, None] = {}
     waits = [i for i, node in enumerate(nodes) if contains_wait(node)]
-    for i in (i for i in range(len(nodes)) if i not in put_off):
+    for i in range(len(nodes)):
+        if i in put_off:
+            continue
         if i in waits:
             # In their own order, so that each finds what it needs; what needs this exchange stays put off.
             for other in [other for other in put_off if other not in order]:
-                if needs[other].issubset(order):
-                    order.append(other)
+                if needs[other] <= order.keys():
+                    order[other] = None
                     if i != waits[-1] and _is_product(nodes[other]):
                         break
-        order.append(i)
+        order[i] = None
     return [nodes[i] for i in (*order, *(i for i in put_off if i not in order))]
 
 
