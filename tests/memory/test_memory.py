@@ -178,6 +178,19 @@ def test_presets_set_budget_and_optimizer(
         assert plan.optim.name == (name or ("adamw8bit" if installed else "adamw_sr"))
 
 
+def test_a_pipeline_gets_no_optimizer_that_refuses_a_weight_of_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remedies, "find_spec", lambda _: True)
+    rt = runtime()
+    rt.topology = Topology(stages=2)
+    cfg = recipe(train=TrainConfig(memory="low", max_steps=1, engine="pipeline"))
+    plan = make_plan(cfg, qwen3("0.6B"), packed(), rt, Fixed(H200))
+    assert plan.optim.name == "adamw_sr"
+    assert plan.setup is not None
+    assert [option for option, _ in remedies.smaller_states(plan.setup)] == []
+    wide = replace(plan.setup, optimizer="adamw")
+    assert [option for option, _ in remedies.smaller_states(wide)] == ["optim.name=adamw_sr"]
+
+
 def test_settings_that_are_named_win_over_the_preset() -> None:
     cfg = recipe(
         train=TrainConfig(memory="low", max_steps=1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,13 @@ def test_a_missing_torchao_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(ConfigError, match=r"sftkit\[fp8\]"):
         make("adamw8bit", tiny_llama())
+
+
+def test_states_in_blocks_are_refused_for_a_weight_of_two_stages() -> None:
+    model = tiny_llama()
+    model._stages = SimpleNamespace(holders={"model.embed_tokens.weight": (0, 1), "model.norm.weight": (1,)})  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"adamw8bit: its random numbers .* take optim\.name=adamw_sr"):
+        make("adamw8bit", model)
 
 
 def norm_and_coefficient(model: torch.nn.Module, max_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -105,7 +105,7 @@ def make_plan(
         # Ranks ask each other, and all change the optimizer or none does: their GPUs may differ in size, but they
         # share one checkpoint.
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
-        name = automatic_optimizer(cfg.train.memory, rt.precision, too_much=too_much, sharded=rt.topology.sharded)
+        name = automatic_optimizer(cfg.train.memory, rt.precision, too_much=too_much, partial=rt.topology.partial)
         if setup is not None and name != setup.optimizer:
             setup = replace(setup, optimizer=name)
             setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))

@@ -102,7 +102,7 @@ def _recompute(s: EstimateInputs, compile: CompileConfig, optim: OptimConfig) ->
     options = {preset: replace(s, budget=budget) for preset, budget in BUDGETS.items() if budget < s.budget}
     # The preset low also changes what auto stands for: its estimate has both.
     if optim.name == "auto" and "low" in options:
-        name = automatic_optimizer("low", s.precision, too_much=False, sharded=s.topology.sharded)
+        name = automatic_optimizer("low", s.precision, too_much=False, partial=s.topology.partial)
         options["low"] = replace(options["low"], optimizer=name)
     return [(f"train.memory={preset}", after) for preset, after in options.items()]
 
@@ -113,7 +113,7 @@ def smaller_states(s: EstimateInputs) -> list[Option]:
     if s.precision != "bf16":
         return [("train.precision=bf16", replace(s, precision="bf16"))]
     width, found = OPTIMIZERS[s.optimizer].state_width(s.precision), []
-    for spec in _smaller_optimizers(sharded=s.topology.sharded):
+    for spec in _smaller_optimizers(partial=s.topology.partial):
         if spec.state_width(s.precision) < width:
             needs = f" ({install(f'sftkit[{spec.extra.name}]')})" if spec.extra and not _is_installed(spec) else ""
             found.append((f"optim.name={spec.name}{needs}", replace(s, optimizer=spec.name)))
@@ -141,20 +141,22 @@ def _chunk(s: EstimateInputs) -> list[Option]:
     return [(f"loss.chunk_tokens={quarter}", replace(s, chunk_tokens=quarter))] if quarter < s.chunk_tokens else []
 
 
-def automatic_optimizer(preset: str, precision: str, *, too_much: bool, sharded: bool) -> str:
-    """Return what optim.name=auto stands for; `too_much`: the default would not fit."""
+def automatic_optimizer(preset: str, precision: str, *, too_much: bool, partial: bool) -> str:
+    """Return what optim.name=auto stands for; `too_much`: the default would not fit, `partial`: a process holds a part
+    of the weights."""
     if precision != "bf16":
         return DEFAULT
     if preset == "low":
         # The smallest that can be built here: a run is not refused for a package that was never named.
-        usable = [spec for spec in _smaller_optimizers(sharded=sharded) if _is_installed(spec)]
+        usable = [spec for spec in _smaller_optimizers(partial=partial) if _is_installed(spec)]
         return min(usable, key=lambda spec: spec.state_width(precision)).name
     return FALLBACK if too_much else DEFAULT
 
 
-def _smaller_optimizers(*, sharded: bool) -> list[OptimizerSpec]:
+def _smaller_optimizers(*, partial: bool) -> list[OptimizerSpec]:
     """Return the optimizers that do what the default does in less memory."""
-    return [spec for spec in OPTIMIZERS.values() if spec.saves_memory and not (sharded and spec.unshardable)]
+    # One that cannot be sharded refuses a tied weight on two stages of a pipeline, too.
+    return [spec for spec in OPTIMIZERS.values() if spec.saves_memory and not (partial and spec.unshardable)]
 
 
 def _is_installed(spec: OptimizerSpec) -> bool:
