@@ -3,6 +3,8 @@ nothing. That ranks compute what one process does: test_parallel.py."""
 
 from __future__ import annotations
 
+import copy
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -61,10 +63,9 @@ def traced(orig_model: PreTrainedModel, rows: int, backend: Any) -> None:
     (out[0] if isinstance(out, tuple) else out).sum().backward()
 
 
-def exchanges(rows: int, mesh: DeviceMesh) -> list[Node]:
+def exchanges(rows: int) -> list[Node]:
     """The collectives in both graphs of a block."""
-    orig_model, found = qwen3(), []
-    shard_matrices(orig_model, decoder_blocks(orig_model), mesh)
+    found = []
 
     def keep(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         found.extend(
@@ -74,7 +75,7 @@ def exchanges(rows: int, mesh: DeviceMesh) -> list[Node]:
         )
         return make_boxed_func(graph)
 
-    traced(orig_model, rows, aot_autograd(fw_compiler=keep))
+    traced(sharded(), rows, aot_autograd(fw_compiler=keep))
     return found
 
 
@@ -86,9 +87,8 @@ def through_views(node: Node, step: Callable[[Node], Node]) -> str:
 
 
 def test_columns_of_one_row_are_exchanged_without_a_copy_before_or_after_it(group_of_four: None) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensor"))["tensor"]
     for rows, copies in ((1, 0), (2, 8)):
-        found = exchanges(rows, mesh)
+        found = exchanges(rows)
         kinds = Counter("gather" if "all_gather" in str(node.target) else "scatter" for node in found)
         assert kinds == {"gather": 4, "scatter": 4}
         copied = 0
@@ -110,7 +110,7 @@ def test_tensor_parallelism_alone_leaves_blocks_without_fsdp_and_beside_shards_i
         blocks = decoder_blocks(model.orig_model)
         assert [isinstance(block, FSDPModule) for block in blocks] == [sharded] * 2
         assert isinstance(model.orig_model, FSDPModule)
-        assert len({p.device_mesh.ndim for block in blocks for p in block.parameters()}) == 1  # type: ignore[union-attr]
+        assert {p.device_mesh.ndim for block in blocks for p in block.parameters()} == {1 + sharded}  # type: ignore[union-attr]
 
 
 def four_heads() -> PreTrainedModel:
@@ -124,34 +124,62 @@ class Enough(Exception):
 
 
 @pytest.mark.filterwarnings("ignore:erase_node")  # of torch's own pass, in 2.11
-def test_asynchronously_every_exchange_of_the_forward_pass_is_merged_with_its_products(
+def test_asynchronously_exchanges_of_the_forward_pass_are_merged_with_their_products_and_one_of_the_backward_pass(
     group_of_four: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The engine merges within `exchanges_hidden`: what a gradient of a weight can hide stays as it is."""
     from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
     from torch.distributed import _symmetric_memory as symmetric
 
-    orig_model, found = qwen3(), Counter[str]()
+    found: list[Counter[str]] = []
     compile = CompileConfig(options={"_micro_pipeline_tp": True})
     assert asynchronous(compile)
     assert not asynchronous(CompileConfig())
-    shard_matrices(
-        orig_model, decoder_blocks(orig_model), init_device_mesh("cpu", (2, 2), mesh_dim_names=("s", "t"))["t"]
-    )
 
     def stop(graph: torch.fx.Graph) -> None:
-        found.update(
-            str(node.target).split(".")[1]
-            for node in graph.nodes
-            if "c10d" in str(node.target) or "symm_mem" in str(node.target)
-        )
+        targets = " ".join(str(node.target) for node in graph.nodes)
+        found.append(Counter(re.findall(r"fused_\w+|all_gather_into_tensor|reduce_scatter_tensor", targets)))
         raise Enough
+
+    def merged(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with pytest.raises(Exception, match="Enough"):
+            compile_fx_inner(copy.deepcopy(graph), inputs)
+        return make_boxed_func(graph)
 
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)  # asked before anything is merged
     settings = {**(compile.options or {}), "post_grad_custom_post_pass": stop, "fx_graph_cache": False}
-    merging = symmetric._test_mode(), mergeable_products(compile), config.patch(settings)
-    with merging[0], merging[1], merging[2], pytest.raises(Exception, match="Enough"):
-        traced(orig_model, 1, "inductor")
-    assert found == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
+    with symmetric._test_mode(), exchanges_hidden(), mergeable_products(compile), config.patch(settings):
+        traced(sharded(), 1, aot_autograd(fw_compiler=merged, decompositions=select_decomp_table()))
+    forward, backward = found
+    assert forward == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
+    assert backward == {"fused_all_gather_matmul": 1, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 2}
+
+
+def sharded() -> PreTrainedModel:
+    """Blocks whose matrices two of the four ranks share."""
+    orig_model = qwen3()
+    shard_matrices(orig_model, decoder_blocks(orig_model), tensor_mesh())
+    return orig_model
+
+
+def tensor_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensor"))["tensor"]
+
+
+def test_cached_code_of_another_order_is_not_taken(group_of_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key has the code of the pass and not its name alone."""
+    from torch._inductor import config
+
+    def key() -> bytes:
+        with exchanges_hidden():
+            return config.save_config()
+
+    before = key()
+    assert key() == before
+    monkeypatch.setattr("sftkit.compile.exchanges.get_hash_for_files", lambda _: "other code")
+    assert key() != before
 
 
 @pytest.mark.slow
@@ -175,13 +203,9 @@ def test_gradients_of_weights_stand_where_a_backward_pass_would_wait_for_an_exch
             return "wait"
         return "start" if contains_collective(node) else "product" if is_product(node) else "other"
 
-    orig_model = qwen3()
-    shard_matrices(
-        orig_model, decoder_blocks(orig_model), init_device_mesh("cpu", (2, 2), mesh_dim_names=("s", "t"))["t"]
-    )
     settings = {"reorder_for_compute_comm_overlap_passes": [watched], "fx_graph_cache": False}
     with exchanges_hidden(), config.patch(settings), pytest.raises(Exception, match="Enough"):
-        traced(orig_model, 1, "inductor")
+        traced(sharded(), 1, "inductor")
     forward, backward = (between_start_and_wait(kinds) for kinds in found)
     assert forward == [0, 0, 0, 0]
     assert backward[0] == 0

@@ -6,7 +6,8 @@ without: two H100 and 8B, 11 % of the step in exchanges with nothing beside (ben
 
 Asynchronously, compile.options: {_micro_pipeline_tp: true}, Inductor merges an all-gather with the matrix products
 behind it, and a product with the reduce-scatter behind it, and sends one part while it computes another
-(https://discuss.pytorch.org/t/209487). Parts go through symmetric memory; multicast is not needed.
+(https://discuss.pytorch.org/t/209487). Parts go through symmetric memory; multicast is not needed. All exchanges of a
+forward pass are merged, and the first of a backward pass; the others stay behind gradients of weights.
 """
 
 from __future__ import annotations
@@ -38,9 +39,20 @@ def exchanges_hidden() -> Iterator[None]:
     """Order what Inductor compiles within the context by `behind_products`."""
     # Documented in Inductor's configuration, which is private; its own passes hide the last exchange of a block at most
     # (torch 2.11 and 2.13), as they know no order but that of dependencies and measured times, which differ by rank.
-    here = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": [behind_products]}
+    passes = {"reorder_for_compute_comm_overlap_passes": [_BehindProducts()]}
+    here = {"reorder_for_compute_comm_overlap": True, **passes}
     with torch._inductor.config.patch(here):
         yield
+
+
+class _BehindProducts:
+    """What a function lacks: its code is in the key of cached code, as all that a pass of the configuration has is."""
+
+    def __init__(self) -> None:
+        self.code = get_hash_for_files((__file__,))
+
+    def __call__(self, nodes: list[Node]) -> list[Node]:
+        return behind_products(nodes)
 
 
 def behind_products(nodes: list[Node]) -> list[Node]:
@@ -74,7 +86,7 @@ def _dependencies(nodes: list[Node]) -> list[set[int]]:
 
 
 def _free(nodes: list[Node], needs: list[set[int]]) -> set[int]:
-    """Return the indices of nodes that are no part of an exchange, and that none depends on."""
+    """Return the indices of the nodes that no exchange depends on, exchanges aside."""
     readers: dict[int, set[int]] = defaultdict(set)
     for i, read in enumerate(needs):
         for maker in read:

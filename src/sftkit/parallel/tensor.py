@@ -92,11 +92,11 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
 
 
 @torch.no_grad()
-def add_up_partial_gradients(orig_model: torch.nn.Module) -> None:
-    """Add the gradients of weights that all ranks of a group hold up over the group, in place and in fp32: norms, of
-    which each rank has the gradient from its own positions or heads. One all-reduce for all of them; none is needed
-    where FSDP has exchanged the gradients of a block."""
-    partial = [p for p in orig_model.parameters() if isinstance(p.grad, DTensor) and p.grad.placements == (Partial(),)]
+def add_up_partial_gradients(model: torch.nn.Module) -> None:
+    """Add up the gradients of weights that all ranks of a group hold, in fp32: norms, of which each rank has the
+    gradient from its own positions or heads. One all-reduce for all of them; none is needed where FSDP has exchanged
+    the gradients of a block."""
+    partial = [p for p in model.parameters() if isinstance(p.grad, DTensor) and p.grad.placements == (Partial(),)]
     if not partial:
         return
     gradients = [p.grad.to_local() for p in partial]  # type: ignore[union-attr]

@@ -59,8 +59,8 @@ def replicate(model: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
 
 def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> AbstractContextManager[object]:
     """Return a context for a micro-batch, with `sync` for the last one of a step: replicas exchange gradients only in
-    that one, shards as their plan says. For a pipeline it is a context for all micro-batches: `sync` says whether they
-    are exchanged at all."""
+    that one, shards as their plan says, tensor-parallel ranks those of norms when it ends. For a pipeline it is a
+    context for all micro-batches: `sync` says whether they are exchanged at all."""
     if isinstance(model, Pipelined):
         return replaced(model, "exchanges", sync)
     if rt.topology.sharded:
