@@ -57,6 +57,8 @@ COMPILED_TENSOR = (
     "deepseek_v3; graph; reshard_after_forward,full_inductor; tp alltoall",
 )
 SAME_BITS = ("deep llama; graph; reshard_after_forward,prefetching", f"deep llama; graph; {BLOCKS}")
+BF16 = ("bf16 llama; graph; reshard_after_forward", "bf16 wide llama; graph; reshard_after_forward")
+"Compared with what rounds alike: their own plain model, in the checks."
 SLOW_TWO = (
     *SAME_BITS,
     "qwen3; graph",
@@ -77,7 +79,7 @@ SLOW_TWO = (
     "llama; graph; reshard_after_forward,full_inductor; tp",
     "deep llama; flex; reshard_after_forward,auto_bucketing",
     "qwen3; flex",
-    "bf16 llama; graph; reshard_after_forward",
+    *BF16,
 )
 CHECKS = {
     "Same logits as the plain model",
@@ -134,7 +136,9 @@ def test_one_process_by_its_graph_computes_what_it_does_eagerly() -> None:
 LAUNCHES = (TWO, SLOW_TWO, SLOW_TENSOR, COMPILED, COMPILED_TENSOR)
 "Cases that ranks run one after the other."
 SLOW = [
-    pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW_TWO[:-1], *SLOW_TENSOR, *COMPILED, *COMPILED_TENSOR)
+    pytest.param(case, marks=pytest.mark.slow)
+    for case in (*SLOW_TWO, *SLOW_TENSOR, *COMPILED, *COMPILED_TENSOR)
+    if case not in BF16
 ]
 
 
@@ -157,12 +161,13 @@ def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
 
 
 FOUR = (f"llama; graph; {BLOCKS}", f"wide llama; graph; {BLOCKS}", "qwen3; graph; reshard_after_forward,auto_bucketing")
+FOUR_AND_BF16 = (*FOUR, BF16[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR)
 def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str) -> None:
-    found, model = ranks(4, *FOUR)[case], case.partition(";")[0]
+    found, model = ranks(4, *FOUR_AND_BF16)[case], case.partition(";")[0]
     same(found, alone(model))
     check_proved(found)
     half = sum(p.numel() for p in MODELS[model]().parameters()) / 2
@@ -335,12 +340,33 @@ def test_automatic_bucketing_merges_what_fits_a_bucket() -> None:
 
 @pytest.mark.slow
 def test_bf16_gradients_are_summed_in_fp32() -> None:
-    found = ranks(2, *SLOW_TWO)["bf16 llama; graph; reshard_after_forward"]
-    assert found["checks"]["Same gradients as the plain model"] is True
+    plain, wide = (ranks(2, *SLOW_TWO)[case] for case in BF16)
+    for found, tables in ((plain, 0), (wide, 1)):
+        assert found["checks"]["Same gradients as the plain model"] is True
+        reductions = reductions_of(found)
+        # Of a table that is looked up in shards rows are, each of which one rank has: exact in bf16.
+        assert len(reductions) == 12
+        assert sum(': "bf16[' in line for line in reductions) == tables
+        assert sum(': "f32[' in line for line in reductions) == 12 - tables
+    assert "f32[" not in of_table(wide), "nothing of it is summed, so nothing cast"
+
+
+def reductions_of(found: dict[str, Any]) -> list[str]:
     text = next(stage["text"] for stage in found["stages"] if stage["graph"] == "joint")
-    reductions = [line for line in text.splitlines() if ".reduce_scatter_tensor.default(" in line]
-    assert len(reductions) == 12
-    assert all(': "f32[' in line for line in reductions)
+    return [line for line in text.splitlines() if ".reduce_scatter_tensor.default(" in line]
+
+
+def of_table(found: dict[str, Any]) -> str:
+    """The end of the joint graph: what becomes of the gradient of a table that is looked up in shards."""
+    text = next(stage["text"] for stage in found["stages"] if stage["graph"] == "joint")
+    return text.partition("embedding_dense_backward:")[2]
+
+
+@pytest.mark.slow
+def test_copies_of_a_bf16_table_sum_its_gradient_in_fp32() -> None:
+    found = ranks(4, *FOUR_AND_BF16)[BF16[1]]
+    assert found["checks"]["Same gradients as the plain model"] is True
+    assert re.search(r'"f32\[2050, 32\]" = .*\.all_reduce\.default\(', of_table(found))
 
 
 def fails(*_: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,13 @@ STEPS = 5
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 
 
-def bf16_llama() -> PreTrainedModel:
-    return tiny_llama(layers=1).to(torch.bfloat16)
+def wide_llama() -> PreTrainedModel:
+    """So large a table that its rows are looked up where they lie; one of its tokens is padding, whose gradient is 0."""
+    return tiny(LlamaConfig, vocab_size=4099, pad_token_id=3, num_hidden_layers=1)
+
+
+def bf16(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    return make().to(torch.bfloat16)
 
 
 def deepseek_v3() -> PreTrainedModel:
@@ -70,11 +75,11 @@ MODELS = {
     "qwen3": partial(tiny, Qwen3Config, num_hidden_layers=1, tie_word_embeddings=True),
     # no even number of channels in its feed-forward layers, nor of tokens
     "uneven llama": partial(tiny, LlamaConfig, vocab_size=VOCAB_SIZE + 1, intermediate_size=65, num_hidden_layers=1),
-    # so large a table that its rows are looked up where they lie; one of its tokens is padding, whose gradient is 0
-    "wide llama": partial(tiny, LlamaConfig, vocab_size=4099, pad_token_id=3, num_hidden_layers=1),
+    "wide llama": wide_llama,
     # one layer with a window and one without, scores capped
     "gemma2": partial(tiny, Gemma2Config, query_pre_attn_scalar=8, sliding_window=6, attn_logit_softcapping=2.0),
-    "bf16 llama": bf16_llama,
+    "bf16 llama": partial(bf16, partial(tiny_llama, layers=1)),
+    "bf16 wide llama": partial(bf16, wide_llama),
     "deepseek_v3": deepseek_v3,
     "lopsided deepseek_v3": lopsided_deepseek_v3,
 }

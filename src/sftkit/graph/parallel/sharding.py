@@ -72,7 +72,9 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         *parts, shards = _parts(ctx.placements)
         shape, stride = ctx.whole  # a rank's own may be of fewer rows than others'
-        gradient = gradient if ctx.reduce_dtype is None else gradient.to(ctx.reduce_dtype)
+        # Without copies nothing is summed, and a cast there and back would take memory for nothing.
+        if ctx.reduce_dtype is not None and any(part.is_partial() for part in parts):
+            gradient = gradient.to(ctx.reduce_dtype)
         summed = DTensor.from_local(gradient, ctx.mesh, [*parts, shards], run_check=False, shape=shape, stride=stride)
         return summed.redistribute(placements=ctx.placements).to(ctx.dtype), None
 
