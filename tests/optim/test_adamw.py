@@ -398,15 +398,17 @@ def test_a_weight_that_two_stages_of_a_pipeline_hold_is_rounded_alike_by_both_an
         model = torch.nn.Module()
         model._no_split_modules = ("Block",)  # type: ignore[assignment]
         model.blocks = torch.nn.ModuleDict({"first": torch.nn.ModuleList([Block(), Block()]), "last": Block()})
-        model.tied = torch.nn.Parameter(torch.ones(7, 9))
+        # Behind the blocks, so that its number among those of a stage is another one.
+        model.head = torch.nn.Linear(9, 7, bias=False)
+        torch.nn.init.ones_(model.head.weight)
         model.bfloat16()
         for stage in {"first", "last"}.difference(held):
             model.blocks[stage].to("meta")
         optimizer = make(name, model)
         assert not any(p.is_meta for group in optimizer.param_groups for p in group["params"])
-        model.tied.grad = torch.randn(7, 9, generator=torch.Generator().manual_seed(0)).bfloat16()
+        model.head.weight.grad = torch.randn(7, 9, generator=torch.Generator().manual_seed(0)).bfloat16()
         optimizer.update(1e-3, torch.tensor(1.0))
-        found.append(model.tied.detach().clone())
+        found.append(model.head.weight.detach().clone())
     assert not torch.equal(found[0], torch.ones_like(found[0]))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])

@@ -67,7 +67,7 @@ class Numbered(NamedTuple):
     """A parameter with its group and its number among all of the model."""
 
     number: int
-    "of build.parameter_groups"
+    "as build.parameter_groups counts"
     param: torch.nn.Parameter
     group: Group
 
