@@ -84,7 +84,7 @@ def host(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def timeline(kernels: list[dict[str, Any]]) -> Iterator[list[Any]]:
-    """Yield the kernels of the excerpt, from the middle of the trace on."""
+    """Yield the kernels of the excerpt, from a quarter of the trace on."""
     starts = sorted(event["ts"] for event in kernels)
     if not starts:
         return

@@ -94,9 +94,7 @@ def tables(folder: Path) -> str:
         parts += [machine_lines(results["machine"]), calls_line(rows)]
         parts += [markdown_table(COLUMNS, [cells(row, known) for row in rows])]
         seconds = {row["name"]: f"{row['first_steps_seconds']:.0f}" for row in rows if not row["error"]}
-        lines = [
-            [*(what, run, published), seconds[run]] for what, (run, published) in WARM_UPS.items() if run in seconds
-        ]
+        lines = [[what, run, published, seconds[run]] for what, (run, published) in WARM_UPS.items() if run in seconds]
         parts += [markdown_table(("warm-up", "run", "published, s", "measured, s"), lines)] if lines else []
     missing = not_measured(folder, kept.values())
     missing = [f"{name} (published: {PUBLISHED[name]})" if name in PUBLISHED else name for name in missing]

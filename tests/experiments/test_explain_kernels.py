@@ -64,6 +64,8 @@ CPU = torch.device("cpu")
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", REDUCTION),
         ("void at::native::elementwise_kernel<128, at::native::direct_copy_kernel_cuda>", COPIES),
         ("Memcpy DtoD (Device -> Device)", COPIES),
+        ("Memcpy PtoP (Device -> Device)", COMMUNICATION),
+        ("triton_poi_fused_all_gather_into_tensor_split_cat_0", ELEMENTWISE),
     ],
 )
 def test_a_kernel_of_a_gpu_has_its_kind(name: str, kind: str) -> None:

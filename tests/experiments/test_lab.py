@@ -175,6 +175,24 @@ def test_results_of_an_unknown_machine_are_refused(lab: Path) -> None:
     assert not (lab / "results").exists()
 
 
+def test_a_lab_whose_results_cannot_be_kept_ends_no_other_and_what_does_not_belong_there_is_refused_before_it_runs(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = {**made_results(row("eager")), "machine": {"error": "ended with 1"}}
+    ran: list[Path] = []
+    monkeypatch.chdir(tmp_path)
+    named = {"FOLDER": lab.parent, "bench": lambda plan, *_, **__: ran.append(plan) or unknown}
+    for name, value in named.items():
+        monkeypatch.setitem(LAB["run"].__globals__, name, value)
+    assert LAB["run"](lab.name, 1, None) is True
+    assert "not in the tables: results of 2026-01-01: of an unknown machine" in capsys.readouterr().out
+    (lab / "results").mkdir()
+    (lab / "results" / "notes.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"notes.json: no results of this bench"):
+        LAB["run"](lab.name, 1, None)
+    assert len(ran) == 1
+
+
 def test_calls_on_one_and_on_two_gpus_of_a_device_come_together_and_the_machine_line_says_so(lab: Path) -> None:
     eager, two = row("eager"), row("two", world_size=2)
     keep(lab, made_results(eager, row("compiled"), started="2026-01-01", cpu="Xeon", cores=16))
