@@ -25,7 +25,7 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
     parser.add_argument(
         "--stage",
         choices=tuple(STAGE_SCRIPTS),
-        help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, otherwise sft",
+        help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, caption*.yaml, otherwise sft",
     )
     documents, gpus = whole_number("documents", 0, ", say 3"), whole_number("GPUs", 1, ", say 8")
     parser.add_argument(
