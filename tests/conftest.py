@@ -19,7 +19,7 @@ from own_process import pytest_pyfunc_call  # noqa: F401
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sftkit.runtime.signals import Stopping
+from sftkit.runtime.signals import SIGNALS, Listener, Stopping
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup too: runs would inherit that it is ignored, which they heed
 
@@ -49,18 +49,31 @@ SENTENCES = [
 
 @pytest.fixture(autouse=True)
 def signals_given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs in tests have no `with`: the signals of this process are given back after each test."""
-    listening: list[Stopping] = []
-    listen = Stopping._listen
+    """Runs in tests have no `with`, and a script keeps its signals to its end, where it ignores them: those of this process
+    are given back after each test, also for the processes that a later test starts."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    stoppings: list[Stopping] = []
+    listeners: list[Listener] = []
+    listen, start = Stopping._listen, Listener.__init__
 
     def noted(self: Stopping) -> None:
-        listening.append(self)
+        stoppings.append(self)
         listen(self)
 
+    def started(self: Listener, receiver: Callable[[int], None]) -> None:
+        listeners.append(self)
+        start(self, receiver)
+
     monkeypatch.setattr(Stopping, "_listen", noted)
+    monkeypatch.setattr(Listener, "__init__", started)
     yield
-    for stopping in reversed(listening):
+    for stopping in reversed(stoppings):
         stopping.close()
+    for listener in reversed(listeners):
+        if listener._writing >= 0:  # it is not closed
+            listener.close()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
