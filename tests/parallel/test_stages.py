@@ -13,7 +13,7 @@ from sftkit.config.topology import Topology, balanced
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.shapes import shape_of
-from sftkit.parallel.balance import describe_seconds, layers_of_stages
+from sftkit.parallel.balance import bubble, describe_seconds, layers_of_stages
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,7 @@ def test_measured_seconds_name_a_more_even_split() -> None:
         (1, 1, 1, 1), (0.03, 0.05, 0.02, 0.1), 1, 2
     )  # layers that differ by chance
     assert "waits 11% of it" in describe_seconds((19, 9), (0.19, 0.19), 8, 2)  # 1 of 9
+    assert bubble((19, 9), (0.19, 0.19), 8, 2) == pytest.approx(1 / 9)
     assert "waits 6% of it" in describe_seconds((7, 7, 7, 7), (0.1, 0.1, 0.1, 0.1), 8, 2)  # interleaved: half of it
 
 

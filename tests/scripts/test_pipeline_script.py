@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,10 @@ def test_a_pipeline_is_the_run_of_one_process(recipe: Path) -> None:
     piped = trained(recipe, "piped", *PIPELINE, ranks=2)
     log = (piped / "log").read_text()
     assert "pipeline of 2 stages: schedule 1f1b, layers 2 + 1" in log
-    assert "s a micro-batch: with 4 of them in a step a process waits" in log
+    waits = re.search(r"s a micro-batch: with 4 of them in a step a process waits (\d+)% of it", log)
+    assert waits
+    lines = (piped / METRICS_FILE).read_text().splitlines()
+    assert {round(json.loads(line)["perf/pipeline_bubble_pct"]) for line in lines} == {int(waits[1])}
     for ours, theirs in zip(metrics(piped), metrics(alone), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert evaluation(piped)["val/loss"] == pytest.approx(evaluation(alone)["val/loss"], rel=1e-5)

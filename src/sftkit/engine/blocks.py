@@ -39,7 +39,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import Execution, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
-from sftkit.parallel.balance import describe_seconds
+from sftkit.parallel.balance import bubble, describe_seconds
 from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.tensor import tensor_group
@@ -118,6 +118,7 @@ class Blocks:
         self.watch = CompileWatch()
         self._at_close.callback(self.watch.close)
         self._hooks: HookWatch | None = None
+        self._own_metrics: dict[str, float] = {}
         self._records = RecordsOfRanks(rt)
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
@@ -170,12 +171,13 @@ class Blocks:
         return WarmUp(self.compiled, seconds, checks)
 
     def _stage_seconds(self, pipelined: Pipelined) -> str:
-        """Time the stages of a pipeline and return a line about them for the console."""
+        """Time the stages of a pipeline, note how long they wait, and return a line about them for the console."""
         batch = worst_case_batch(self._rt, self.model.orig_model, self._layout, *self._layout.shapes[-1])
         with random_state_kept():
             seconds = pipelined.seconds(batch, self.model.objective.count(batch))
-        pipeline_size = self._rt.topology.stages
-        return describe_seconds(pipelined.placement.layers, seconds, self._layout.accumulation, pipeline_size)
+        of_step = (pipelined.placement.layers, seconds, self._layout.accumulation, self._rt.topology.stages)
+        self._own_metrics = {"perf/pipeline_bubble_pct": 100.0 * bubble(*of_step)}
+        return describe_seconds(*of_step)
 
     def _line(self, counts: dict[str, float], seconds: float) -> str:
         """Return a line for the console about what the warm-up built."""
@@ -218,7 +220,8 @@ class Blocks:
         assert self._hooks is not None, "warm_up comes first"
         own = records_of(self.watch, self._hooks.unheeded())
         records = self._records.exchanged(own) if error is None else self._records.known(own)
-        return report_of(self.watch.counts(), self.watch.evaluations, records, error, compiled=self.compiled)
+        found = report_of(self.watch.counts(), self.watch.evaluations, records, error, compiled=self.compiled)
+        return replace(found, metrics={**found.metrics, **self._own_metrics})
 
     def close(self) -> None:
         """Write the compiler's summary and restore its settings; on a full disk only the summary is lost."""

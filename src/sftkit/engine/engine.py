@@ -66,7 +66,7 @@ class EngineReport:
     """A report on an engine's steps so far."""
 
     metrics: dict[str, float]
-    "compile/*; see docs/metrics.md"
+    "compile/* and what only this engine has; see docs/metrics.md"
     events: list[tuple[EventKind, list[str]]]
     "(kind, all messages of that kind since the start)"
     checks: list[Check]

@@ -69,6 +69,21 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int, pipe
         )
 
 
+def bubble(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, pipeline_size: int) -> float:
+    """Return the share of a step in which a process of a pipeline waits, on average, from what each stage took for a
+    micro-batch (GPipe, arXiv 1811.06965; with several stages on each rank Megatron-LM, arXiv 2104.04473)."""
+    slowest = _slowest_rank(seconds, pipeline_size)
+    # A pipeline fills and drains once a step, in (ranks - 1) micro-batches of its slowest rank; with several stages on
+    # each rank in that fraction of it.
+    filling = (pipeline_size - 1) * pipeline_size / len(layers)
+    return 1.0 - micro_batches * sum(seconds) / pipeline_size / (slowest * (micro_batches + filling))
+
+
+def _slowest_rank(seconds: Sequence[float], pipeline_size: int) -> float:
+    """Return what the stages of the slowest rank take together."""
+    return max(sum(seconds[rank::pipeline_size]) for rank in range(pipeline_size))
+
+
 def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, pipeline_size: int) -> str:
     """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if
     there is one.
@@ -80,19 +95,14 @@ def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batc
     *others, last = seconds
     layer = sum(others) / sum(layers[:-1])
     head = max(last - layer * layers[-1], 0.0)
-    slowest = max(sum(seconds[rank::pipeline_size]) for rank in range(pipeline_size))
-    # A pipeline fills and drains once a step, in (ranks - 1) micro-batches of its slowest rank; with several stages on
-    # each rank in that fraction of it.
-    idle = 1.0 - micro_batches * sum(seconds) / pipeline_size / (
-        slowest * (micro_batches + (pipeline_size - 1) * pipeline_size / len(layers))
-    )
+    idle = bubble(layers, seconds, micro_batches, pipeline_size)
     line = (
         f"stages take {' + '.join(f'{each:.3g}' for each in seconds)} s a micro-batch: with {micro_batches} of them "
         f"in a step a process waits {idle:.0%} of it"
     )
     better = balanced(sum(layers), layer, head, len(layers))
     costs = [layer * count + head * (stage == len(layers) - 1) for stage, count in enumerate(better)]
-    evenest = max(sum(costs[rank::pipeline_size]) for rank in range(pipeline_size))
-    if better != tuple(layers) and evenest < WORTH_SAYING * slowest:
+    evenest = _slowest_rank(costs, pipeline_size)
+    if better != tuple(layers) and evenest < WORTH_SAYING * _slowest_rank(seconds, pipeline_size):
         line += f"; train.pipeline_layers=[{','.join(map(str, better))}] would be more even"
     return line

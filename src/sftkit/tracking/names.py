@@ -69,6 +69,7 @@ METRICS = (
     Metric("perf/step_p50_seconds", "s", "mean"),
     Metric("perf/step_p95_seconds", "s", "mean"),
     Metric("perf/data_wait_pct", "%", "mean"),
+    Metric("perf/pipeline_bubble_pct", "%"),
     Metric("perf/host_syncs", "waits", "max"),
     Metric("mem/peak_gib", "GiB", "max"),
     Metric("mem/reserved_gib", "GiB", "max"),

@@ -171,6 +171,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
         "attention": {"backend": engine.setup.attention, "why": engine.setup.attention_reason},
         "optimizer": engine.setup.optimizer,
         "memory_plan": engine.setup.memory_plan,
+        "pipeline_layers": engine.setup.pipeline_layers,
         "compiled": trained.compiled,
         "shapes": batches.layout.shapes,
         "graphs": graphs_of(job.folder),

@@ -143,6 +143,7 @@ PANEL_SECTIONS = (
         *(curve(f"perf/{name}") for name in ("tok_per_sec_per_gpu", "target_tok_per_sec")),
         *(curve(f"perf/{name}") for name in ("target_tok_per_sec_per_gpu", "encoded_per_sec", "host_syncs")),
         curve("health/rank_skew_pct"),
+        _number("perf/pipeline_bubble_pct"),
     ),
     _section("Memory", *(curve(f"mem/{name}") for name in ("peak_gib", "reserved_gib", "alloc_retries"))),
     _section(
