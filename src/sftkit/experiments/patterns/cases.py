@@ -43,6 +43,11 @@ class TopologyCase:
         return self.topology.world_size
 
     @property
+    def stages(self) -> int:
+        """Return how many stages there are; without a pipeline 1."""
+        return self.topology.stages * (2 if self.schedule == "interleaved" else 1)
+
+    @property
     def key(self) -> str:
         """Return its name among all cases: `2 ddp`."""
         return f"{self.processes} {self.name}"

@@ -58,6 +58,8 @@ def recipe(case: TopologyCase, folder: Path) -> Config:
             precision="fp32",
             engine="pipeline" if case.schedule else "blocks",
             pipeline_schedule=case.schedule or "1f1b",
+            # Layers are spread evenly, and not by times, which differ from run to run.
+            pipeline_layers=(MODEL["num_hidden_layers"] // case.stages,) * case.stages if case.schedule else None,
         ),
         compile=CompileConfig(enabled=False),
     )
@@ -92,7 +94,7 @@ def _measured(case: TopologyCase, rt: runtime.Runtime, folder: Path) -> dict[str
             losses.append(float(rt.sum(outcome.sums["nll"])) / step.num_targets)
             norms.append(float(outcome.grad_norm))
     if case.schedule:  # one more step
-        with timed_passes(2 if case.schedule == "interleaved" else 1) as passes:
+        with timed_passes(case.stages // case.topology.stages) as passes:
             for step in batches.steps(TRAINED_STEPS, TRAINED_STEPS + 1):
                 # All ranks begin together, or the wait for a late one would count as a bubble.
                 dist.barrier()

@@ -68,7 +68,7 @@ def bubbles(results: Results) -> Table:
         if case.schedule is None:
             continue
         passes = [rank["passes"] for rank in results["cases"][case.key]]
-        per_process = 2 if case.schedule == "interleaved" else 1
+        per_process = case.stages // case.topology.stages
         micro_batches = results["rows"] // case.topology.row_ranks
         formula = bubble_by_formula(case.topology.stages, micro_batches, per_process)
         saved = max(rank["bytes"]["activations"] for rank in results["cases"][case.key])
