@@ -304,8 +304,10 @@ def test_a_kernel_without_a_comment_is_read_by_the_operators_in_its_name() -> No
     code = """async_compile.wait(globals())
         cpp_fused__to_copy_native_layer_norm_silu_backward_3(buf0, buf1)
         my_own_kernel_0.run(buf1, stream=stream0)
+        triton_poi_fused_0.run(buf1, 8, stream=stream0)
         buf2 = empty_strided_cpu((8, 1), (1, 8), torch.float32)
     """
-    fused, own = kernels(code)
+    fused, own, copies = kernels(code)
     assert fused["aten"] == ["aten._to_copy", "aten.native_layer_norm", "aten.silu_backward"]
+    assert copies["aten"] == []  # a number is no operator
     assert own["aten"] == ["my_own_kernel_0"]

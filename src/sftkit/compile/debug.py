@@ -265,11 +265,11 @@ def kernels(code: str) -> list[dict[str, Any]]:
 
 def _in_name(kernel: str, kind: str) -> list[str]:
     """Return the operators in the name of a kernel: `cpp_fused_add_silu_backward_0` has
-    aten.add, aten.silu_backward."""
+    aten.add, aten.silu_backward, and `triton_poi_fused_0` none."""
     if kind == "library" or "_fused_" not in kernel:
         return [kernel.removeprefix("torch.ops.").removeprefix("extern_kernels.").removesuffix(".default")]
     # Names of operators have underscores of their own, so each time the longest one that torch knows is taken.
-    words = re.sub(r"^.*?_fused_|_\d+$", "", kernel).split("_")
+    words = re.sub(r"^.*?_fused|_\d+$", "", kernel).split("_")[1:]
     operators = []
     while words:
         ends = range(len(words), 0, -1)
