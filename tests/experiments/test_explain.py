@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from sftkit.experiments.explain.flags import parse
 from sftkit.experiments.explain.kernels import module_step
 from sftkit.experiments.explain.labs import captured_graphs, chosen_losses, dispatch_trace, what_breaks
 from sftkit.experiments.explain.numerics import difference
-from sftkit.experiments.explain.reproduce import SHOWS, NotWritable, reproduce, script_of, written
-from sftkit.experiments.explain.run import _bisect_result, run_explain
+from sftkit.experiments.explain.reproduce import NEEDS_SFTKIT, SHOWS, NotWritable, reproduce, script_of, written
+from sftkit.experiments.explain.run import _bisect_result, _finish, run_explain
 from sftkit.experiments.explain.subject import ModuleCall, Subject, of_recipe
 from sftkit.experiments.explain.torch_logs import listening, read_message, recompile_of
 from sftkit.experiments.explain.user_file import of_file
@@ -182,6 +183,21 @@ def test_a_module_that_was_not_asked_is_named_as_one_that_looks_alike() -> None:
     row = {"question": "breaks", "title": "breaks the graph", "backend": "eager", **found}
     said = "\n".join(lines_of({"name": "x", "device": "CPU", "torch": "2", "bisect": [row]}))
     assert "not asked, as they look like it: blocks.0 (Gated)" in said
+
+
+def test_the_script_of_a_fault_is_printed_below_what_was_found_and_can_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = f"import torch\n\nargs = ({'None, ' * 20})\n    # indented\n"
+    found = BisectAnswer("breaks", (captured_parts(planted("breaks"))["blocks.1"],), "said", (), True)
+    script = {"script": "out/breaks.py", "text": text, "shows": True, "printed": "said"}
+    row = {"question": "breaks", "title": "breaks the graph", "backend": "eager", **_bisect_result(found, script)}
+    unwritten = row | {"script": None, "text": None, "printed": "no script: it takes an object"}
+    assert _finish({"name": "x", "device": "CPU", "torch": "2", "bisect": [row, unwritten]}, tmp_path) == 1
+    said = capsys.readouterr().out
+    assert said.endswith(f"# ---- out/breaks.py\n{text}\npage: {tmp_path / 'explain.html'}\n")
+    assert said.count("# ----") == 1
 
 
 def test_what_is_not_looked_at_is_said_and_numbers_agree_with_their_nouns() -> None:
@@ -376,6 +392,19 @@ def test_a_recipe_is_its_decoder_with_batches_of_its_shape(tmp_path: Path) -> No
     assert not torch.equal(subject.call.kwargs["input_ids"], subject.again.kwargs["input_ids"])
     with pytest.raises(ConfigError, match="--layers: 3, but the model has 2 blocks"):
         subject_of(recipe(tmp_path), layers=3)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "varlen", "flex", "fa4"])
+def test_a_script_needs_sftkit_only_where_its_module_attends_with_it_and_says_so(tmp_path: Path, backend: str) -> None:
+    subject = subject_of(recipe(tmp_path), layers=1)
+    kwargs = subject.call.kwargs | {"documents": subject.call.kwargs["documents"]._replace(backend=backend)}
+    parts = captured_parts(replace(subject, call=ModuleCall((), kwargs)))
+    for path, needs in (("layers.0.mlp", False), ("layers.0.self_attn", True), ("", True)):
+        finding = BisectAnswer("breaks", (parts[path],), "", (), None)
+        text = script_of(subject, parts[path], finding, "breaks the graph", "eager")
+        compile(text, "breaks.py", "exec")
+        assert [line.strip() for line in text.split("\n") if line.startswith("#")] == [NEEDS_SFTKIT] * needs
+        assert ("sftkit." in text.partition("import torch")[2]) == needs
 
 
 CAPTIONING = ROOT / "recipes/captioning/caption_smoke.yaml"

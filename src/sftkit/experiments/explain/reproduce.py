@@ -1,5 +1,5 @@
 """Write a fault as a script of its own: the module, its inputs, and what shows the fault. Nothing of a run is needed to
-run it."""
+run it, only torch, transformers, and sftkit where the module attends with its attention."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _MAX_CHARACTERS = 4000
 "Of a tensor that is written into the script; longer ones are drawn at random there."
 _TIMEOUT_SECONDS = 600
 
+NEEDS_SFTKIT = "# Needs sftkit beside torch and transformers: this module attends with sftkit's own function."
 HEAD = '''"""{title}: {name}
 {where}
 
@@ -31,7 +32,7 @@ HEAD = '''"""{title}: {name}
 Written by `sftkit explain --bisect` with torch {version}. Run it with python: exit code {code} shows the fault, 0 \
 that it is gone.
 """
-
+{needs}
 import base64
 import sys
 import zlib
@@ -156,16 +157,18 @@ def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, tit
     values = [(call.args, call.kwargs) for call in (probed.call, second) if call]
     # Classes of named tuples among the arguments, and our attention, if the model's calls are made for it.
     imports = sorted({f"from {kind.__module__} import {kind.__name__}" for kind in _kinds(values)})
-    attention = ""
+    attention = needs = ""
     if any(line.startswith("from sftkit.ops.attention ") for line in imports):
         imports.append("from sftkit.ops.attention import use_document_attention")
         attention = "use_document_attention(model)\n"
+        needs = f"\n{NEEDS_SFTKIT}\n"
     head = HEAD.format(
         title=f"A module that {title}",
         name=probed.name,
         where=probed.where,
         said="\n".join(line.replace("\\", "\\\\").replace('"""', "'''") for line in finding.message.splitlines()),
         version=torch.__version__,
+        needs=needs,
         imports="\n".join(imports) + "\n" if imports else "",
         device=str(_device(probed)),
         source=subject.source,

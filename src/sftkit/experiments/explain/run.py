@@ -122,6 +122,10 @@ def _finish(result: dict[str, Any], out: Path) -> int:
     for line in "\n".join(lines_of(result)).split("\n"):
         for part in wrapped(line, width):
             print_text(part)
+    # Whole, so that it can be copied: neither wrapped nor indented.
+    for row in result.get("bisect", []):
+        if row["script"]:
+            print_text(f"\n# ---- {row['script']}\n{row['text']}")
     print_text(f"page: {out / PAGE}")
     at_fault = any(row["module"] for row in result.get("bisect", []))
     return 1 if at_fault or result.get("breaks", {}).get("rows") else 0
