@@ -118,11 +118,19 @@ def tables(lab: Path) -> str:
             speed_table(rows, replaced),
             loss_table(rows, replaced),
         ]
-    missing = not_measured(lab, kept.values())
-    parts += [f"Not measured: {', '.join(missing)}."] if missing else []
+    refused, missing = refused_in(lab), not_measured(lab, kept.values())
+    others = [name for name in missing if name.rpartition(" ")[0] not in refused]
+    parts += [f"Not measured: {', '.join(others)}."] if others else []
+    parts += [f"{name}: {why}." for name, why in refused.items()]
     raw = ", ".join(f"[{file.name}]({folder}/results/{file.name})" for file in kept)
     parts += [f"Raw: {raw}; [plan]({folder}/plan.yaml)."]
     return "\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def refused_in(lab: Path) -> dict[str, str]:
+    """Return the layouts of a lab that the launch refuses on every machine, each with why: REFUSED of its tables.py."""
+    tool = lab / "tables.py"
+    return runpy.run_path(str(tool)).get("REFUSED", {}) if tool.exists() else {}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from sftkit.experiments.bench.report import (
 HERE = Path(__file__).parent
 TABLES = {"One GPU": ("1 GPU",), "Two GPUs": ("DDP 2", "FSDP2 2", "TP 2")}
 COLUMNS = ("", "step, ms (fastest to slowest)", "tokens/s", "peak GiB", "first step, s", "last loss", "against eager")
-REFUSED = {"TP 2": "refused: no tensor-parallel plan for gpt2, whose query, key and value are one matrix"}
+REFUSED = {"TP 2": "refused: no tensor-parallel plan for gpt2, whose query, key and value are one matrix (`c_attn`)"}
 "What the launch refuses on every machine: it has no line in a table."
 
 
