@@ -1,4 +1,4 @@
-"""scripts/caption_train.py as it is typed: a run and its files, two ranks and one, a run that is resumed."""
+"""scripts/caption_train.py as it is typed: a run and its files, two ranks and one, a run that is resumed, and T5."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import ROOT
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from sftkit.data.reading import images
 from sftkit.models.kinds import kind_of
@@ -77,6 +77,54 @@ def test_a_run_its_files_two_ranks_and_a_resumed_one(tmp_path: Path) -> None:
     weights = [load_file(tmp_path / run / "step-000004" / "model.safetensors") for run in ("one", "resumed")]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+RECIPE_T5 = """
+run: {dir: DIR/run}
+model:
+  train_tokenizer: {vocab_size: 300, sources: [{path: DIR/rows.jsonl}]}
+  scratch: {model_type: t5, d_model: 32, num_layers: 2, num_heads: 2, d_kv: 16, d_ff: 64, dropout_rate: 0.0}
+data:
+  train: [{path: DIR/rows.jsonl}]
+  val: [{path: DIR/rows.jsonl, name: rows, max_rows: 4}]
+  cache_dir: DIR/cache
+  max_length: 32
+train: {global_batch_size: 4, micro_batch_size: 4, precision: fp32, max_steps: 4, epochs: null}
+eval: {max_examples: 2, max_new_tokens: 8}
+log: {every: 1, wandb: "off"}
+compile: {backend: eager}
+"""
+
+
+@pytest.mark.slow
+def test_a_text_to_text_model_trains_passes_its_checks_and_is_reported(tmp_path: Path) -> None:
+    digits = [" ".join(str(number)) for number in range(100, 140)]
+    pairs = [{"prompt": f"reverse {word}", "completion": word[::-1]} for word in digits]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    recipe = tmp_path / "t5.yaml"
+    recipe.write_text(RECIPE_T5.replace("DIR", str(tmp_path)))
+    done = preloaded.run(["scripts/caption_train.py", str(recipe)], 1, ENV)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    run = tmp_path / "run"
+    rows = json.loads((run / "proof.json").read_text())["rows"]
+    assert not [row["name"] for row in rows if row["ok"] is False]
+    passed = {row["name"] for row in rows if row["ok"]}
+    assert {"Same logits as the plain model", "Same gradients as the plain model"} <= passed
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4]
+    [evaluated] = lines(run, "evals.jsonl")
+    assert {"eval/captions/exact_match", "val/rows/loss"} <= evaluated.keys()
+    again = AutoModelForSeq2SeqLM.from_pretrained(step_dirs(run)[-1])
+    assert type(again).__name__ == "T5ForConditionalGeneration"
+
+    (run / "report.html").unlink()
+    done = preloaded.run(["-m", "sftkit", "report", str(run)], 1, ENV)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((run / "report.json").read_text())
+    [loss] = [row["value"] for row in report["headline"] if row["name"] == "training loss"]
+    assert loss == pytest.approx(lines(run)[-1]["train/loss"])
+    page = (run / "report.html").read_text()
+    assert "eval/captions" in page
+    assert "reverse 1" in page  # what the encoder read, beside what was written
 
 
 def loads_in_transformers(folder: Path) -> None:
