@@ -233,7 +233,11 @@ ON_CUDA = [("cuda", backend, heads) for backend in ("fa4", "varlen", "reference"
 
 @pytest.mark.parametrize(
     ("device", "backend", "heads"),
-    [*ON_CPU, *(pytest.param(*case, marks=pytest.mark.gpu) for case in [*ON_CUDA, ("cuda", "flex", (8, 4))])],
+    [
+        *ON_CPU,
+        *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_CUDA),
+        pytest.param("cuda", "flex", (8, 4), marks=[pytest.mark.gpu, pytest.mark.own_process]),
+    ],
 )
 @both_dtypes
 def test_attention_of_rows_with_padding(device: str, backend: str, heads: tuple[int, int], dtype: torch.dtype) -> None:

@@ -87,6 +87,7 @@ def test_regions_compiled_by_inductor_compute_the_same() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.own_process
 @pytest.mark.parametrize("passes", [(), ("regional_inductor",), ("full_inductor",), ("selective_checkpointing",)])
 def test_on_a_gpu_flex_attention_is_compiled_with_any_passes(passes: tuple[str, ...]) -> None:
     model = captured(passes, "cuda")

@@ -228,6 +228,10 @@ def test_the_flash_operator_traces_and_counts_its_flops() -> None:
     assert counter.get_total_flops() == (2 + 5) * product
 
 
+ALONE = pytest.param("flex", marks=pytest.mark.own_process)
+"A generated kernel, which may take the GPU's context down."
+
+
 def available(backend: str) -> bool:
     return torch.cuda.is_available() and (
         backend in ("flex", "sdpa", "reference")
@@ -236,7 +240,7 @@ def available(backend: str) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["fa4", "varlen", "flex", "reference"])
+@pytest.mark.parametrize("backend", ["fa4", "varlen", ALONE, "reference"])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "window"),
     [((4, 4), 64, None), ((4, 2), 128, None), ((8, 1), 128, None), ((4, 2), 64, 9), ((8, 4), 128, 100)],
@@ -262,6 +266,7 @@ def test_on_a_gpu_every_backend_equals_a_loop_over_documents(
 
 
 @pytest.mark.gpu
+@pytest.mark.own_process
 @pytest.mark.parametrize("row_length", [32, 100, 256, 300])
 @pytest.mark.parametrize("head_dim", [16, 64, 256])
 def test_on_a_gpu_flex_with_a_soft_cap_equals_a_loop_over_documents_in_rows_of_any_length(
@@ -302,7 +307,7 @@ def test_on_a_gpu_dense_sdpa_equals_a_loop_over_documents(heads: tuple[int, int]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["fa4", "varlen", "flex"])
+@pytest.mark.parametrize("backend", ["fa4", "varlen", ALONE])
 def test_on_a_gpu_one_graph_serves_all_documents(backend: str) -> None:
     if not available(backend):
         pytest.skip(f"{backend} is not installed")
