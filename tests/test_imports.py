@@ -53,6 +53,20 @@ ROOMS = {
 }
 "Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."
 
+SHARED_NAMES = {
+    "log": "the logger of a module",
+    "main": "what a command starts",
+    "T": "a type variable",
+    "build": "what a file of an optimizer or a task makes",
+    "parse": "flags, YAML, rows: the module says of what",
+    "judge": "scores answers, programs, validations: the module says of what",
+    "tokenize": "of conversations and of texts, one of which a stage binds",
+    **dict.fromkeys(("HUB", "TEST", "STOP", "MAX_NEW_TOKENS"), "what each task says of itself"),
+    "BLOCK": "elements that a Triton kernel processes at a time, named as its argument is",
+    **dict.fromkeys(("LEFT", "RIGHT", "WIDTH"), "measures of the picture that a module draws"),
+}
+"Public name that several modules own -> why (docs/glossary.md, Names told apart)."
+
 TORCH_FREE = (
     *("config", "launch", "reports", "models/size.py", "experiments/validate/run.py"),
     *("generation/answer.py", "generation/flags.py", "generation/repl.py"),
@@ -130,6 +144,28 @@ def test_a_file_of_tests_has_a_name_of_its_own() -> None:
     # pytest imports files outside packages by their names alone: a second one of a name is a collection error.
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
     assert [name for name, found in names.items() if found > 1] == []
+
+
+def owned(path: Path) -> set[str]:
+    """Public names that a module defines at its top level."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_a_public_name_has_one_owner_unless_it_says_the_same_of_each() -> None:
+    owners: dict[str, list[str]] = {}
+    for path in sorted(SRC.rglob("*.py")):
+        for name in owned(path):
+            owners.setdefault(name, []).append(str(path.relative_to(SRC)))
+    several = {name: found for name, found in owners.items() if len(found) > 1}
+    assert {name: found for name, found in several.items() if name not in SHARED_NAMES} == {}
+    assert SHARED_NAMES.keys() == several.keys(), "names that have one owner again: take them out of the table"
 
 
 @pytest.mark.parametrize("part", TORCH_FREE)

@@ -17,9 +17,9 @@ from sftkit.errors import ConfigError
 from sftkit.experiments.patterns.cases import TOPOLOGY_CASES, TopologyCase
 from sftkit.experiments.patterns.run import read_pattern_results
 from sftkit.experiments.patterns.tables import (
-    bubble,
     bubble_by_formula,
     loss_difference,
+    measured_bubble,
     terminal_tables,
     timeline_picture,
 )
@@ -88,7 +88,7 @@ def test_states_are_two_moments_and_what_is_saved_depends_on_the_layout() -> Non
 def test_a_pipeline_waits_as_long_as_its_timestamps_say() -> None:
     passes = [rank["passes"] for rank in measured(2, *QUICK)["cases"]["2 pp, 1f1b"]]
     assert [len(rank) for rank in passes] == [8, 8]  # four micro-batches, forward and backward
-    assert 0.5 * bubble_by_formula(2, 4, 1) < bubble(passes) < 0.6
+    assert 0.5 * bubble_by_formula(2, 4, 1) < measured_bubble(passes) < 0.6
 
 
 def one(micro_batch: int, forward: bool, start: float, end: float) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def one(micro_batch: int, forward: bool, start: float, end: float) -> dict[str, 
 def test_bubble_and_picture_of_two_ranks() -> None:
     first = [one(0, True, 0.0, 1.0), one(0, False, 4.0, 6.0)]
     second = [one(0, True, 1.0, 2.0), one(0, False, 2.0, 4.0)]
-    assert bubble([first, second]) == pytest.approx(0.5) == bubble_by_formula(2, 1, 1)
+    assert measured_bubble([first, second]) == pytest.approx(0.5) == bubble_by_formula(2, 1, 1)
     assert timeline_picture([first, second], columns=6) == ["rank 0  0...aa", "rank 1  .0aa.."]
     assert bubble_by_formula(4, 8, 2) == pytest.approx(3 / 19)
 

@@ -265,7 +265,7 @@ def test_the_cost_of_split_turns_is_estimated_while_it_is_off(
     assert estimate["tokens"] == on["tokens"] - off["tokens"]
     assert estimate["documents"] == on["documents"] - off["documents"]
     assert estimate["factor"] == pytest.approx(on["tokens"] / off["tokens"])
-    monkeypatch.setattr(preflight_turns, "ANSWERS", 30)
+    monkeypatch.setattr(preflight_turns, "SAMPLED_ANSWERS", 30)
     found = Prepared(tmp_path, tokenizer, rows, data__split_turns=False, **settings).look()
     sampled = found["sources"][0]["split_turns"]
     assert 8 <= sampled["conversations"] <= 15

@@ -48,7 +48,7 @@ def restore(compile: CompileConfig, key: str, rt: Runtime) -> None:
         rt.print(load_compiled(compile.cache, key, rt.device.index or 0))
 
 
-def keep(compile: CompileConfig, key: str, rt: Runtime) -> None:
+def keep_code(compile: CompileConfig, key: str, rt: Runtime) -> None:
     """Save what the warm-up compiled to compile.cache, if it is set.
 
     torch's code is tied to the number of the GPU in its machine, so each rank of the first machine writes a file, in a

@@ -30,7 +30,7 @@ from sftkit.config.schema import CompileConfig
 
 OPTION = "_micro_pipeline_tp"
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
-Node = Any
+SchedulerNode = Any
 "A node of Inductor's scheduler: a kernel, a product, the start of an exchange, or the wait for one."
 
 
@@ -51,11 +51,11 @@ class _BehindProducts:
     def __init__(self) -> None:
         self.code = get_hash_for_files((__file__,))
 
-    def __call__(self, nodes: list[Node]) -> list[Node]:
+    def __call__(self, nodes: list[SchedulerNode]) -> list[SchedulerNode]:
         return behind_products(nodes)
 
 
-def behind_products(nodes: list[Node]) -> list[Node]:
+def behind_products(nodes: list[SchedulerNode]) -> list[SchedulerNode]:
     """Return the nodes of a graph in another order: what no exchange depends on is put off until there is one to wait
     for, a matrix product at each wait and the rest at the last.
 
@@ -79,13 +79,13 @@ def behind_products(nodes: list[Node]) -> list[Node]:
     return [nodes[i] for i in (*order, *(i for i in put_off if i not in order))]
 
 
-def _dependencies(nodes: list[Node]) -> list[set[int]]:
+def _dependencies(nodes: list[SchedulerNode]) -> list[set[int]]:
     """Return the indices of the nodes that each one reads, or must come after."""
     makers = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
     return [{makers[d.name] for d in node.unmet_dependencies if d.name in makers} - {i} for i, node in enumerate(nodes)]
 
 
-def _free(nodes: list[Node], needs: list[set[int]]) -> set[int]:
+def _free(nodes: list[SchedulerNode], needs: list[set[int]]) -> set[int]:
     """Return the indices of the nodes that no exchange depends on, exchanges aside."""
     readers: dict[int, set[int]] = defaultdict(set)
     for i, read in enumerate(needs):
@@ -100,7 +100,7 @@ def _free(nodes: list[Node], needs: list[set[int]]) -> set[int]:
     return free
 
 
-def _is_product(node: Node) -> bool:
+def _is_product(node: SchedulerNode) -> bool:
     """Return whether a node is a matrix product: a template, or one that torch computes into memory of Inductor's. Of
     other calls of torch some compute nothing: they name one of several results."""
     return bool(node.is_template() or isinstance(node.node, ExternKernelOut))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WIDTH = {"bf16": 2, "fp32": 4}
+BYTES = {"bf16": 2, "fp32": 4}
 "Bytes of a weight, a gradient and an activation in each precision."
 DEFAULT = "adamw"
 "The optimizer of optim.name=auto if it fits in memory."
@@ -63,7 +63,7 @@ class OptimizerSpec:
 
     def training_width(self, precision: str, *, block_matrix: bool = True) -> float:
         """Return the bytes per parameter of weight, gradient and optimizer states."""
-        return 2 * WIDTH[precision] + self.state_width(precision, block_matrix=block_matrix)
+        return 2 * BYTES[precision] + self.state_width(precision, block_matrix=block_matrix)
 
 
 OPTIMIZERS = {

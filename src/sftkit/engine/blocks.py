@@ -160,7 +160,7 @@ class Blocks:
             print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
         # Before any step, so that a run that dies early leaves it to the next start.
         if self.compiled:
-            compile_cache.keep(cfg.compile, self._code_key, rt)
+            compile_cache.keep_code(cfg.compile, self._code_key, rt)
             if rt.is_main:
                 note(self._code_key, seconds)
         self._write_logs()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from sftkit.config.optimizers import OPTIMIZERS, WIDTH
+from sftkit.config.optimizers import BYTES, OPTIMIZERS
 from sftkit.config.topology import Sharding, Topology
 from sftkit.data.batches.pack import Layout
 from sftkit.models.size import GIB
@@ -144,7 +144,7 @@ def estimate(s: EstimateInputs) -> Estimate:
     In between, activations shrink and gradients grow, both linearly, so one of the two ends is the peak. Replicas hold
     all parameters, and buckets for the exchange of gradients from the start; for sharded ranks see `_sharded`.
     """
-    m, width = s.shape, WIDTH[s.precision]
+    m, width = s.shape, BYTES[s.precision]
     # Ranks of a row divide its positions among them.
     tokens = max(rows * row_length for rows, row_length in s.layout.shapes) // s.topology.ranks_per_row
     if s.topology.stages > 1:
@@ -198,7 +198,7 @@ def held_bytes(s: EstimateInputs) -> int:
         return max(held_bytes(replace(whole, shape=shape)) for shape in shapes)
     # Twice the width: a gradient is as wide as its weight.
     shards = s.topology.shards * s.topology.ranks_per_row if s.topology.sharded else 1
-    return (2 * WIDTH[s.precision] * s.shape.parameters + _state_bytes(s)) // shards
+    return (2 * BYTES[s.precision] * s.shape.parameters + _state_bytes(s)) // shards
 
 
 def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
@@ -209,7 +209,7 @@ def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
     micro-batches are whole and fp32 if they are kept so; those of the current pass exist for two blocks and an end,
     with fp32 copies that are being exchanged.
     """
-    m, t, width = s.shape, s.topology, WIDTH[s.precision]
+    m, t, width = s.shape, s.topology, BYTES[s.precision]
     # All ranks of a replica divide what is kept; what is gathered for use is whole but for matrices, of which a tensor
     # rank uses its own part.
     shards = t.shards * t.context * t.tensor
@@ -244,7 +244,7 @@ def pipeline_estimates(s: EstimateInputs) -> list[Estimate]:
 
 def _staged(s: EstimateInputs, pipeline_rank: int) -> Estimate:
     """Return the peak of the process at a rank of a pipeline."""
-    m, width, pipeline_size = s.shape, WIDTH[s.precision], s.topology.stages
+    m, width, pipeline_size = s.shape, BYTES[s.precision], s.topology.stages
     tokens, count = max(rows * row_length for rows, row_length in s.layout.shapes), s.layout.accumulation
     own = s.stage_layers[pipeline_rank::pipeline_size]
     first, last = pipeline_rank == 0, pipeline_rank == pipeline_size - 1
@@ -298,7 +298,7 @@ def earlier_gradient_width(layout: Layout, precision: str) -> int:
     """Return the bytes per parameter that earlier micro-batches' gradients take during a forward pass."""
     if layout.accumulation == 1:
         return 0
-    return 4 if sums_in_fp32(layout, precision) else WIDTH[precision]
+    return 4 if sums_in_fp32(layout, precision) else BYTES[precision]
 
 
 def _state_bytes(s: EstimateInputs) -> int:
@@ -312,7 +312,7 @@ def _loss_bytes(s: EstimateInputs, tokens: int) -> int:
     """Return the bytes of the loss: the head's fp32 gradient, next to the larger of a chunk of logits and that
     gradient's copy in the precision of the weights; and the last hidden states through the final norm, the choice of
     targets and their gradient."""
-    m, width = s.shape, WIDTH[s.precision]
+    m, width = s.shape, BYTES[s.precision]
     logits = width * min(s.chunk_tokens, tokens) * m.vocab
     return max(logits, width * m.vocab * m.hidden) + 4 * m.vocab * m.hidden + 6 * width * m.hidden * tokens
 
@@ -323,7 +323,7 @@ def _block_bytes_per_token(s: EstimateInputs) -> float:
     These are what is recomputed, and gradients in the feed-forward layer or in attention, which repeats keys and values
     over the query heads and sums the query's gradient in fp32.
     """
-    m, width = s.shape, WIDTH[s.precision]
+    m, width = s.shape, BYTES[s.precision]
     feed_forward = width * (2 * m.hidden + 3 * m.inner)
     attention = width * (2 * m.hidden + 6 * m.query + 2 * m.key) + 4 * m.query
     return width * (_all_elements(s) - kept_elements(s)) + max(feed_forward, attention)
@@ -334,7 +334,7 @@ def _mask_bytes(s: EstimateInputs) -> int:
     if not s.dense_mask:
         return 0
     encoded = s.layout.docs_per_row * s.encoded_length if s.layout.docs_per_row > 1 else 0  # of a row
-    return max((1 + WIDTH[s.precision]) * rows * t * (t + encoded) for rows, t in s.layout.shapes)
+    return max((1 + BYTES[s.precision]) * rows * t * (t + encoded) for rows, t in s.layout.shapes)
 
 
 def gib(size: float) -> str:

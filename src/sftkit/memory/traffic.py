@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from sftkit.config.optimizers import WIDTH
+from sftkit.config.optimizers import BYTES
 from sftkit.memory.estimate import EstimateInputs, pipeline_rank_shape
 
 REDUCED = 4
@@ -48,7 +48,7 @@ def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
         of_ranks = [_of_pipeline_rank(s, place) for place in range(s.topology.stages)]
         return max(of_ranks, key=lambda traffic: sum(e.sent for e in traffic))
     # DDP exchanges gradients in the precision of the weights.
-    gradients = WIDTH[s.precision] * s.shape.parameters
+    gradients = BYTES[s.precision] * s.shape.parameters
     replicas = CollectiveTraffic("all_reduce", "replicas", s.topology.replicas, gradients)
     traffic = _of_weights(s) if s.topology.sharded else [replicas]
     return [each for each in [*traffic, *_of_tensor(s), *_of_context(s)] if each.ranks > 1]
@@ -57,7 +57,7 @@ def traffic(s: EstimateInputs) -> list[CollectiveTraffic]:
 def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
     """Return what FSDP2 exchanges: weights gathered, gradients scattered; blocks among shards, the ends of the model
     among tensor ranks too."""
-    t, m, width, count = s.topology, s.shape, WIDTH[s.precision], s.layout.accumulation
+    t, m, width, count = s.topology, s.shape, BYTES[s.precision], s.layout.accumulation
     body, shards = (m.parameters - m.ends) / t.tensor, t.shards * t.context
     gathers = (1, 1) if s.sharding.keep_weights else (2 * count, count)  # of ends none in the backward pass
     times = 1 if s.sharding.keep_gradients else count
@@ -72,7 +72,7 @@ def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
 
 def _hidden_bytes(s: EstimateInputs) -> float:
     """Return the bytes of the hidden states of a micro-batch, whole rows."""
-    return WIDTH[s.precision] * max(rows * length for rows, length in s.layout.shapes) * s.shape.hidden
+    return BYTES[s.precision] * max(rows * length for rows, length in s.layout.shapes) * s.shape.hidden
 
 
 def _of_tensor(s: EstimateInputs) -> list[CollectiveTraffic]:
@@ -105,6 +105,6 @@ def _of_pipeline_rank(s: EstimateInputs, pipeline_rank: int) -> list[CollectiveT
         own = replace(own, sharding=replace(s.sharding, keep_weights=True, keep_gradients=True))
         return traffic + [each for each in _of_weights(own) if each.ranks > 1]
     # From three micro-batches on gradients are added up in fp32: see estimate.sums_in_fp32.
-    width = REDUCED if s.layout.accumulation > 2 else WIDTH[s.precision]
+    width = REDUCED if s.layout.accumulation > 2 else BYTES[s.precision]
     gradients = CollectiveTraffic("all_reduce", "replicas", t.replicas, width * own.shape.parameters)
     return traffic + [gradients] * (t.replicas > 1)

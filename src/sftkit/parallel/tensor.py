@@ -25,7 +25,7 @@ from sftkit.runtime.replaced import replaced
 TENSOR_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose blocks have the layers below and no other."
 COLUMNWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-ROWS = ("self_attn.o_proj", "mlp.down_proj")
+ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -80,7 +80,7 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
     # whatever attention backend.
     for names, placement, pre_hook, hook in (
         (COLUMNWISE, Shard(0), None, _to_local),
-        (ROWS, Shard(1), channels, add_up),
+        (ROWWISE, Shard(1), channels, add_up),
         (NORMS, Replicate(), between, _gather),
         (HEAD_NORMS, Replicate(), heads, _to_local),
     ):
@@ -115,7 +115,7 @@ def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
             f"parallelism_config_tp_size={size}: {config.model_type} has no tensor-parallel plan here, "
             f"{', '.join(TENSOR_MODEL_TYPES)} have: set it to 1 and use accelerate_configs/fsdp2.yaml"
         )
-    check_split(orig_model, size, DIVIDED, {*COLUMNWISE, *ROWS, *NORMS, *HEAD_NORMS})
+    check_split(orig_model, size, DIVIDED, {*COLUMNWISE, *ROWWISE, *NORMS, *HEAD_NORMS})
 
 
 def check_split(orig_model: PreTrainedModel, size: int, divided: Collection[str], known: Collection[str]) -> None:

@@ -24,7 +24,7 @@ from sftkit.runtime.console import VisibleConsole
 from sftkit.runtime.words import counted
 
 BAR_WIDTH = 40
-WIDE = 110
+WIDE_TERMINAL = 110
 "Characters of a line in which a table of layouts has room for all of its columns."
 _SHAPES = "shapes (rows x positions)"
 
@@ -207,7 +207,7 @@ def layout_table(analysis: dict[str, Any], width: int) -> Group:
             is left out where no run has measured it.
     """
     cells = [_layout_cells(row) for row in analysis["layouts"]]
-    measured = width >= WIDE or any(row["tok_per_sec"] is not None for row in analysis["layouts"])
+    measured = width >= WIDE_TERMINAL or any(row["tok_per_sec"] is not None for row in analysis["layouts"])
     numbers = [head for head in list(cells[0])[2:] if head != "tok/s" or measured]
 
     def table(heads: Sequence[str], box: Box | None) -> Table:
@@ -220,7 +220,7 @@ def layout_table(analysis: dict[str, Any], width: int) -> Group:
 
     notes = Text(f"* the recipe's own. {layout_notes(analysis)}", style="dim")
     title = Text("layouts on this data (one epoch)", style="italic")
-    if width >= WIDE:
+    if width >= WIDE_TERMINAL:
         return Group(title, table(["layout", _SHAPES, *numbers], HEAVY_HEAD), notes)
     return Group(title, table(["layout", *numbers], None), "", table(["layout", _SHAPES], None), "", notes)
 

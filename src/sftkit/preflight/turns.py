@@ -27,7 +27,7 @@ ROWS_READ = 2_000
 _ALL_LEARNED = 0.95
 """Share of targets in a source's tokens from which all of its tokens count as learned, but for marked answers; in chat
 SFT prompts are not targets."""
-ANSWERS = 200
+SAMPLED_ANSWERS = 200
 "Answers in the conversations of the sample, which are tokenized again in both ways: about a second."
 
 
@@ -69,13 +69,13 @@ def estimate_turns(
 
 
 def _sample(source: SourceConfig) -> list[Row]:
-    """Return some of the first conversations with more than one answer, until they have ANSWERS, at random and
+    """Return some of the first conversations with more than one answer, until they have SAMPLED_ANSWERS, at random and
     always the same."""
     found = _several_answers(source)
     order = np.random.default_rng(0).permutation(len(found)).tolist()
-    # Answers in the conversations before each: the sample ends with the one that reaches ANSWERS.
+    # Answers in the conversations before each: the sample ends with the one that reaches SAMPLED_ANSWERS.
     before = accumulate((found[i][1] for i in order), initial=0)
-    return [found[i][0] for i, answers in zip(order, before, strict=False) if answers < ANSWERS]
+    return [found[i][0] for i, answers in zip(order, before, strict=False) if answers < SAMPLED_ANSWERS]
 
 
 def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:

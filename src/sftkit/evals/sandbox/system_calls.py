@@ -115,7 +115,7 @@ NEW_NAMESPACES = 0x7E020000
 AF_UNIX = 1
 
 LOAD, EQUALS, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16
+CALL_NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
@@ -136,7 +136,7 @@ def filter_of(machine: str) -> bytes:
     place, kernels_name = MACHINES[machine]
     no, unknown = REFUSE | errno.EPERM, REFUSE | errno.ENOSYS
     # Another machine's numbers end the process; the 32-bit table and new calls do not exist; then the refused ones.
-    steps = [step(LOAD, MACHINE), step(EQUALS, kernels_name, 1, 0), step(RETURN, KILL), step(LOAD, NUMBER)]
+    steps = [step(LOAD, MACHINE), step(EQUALS, kernels_name, 1, 0), step(RETURN, KILL), step(LOAD, CALL_NUMBER)]
     steps += [step(AT_LEAST, X32, 0, 1), step(RETURN, unknown)]
     steps += [answered(number, ALLOW) for number in NEW.values()]
     steps += [step(AT_LEAST, FIRST_NEW, 0, 1), step(RETURN, unknown)]

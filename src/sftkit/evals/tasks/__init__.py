@@ -31,7 +31,7 @@ _BUILDERS = {
 "Task -> module of this package and its function build(read, shots, format, max_examples)."
 assert tuple(_BUILDERS) == TASKS, "config.eval_tasks names the same tasks"
 
-FORMATS = ("completion", "chat")
+PROMPT_FORMATS = ("completion", "chat")
 
 
 def check_names(config: EvalConfig) -> None:
@@ -64,8 +64,8 @@ def load_task(
         ConfigError: a setting that cannot work.
         DataError: rows that are missing or cannot be used.
     """
-    if format not in FORMATS:
-        raise ConfigError(f'eval.format: "{format}" is not one of {", ".join(FORMATS)}')
+    if format not in PROMPT_FORMATS:
+        raise ConfigError(f'eval.format: "{format}" is not one of {", ".join(PROMPT_FORMATS)}')
     if shots is not None and shots < 0:
         raise ConfigError(f"eval.shots: {shots} is less than 0")
     module, function = _BUILDERS[name].split(":")

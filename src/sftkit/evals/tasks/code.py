@@ -14,7 +14,7 @@ from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
 from sftkit.evals.task import ExampleScores, Question, Task
 from sftkit.generation.answer import Answer
 
-BLOCK = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+CODE_BLOCK = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 
 
 def require_sandbox(task: str) -> None:
@@ -26,7 +26,7 @@ def require_sandbox(task: str) -> None:
 def code_of(answer: str) -> str:
     """Return the first Python block of a chat answer, else its first block, else all of it; a block
     without end runs to the end."""
-    blocks = list(BLOCK.finditer(answer))
+    blocks = list(CODE_BLOCK.finditer(answer))
     python = [block for block in blocks if block["language"].lower() in ("python", "python3", "py")]
     return next((block["code"] for block in [*python, *blocks]), answer)
 

@@ -14,7 +14,7 @@ from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 HUB = "cais/mmlu"
 TEST = DatasetSplit(("mmlu_test",), HUB, "all", "test")
 DEV = DatasetSplit(("mmlu_dev",), HUB, "all", "dev")
-LETTERS = ("A", "B", "C", "D")
+CHOICE_LETTERS = ("A", "B", "C", "D")
 
 
 def build(read: Read, shots: int | None, format: str, max_examples: int | None) -> choices.ChoiceTask:
@@ -66,13 +66,13 @@ def _example(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Choic
 def _item(row: CheckedRow) -> choices.Item:
     """Return an item whose options stand in the prompt, and a letter continues it."""
     options = _chat_item(row)
-    lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options.choices, strict=True))
-    return choices.Item(f"{options.question}\n{lines}\nAnswer:", options.question, LETTERS, options.gold)
+    lines = "\n".join(f"{letter}. {option}" for letter, option in zip(CHOICE_LETTERS, options.choices, strict=True))
+    return choices.Item(f"{options.question}\n{lines}\nAnswer:", options.question, CHOICE_LETTERS, options.gold)
 
 
 def _chat_item(row: CheckedRow) -> choices.Item:
     """Return an item whose choices are the options."""
     question, options = row.text("question").strip(), row.texts("choices")
-    if len(options) != len(LETTERS):
+    if len(options) != len(CHOICE_LETTERS):
         raise DataError(f'{row.where}: column "choices": {len(options)} of them instead of four')
-    return choices.Item("", question, tuple(options), (row.number("answer", len(LETTERS)),))
+    return choices.Item("", question, tuple(options), (row.number("answer", len(CHOICE_LETTERS)),))

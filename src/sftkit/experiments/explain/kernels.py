@@ -25,7 +25,7 @@ from sftkit.experiments.explain.subject import Subject
 from sftkit.rundir.names import SUMMARY, compile_dir
 from sftkit.runtime.progress import working
 
-CALLS = 5
+TIMED_STEPS = 5
 "Steps of either way that are timed."
 
 
@@ -52,7 +52,7 @@ def kernels_of(subject: Subject, compile: CompileConfig | None, out: Path) -> di
     with working("a step compiled"):
         fast = profiled(step, device, origins)
         # Eager is the same step, of which the Python of the model is run.
-        slow, quick = alternately(run_eagerly()(step), step, device, CALLS)
+        slow, quick = alternately(run_eagerly()(step), step, device, TIMED_STEPS)
     undo_compile(subject.trained.model if subject.trained else subject.module)
     # Written only where Inductor had any.
     hints = compile_dir(out, 0) / "perf_hints.txt"

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the only view of e
 from sftkit.experiments.explain.kinds import IDLE, KERNEL_KINDS, kind_of_kernel, kind_of_operator
 
 PROFILED_STEPS = 3
-TOP = 12
+LISTED = 12
 "Kernels or operators that are listed."
 _BUSY = 1.5
 "From this median over quickest on, other work has taken much of the time."
@@ -161,5 +161,5 @@ def top(work: Sequence[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
     n = PROFILED_STEPS
     return [
         {"name": name, "kind": kind, "launches": round(len(times) / n, 2), "ms": sum(times) / n / 1e3}
-        for (name, kind), times in sorted(found.items(), key=lambda item: -sum(item[1]))[:TOP]
+        for (name, kind), times in sorted(found.items(), key=lambda item: -sum(item[1]))[:LISTED]
     ]

@@ -24,7 +24,7 @@ _MAX_CHARACTERS = 4000
 _TIMEOUT_SECONDS = 600
 
 NEEDS_SFTKIT = "# Needs sftkit beside torch and transformers: this module attends with sftkit's own function."
-HEAD = '''"""{title}: {name}
+SCRIPT_HEAD = '''"""{title}: {name}
 {where}
 
 {said}
@@ -162,7 +162,7 @@ def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, tit
         imports.append("from sftkit.ops.attention import use_document_attention")
         attention = "use_document_attention(model)\n"
         needs = f"\n{NEEDS_SFTKIT}\n"
-    head = HEAD.format(
+    head = SCRIPT_HEAD.format(
         title=f"A module that {title}",
         name=probed.name,
         where=probed.where,

@@ -8,7 +8,7 @@ from typing import Any
 
 from sftkit.experiments.patterns.cases import TOPOLOGY_CASES, TopologyCase
 
-Results = dict[str, Any]
+PatternResults = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 TimelinePass = dict[str, Any]
 "Of a stage with a micro-batch: stage, micro_batch, forward, start and end in seconds."
@@ -17,18 +17,18 @@ _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 PICTURED = ("2 pp, gpipe", "2 pp, 1f1b", "2 pp, interleaved", "4 pp, 1f1b", "4 pp, interleaved")
 
 
-def measured_cases(results: Results) -> list[TopologyCase]:
+def measured_cases(results: PatternResults) -> list[TopologyCase]:
     """Return the cases of which there are numbers."""
     return [case for case in TOPOLOGY_CASES if case.key in results["cases"]]
 
 
-def loss_difference(results: Results, key: str) -> float:
+def loss_difference(results: PatternResults, key: str) -> float:
     """Return the most that a loss of a case differs from that of one process, in nats."""
     (own, *_), (alone, *_) = results["cases"][key], results["cases"]["1 one process"]
     return max(abs(a - b) for a, b in zip(own["losses"], alone["losses"], strict=True))
 
 
-def holds(results: Results) -> Table:
+def holds(results: PatternResults) -> Table:
     """Return a table of KiB on the rank that has most of it, and the losses beside those of one process."""
     cells = []
     for case in measured_cases(results):
@@ -39,7 +39,7 @@ def holds(results: Results) -> Table:
     return ["", "layout", "weights", "gradients", "states", "saved", "peak", "loss"], cells
 
 
-def exchanges(results: Results) -> Table:
+def exchanges(results: PatternResults) -> Table:
     """Return a table of calls and KiB of whole tensors in a step, on the rank that sends most, and what it sends."""
     cells = []
     for case in measured_cases(results):
@@ -61,7 +61,7 @@ def sent(exchanged: Sequence[dict[str, Any]]) -> float:
     return float(sum(each["sent"] for each in exchanged))
 
 
-def bubbles(results: Results) -> Table:
+def bubbles(results: PatternResults) -> Table:
     """Return a table of how long ranks of a pipeline wait, and by the formula."""
     cells = []
     for case in measured_cases(results):
@@ -72,12 +72,12 @@ def bubbles(results: Results) -> Table:
         micro_batches = results["rows"] // case.topology.row_ranks
         formula = bubble_by_formula(case.topology.stages, micro_batches, per_process)
         saved = max(rank["bytes"]["activations"] for rank in results["cases"][case.key])
-        waits = [f"{bubble(passes):.1%}", f"{formula:.1%}"]
+        waits = [f"{measured_bubble(passes):.1%}", f"{formula:.1%}"]
         cells.append([str(case.processes), case.name, str(micro_batches), *waits, f"{saved / 1024:,.0f}"])
     return ["", "layout", "micro-batches", "waits", "by formula", "saved"], cells
 
 
-def bubble(ranks: Sequence[Sequence[TimelinePass]]) -> float:
+def measured_bubble(ranks: Sequence[Sequence[TimelinePass]]) -> float:
     """Return the share of the ranks' time in which they wait, from the first pass of any of them to the last."""
     passes = [each for rank in ranks for each in rank]
     # From the first pass of any rank: the wait of the last stage for its first micro-batch is a part of the bubble.
@@ -107,7 +107,7 @@ def timeline_picture(ranks: Sequence[Sequence[TimelinePass]], columns: int = 66)
     return lines
 
 
-def timeline_pictures(results: Results) -> str:
+def timeline_pictures(results: PatternResults) -> str:
     """Return when the ranks of some pipelines compute: a digit is the micro-batch of a forward pass, a letter that of
     a backward pass."""
     parts = []
@@ -118,14 +118,14 @@ def timeline_pictures(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def machine_line(results: Results) -> str:
+def machine_line(results: PatternResults) -> str:
     """Return what it was measured on."""
     found = results["environment"]
     packages = ", ".join(f"{name} {found['packages'][name]}" for name in ("torch", "transformers"))
     return f"{found['device']}, {packages}, commit {found['git']}, {results['started']}"
 
 
-def terminal_tables(results: Results) -> str:
+def terminal_tables(results: PatternResults) -> str:
     """Return all tables, at most 80 columns wide."""
     config = [f"  {case.processes}  {case.name:<16}{case.config}" for case in measured_cases(results)]
     parts = [

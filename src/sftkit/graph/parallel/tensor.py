@@ -29,7 +29,7 @@ from sftkit.parallel.tensor import (
     DIVIDED,
     HEAD_NORMS,
     NORMS,
-    ROWS,
+    ROWWISE,
     TENSOR_MODEL_TYPES,
     check_split,
 )
@@ -59,7 +59,7 @@ _DEEPSEEK_V3 = TensorPlan(
         *("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"),
         *("mlp.gate_proj", "mlp.up_proj"),
     ),
-    rows=ROWS,
+    rows=ROWWISE,
     gathered=NORMS,
     replicated=(
         *("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm"),
@@ -69,7 +69,7 @@ _DEEPSEEK_V3 = TensorPlan(
     experts=("mlp.experts",),
 )
 PLANS = {
-    **dict.fromkeys(TENSOR_MODEL_TYPES, TensorPlan(COLUMNWISE, ROWS, NORMS, HEAD_NORMS)),
+    **dict.fromkeys(TENSOR_MODEL_TYPES, TensorPlan(COLUMNWISE, ROWWISE, NORMS, HEAD_NORMS)),
     "deepseek_v3": _DEEPSEEK_V3,
 }
 "By model_type."
