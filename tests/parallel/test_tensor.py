@@ -183,7 +183,6 @@ def test_cached_code_of_another_order_is_not_taken(group_of_four: None, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's own, of an Inductor run
 def test_gradients_of_weights_stand_where_a_backward_pass_would_wait_for_an_exchange(group_of_four: None) -> None:
     """Of a block's four exchanges all but the first, before which nothing is computed."""
     from torch._inductor import config

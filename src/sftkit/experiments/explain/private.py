@@ -55,7 +55,9 @@ def dispatch_keys(tensor: torch.Tensor) -> list[str]:
 def has_kernel(operator: str, key: str) -> bool:
     """Return whether an overload of an operator such as aten::linear, but those with out=, has a kernel of its own for
     a dispatch key, or for the alias that AutogradCPU and its kin have in common."""
-    known = _needed(torch._C, "_dispatch_has_kernel", "torch._C")  # some overloads are known to Python alone
+    # Private: torch has no public way to ask the dispatcher which kernels are registered. Some overloads are known to
+    # Python alone, and asking about the keys of one of those is an error, so `known` is asked first.
+    known = _needed(torch._C, "_dispatch_has_kernel", "torch._C")
     asked = _needed(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch._C")
     space, _, name = operator.partition("::")
     overloads = [one for one in getattr(getattr(torch.ops, space), name).overloads() if "out" not in one]
