@@ -8,15 +8,21 @@ from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+STAGES = ("base", "mid", "sft")
+FLEX = ("flex", *(f"flex_{passes}" for passes in ("auto_regional", "block_regional", "cuda_graphs")))
+OF_THE_GRAPH = [
+    *([f"{stage}_{what}" for stage in STAGES] for what in ("auto_bucketing", "full_inductor", "no_passes", *FLEX)),
+    [f"deepseek_v3/{stage}_flex" for stage in STAGES],
+]
+"Configurations of the graph engine beside the two of the plain names: a recipe of each stage."
 EXPECTED = {
     *(
         f"{folder}/{stage}.yaml"
         for folder in ("default", "smoke", "smollm2_135m", "graph", "graph/deepseek_v3")
-        for stage in ("base", "mid", "sft")
+        for stage in STAGES
     ),
-    *(f"graph/sft_{passes}.yaml" for passes in ("auto_bucketing", "full_inductor", "no_passes")),
-    *(f"graph/sft_flex{passes}.yaml" for passes in ("", "_auto_regional", "_block_regional", "_cuda_graphs")),
-    *(f"graph/deepseek_v3/sft_{what}.yaml" for what in ("flex", "alltoall")),
+    *(f"graph/{name}.yaml" for names in OF_THE_GRAPH for name in names),
+    "graph/deepseek_v3/sft_alltoall.yaml",
     "qwen3_0_6b/mid.yaml",
     "qwen3_0_6b/sft.yaml",
     "tinyllama_1_1b/sft.yaml",
@@ -38,6 +44,16 @@ def test_the_documented_recipes_exist():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_recipes_are_valid(name: str, world_size: int):
     read_config(ROOT / "recipes" / name, world_size=min(world_size, MAX_PROCESSES.get(name, world_size)))
+
+
+@pytest.mark.parametrize("names", OF_THE_GRAPH, ids=lambda names: names[0].replace("base_", ""))
+def test_stages_of_a_graph_configuration_start_from_one_another_and_train_alike(names: list[str]):
+    base, mid, sft = (read_config(ROOT / "recipes" / "graph" / f"{name}.yaml", world_size=1) for name in names)
+    assert base.model.path is None
+    assert (mid.model.path, sft.model.path) == (base.run.dir, mid.run.dir)
+    assert base.graph == mid.graph == sft.graph
+    assert base.attention == mid.attention == sft.attention
+    assert [cfg.run.dir for cfg in (base, mid, sft)] == [f"runs/graph/{name}" for name in names]
 
 
 def test_what_recipes_share_lacks_a_model_and_a_place_to_run_and_nothing_else():

@@ -56,11 +56,17 @@ COMPILED_TENSOR = (
     f"deepseek_v3; flex; {BLOCKS},regional_inductor; tp alltoall",
     "deepseek_v3; graph; reshard_after_forward,full_inductor; tp alltoall",
 )
-SAME_BITS = ("deep llama; graph; reshard_after_forward,prefetching", f"deep llama; graph; {BLOCKS}")
+SAME_BITS = (
+    "deep llama; graph; reshard_after_forward",
+    "deep llama; graph; reshard_after_forward,prefetching",
+    f"deep llama; graph; {BLOCKS}",
+)
+SDPA = (f"llama; sdpa fixed; {BLOCKS}", f"llama; sdpa bucketed; {BLOCKS}")
 BF16 = ("bf16 llama; graph; reshard_after_forward", "bf16 wide llama; graph; reshard_after_forward")
 "Compared with what rounds alike: their own plain model, in the checks."
 SLOW_TWO = (
     *SAME_BITS,
+    *SDPA,
     "qwen3; graph",
     "llama; eager",
     "qwen3; eager",
@@ -102,9 +108,9 @@ def ranks(processes: int, *cases: str) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def alone(model: str) -> dict[str, Any]:
+def alone(model: str, layout: str = "packed") -> dict[str, Any]:
     """One process, eager, the engine that everything else is trained with."""
-    return train(cpu_runtime(), model, config("blocks"))
+    return train(cpu_runtime(), model, config("blocks", layout=layout))
 
 
 def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -117,11 +123,12 @@ def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (ours - plain).norm() <= 1e-5 * plain.norm(), name
 
 
-def check_proved(result: dict[str, Any]) -> None:
-    stood_in = {"Documents in a row do not see each other"} if result["attention"] == "flex" else set()
+def check_proved(result: dict[str, Any], shapes: int = 1) -> None:
+    one_document = {"Documents in a row do not see each other"}
+    stood_in = one_document if result["attention"] in ("flex", "sdpa") else set()
     assert {name for name, ok in result["checks"].items() if ok} >= CHECKS - stood_in
     assert False not in result["checks"].values()
-    assert result["metrics"]["compile/graphs"] == 1
+    assert result["metrics"]["compile/graphs"] == shapes
     assert result["metrics"]["compile/recompiles"] == result["metrics"]["compile/fallbacks"] == 0
 
 
@@ -146,7 +153,8 @@ SLOW = [
 def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
     found = ranks(2, *next(cases for cases in LAUNCHES if case in cases))[case]
     model, how, *_ = case.split("; ")
-    same(found, alone(model))
+    how, *layout = how.split()
+    same(found, alone(model, *layout))
     whole = sum(p.numel() for p in MODELS[model]().parameters())
     assert (
         found["local_elements"] == whole / 2
@@ -154,7 +162,7 @@ def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
         else whole / 2 < found["local_elements"] < 0.51 * whole
     )
     if how != "eager":
-        check_proved(found)
+        check_proved(found, shapes=2 if layout == ["bucketed"] else 1)
     else:
         assert found["checks"]["Same gradients as the plain model"] is True
         assert found["stages"] == []
@@ -186,6 +194,11 @@ FOUR_TENSOR = (
     "deep llama; eager; ; tp",
     f"llama; flex; {BLOCKS}; tp",
     f"deepseek_v3; flex; {BLOCKS}; tp alltoall",
+    "llama; graph; ; tp",
+    "llama; graph; reshard_after_forward,auto_bucketing; tp",
+    "llama; flex; reshard_after_forward,auto_bucketing,regional_inductor; tp",
+    f"llama; flex; {BLOCKS},regional_inductor; tp",
+    "llama; graph; reshard_after_forward,full_inductor; tp",
 )
 
 
@@ -286,10 +299,11 @@ def test_prefetching_changes_the_order_alone() -> None:
 
 
 @pytest.mark.slow
-def test_merging_changes_no_bit() -> None:
-    moved, merged = (ranks(2, *SLOW_TWO)[case] for case in SAME_BITS)
-    assert moved["losses"] == merged["losses"]
-    assert moved["gradients"] == merged["gradients"]
+def test_moving_and_merging_collectives_change_no_bit() -> None:
+    plain, *changed = (ranks(2, *SLOW_TWO)[case] for case in SAME_BITS)
+    for found in changed:
+        assert found["losses"] == plain["losses"]
+        assert found["gradients"] == plain["gradients"]
 
 
 @pytest.mark.slow

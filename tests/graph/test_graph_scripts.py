@@ -104,13 +104,22 @@ def at_step_2(folder: Path, run_dir: str, copy: str) -> None:
     (folder / copy / "LATEST").write_text("step-000002\n")
 
 
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the model that transformers loads from a run's last checkpoint, which has all of it and nothing else."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder / "step-000004", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return dict(model.named_parameters())
+
+
 def ended_alike(folder: Path, *names: str) -> None:
-    """Two runs, by what they logged and by the models that transformers loads from their last checkpoints."""
+    """Two runs, by what they logged and by the models of their last checkpoints."""
     first, second = (losses(folder / name) for name in names)
     assert first == pytest.approx(second, rel=1e-5)
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder / name / "step-000004") for name in names)
-    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-4), name
+    ours, theirs = (weights(folder / name) for name in names)
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.allclose(weight, theirs[name], atol=1e-4), name
 
 
 def test_one_process_goes_on_where_two_stopped_and_ends_alike(base: Path) -> None:
@@ -119,13 +128,51 @@ def test_one_process_goes_on_where_two_stopped_and_ends_alike(base: Path) -> Non
     ended_alike(base, "again", "base")
 
 
-def test_chat_sft_on_two_processes_learns_what_the_block_engine_does_on_one(base: Path) -> None:
-    settings = (f"model.path={base}/base", *OF_SFT)
-    run(base, "chat_sft.py", "sft", "sft", *settings, ranks=2)
+def test_two_processes_go_on_where_they_stopped_and_end_with_the_same_bits(base: Path) -> None:
+    at_step_2(base, "base", "on_two")
+    run(base, "base_train.py", "base", "on_two", *OF_BASE, "train.resume=auto", ranks=2)
+    assert losses(base / "on_two") == losses(base / "base")
+    ours, theirs = weights(base / "on_two"), weights(base / "base")
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+
+
+@pytest.fixture(scope="module")
+def of_blocks(base: Path) -> dict[int, float]:
+    """Losses of chat SFT with the block engine, eagerly, on one process."""
     plain = ("train.engine=blocks", "graph.passes=[]", "compile.enabled=false")
-    run(base, "chat_sft.py", "sft", "blocks", *settings, *plain)
-    assert losses(base / "sft") == pytest.approx(losses(base / "blocks"), rel=1e-5)
-    assert False not in checks(base / "sft").values()
+    run(base, "chat_sft.py", "sft", "blocks", f"model.path={base}/base", *OF_SFT, *plain)
+    return losses(base / "blocks")
+
+
+SFT = {
+    "sft": FSDP2,
+    **dict.fromkeys(
+        (
+            "sft_no_passes",
+            "sft_auto_bucketing",
+            "sft_flex",
+            "sft_flex_auto_regional",
+            "sft_flex_block_regional",
+            "sft_full_inductor",
+        ),
+        TENSOR,
+    ),
+}
+"Recipes of a Llama, and over what they are run here."
+
+
+@pytest.mark.parametrize("recipe", SFT)
+def test_chat_sft_on_two_processes_learns_what_the_block_engine_does_on_one(
+    base: Path, of_blocks: dict[int, float], recipe: str
+) -> None:
+    settings = (f"model.path={base}/base", *OF_SFT)
+    run(base, "chat_sft.py", recipe, recipe, *settings, ranks=2, topology=SFT[recipe])
+    assert losses(base / recipe) == pytest.approx(of_blocks, rel=1e-5)
+    found = checks(base / recipe)
+    assert found["The step is compiled"] is True
+    assert False not in found.values()
 
 
 OF_DEEPSEEK = (*OF_BASE, "model.scratch.num_hidden_layers=2")

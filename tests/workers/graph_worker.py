@@ -92,12 +92,13 @@ def config(
     precision: str = "fp32",
     attention: str = "reference",
     dispatcher: str = "allgather",
+    layout: str = "packed",
 ) -> Config:
     """A recipe of a tiny model; `engine` eager: the graph engine without a graph."""
     return Config(
         run=RunConfig(dir="."),
         model=ModelConfig(path="unused"),
-        data=DataConfig(train=()),
+        data=DataConfig(train=(), layout=layout),  # type: ignore[arg-type]
         optim=OptimConfig(name="adamw", eps=1e-4),
         train=TrainConfig(max_steps=STEPS, engine=engine, precision=precision),  # type: ignore[arg-type]
         graph=GraphConfig(passes=tuple(passes), token_dispatcher=dispatcher),  # type: ignore[arg-type]
@@ -106,10 +107,10 @@ def config(
     )
 
 
-def rows_of(rt: runtime.Runtime) -> tuple[Layout, Batches]:
-    """Packed rows, other documents in each step, the same global batches on any number of ranks."""
+def rows_of(rt: runtime.Runtime, kind: str) -> tuple[Layout, Batches]:
+    """Rows of a layout, other documents in each step, the same global batches on any number of ranks."""
     examples = make_examples(LENGTHS, target_share=0.3)
-    layout = make_layout_of("packed", examples.lengths, world_size=rt.data_world_size)
+    layout = make_layout_of(kind, examples.lengths, world_size=rt.data_world_size)
     shard = row_shard(rt.topology, rt.rank)
     return layout, Batches(StepDataset(examples, layout, RankRows(rt.data_rank, shard)), seed=0)
 
@@ -121,7 +122,7 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def made(rt: runtime.Runtime, model: str, cfg: Config) -> tuple[Engine, Batches]:
     """An engine of a model, and its rows."""
-    layout, batches = rows_of(rt)
+    layout, batches = rows_of(rt, cfg.data.layout)
     return make_engine(cfg, rt, Path(), Training(MODELS[model](), NextToken(cfg.loss), layout)), batches
 
 
@@ -158,7 +159,8 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
 
 
 def main(out: str, *cases: str) -> None:
-    """A case: `model; how; passes, separated by commas; tp`, how: eager, graph, or flex, which is graph with FlexAttention.
+    """A case: `model; how; passes, separated by commas; tp`, how: eager, graph, flex, which is graph with FlexAttention, or
+    `sdpa LAYOUT`, which is graph with SDPA, over rows of one document.
     Tensor parallelism is over two ranks; of four without it two copies have two shards each. `tp alltoall`: tokens are sent to
     the experts that they visit, and not gathered."""
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
@@ -173,8 +175,9 @@ def main(out: str, *cases: str) -> None:
         shards = rt.world_size // (replicas * tensor)
         topology = Topology(replicas=replicas, shards=shards, tensor=tensor, sharded=True)
         rt = replace(rt, precision=precision, topology=topology)
-        attention = "flex" if how == "flex" else "reference"
-        cfg = config("graph", names, how != "eager", precision, attention, *dispatchers)
+        how, *layouts = how.split()
+        attention = how if how in ("flex", "sdpa") else "reference"
+        cfg = config("graph", names, how != "eager", precision, attention, *(dispatchers or ["allgather"]), *layouts)
         results[case] = train(rt, model, cfg)
     if rt.is_main:
         Path(out).write_text(json.dumps(results))
