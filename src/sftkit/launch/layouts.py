@@ -124,12 +124,12 @@ def _unevenness(s: EstimateInputs) -> float:
     1.0 without stages."""
     if s.topology.stages == 1:
         return 1.0
-    layer, head = _work(s.shape)
+    layer, head = work_of(s.shape)
     *others, last = (layer * count for count in s.stage_layers)
     return max(*others, last + head) * s.topology.stages / (layer * s.shape.blocks + head)
 
 
-def _work(shape: Shape) -> tuple[float, float]:
+def work_of(shape: Shape) -> tuple[float, float]:
     """Return the parameters that a token passes in a layer and in the head."""
     return (shape.parameters - shape.ends) / shape.blocks, shape.vocab * shape.hidden
 
@@ -192,7 +192,7 @@ def setups(
             continue
         share = rows // topology.row_ranks
         # By the parameters that a token passes, as parallel.balance does.
-        layers = balanced(shape.blocks, *_work(shape), topology.stages) if topology.stages > 1 else ()
+        layers = balanced(shape.blocks, *work_of(shape), topology.stages) if topology.stages > 1 else ()
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
         # Each number of rows once: limits that lead to the same divisor are one layout.
         held = dict.fromkeys(largest_divisor(share, limit) for limit in micro)
@@ -305,7 +305,7 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
 def _stage_layers(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
     """Return the layers of each stage, as parallel.balance does."""
     stages = pipeline_size * (2 if train.pipeline_schedule == "interleaved" else 1)
-    return train.pipeline_layers or balanced(shape.blocks, *_work(shape), stages)
+    return train.pipeline_layers or balanced(shape.blocks, *work_of(shape), stages)
 
 
 def _takes(way: OnPaper, memory_bytes: int) -> str:
