@@ -789,7 +789,9 @@ def test_stages_of_a_pipeline_are_shown_with_their_work_and_memory(
     first, last = (stage["flops_share"] for stage in stages)
     assert first + last == pytest.approx(1.0)
     assert first < last  # which has the head
-    assert f"stages: 1 layer, {first:.0%} of the work, " in " ".join(capsys.readouterr().out.split())
+    assert f"stages: 1 layer, {first:.0%} of the work ({stages[0]['flops']:.2g} FLOPs a step), " in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_what_a_launch_takes_on_paper_is_shown_where_the_size_of_a_gpu_is_known(
