@@ -23,6 +23,7 @@ def main() -> None:
     from sftkit.config.stages import stage_of_recipe
     from sftkit.data.batches.epoch import plan_epoch
     from sftkit.data.batches.pack import DocumentLengths, make_layout
+    from sftkit.launch.layouts import advice
     from sftkit.preflight import analysis as preflight
     from sftkit.preflight import prepare
     from sftkit.preflight import terminal as inspection
@@ -49,6 +50,9 @@ def main() -> None:
     )
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
     plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
+    # One process has no accelerate config.
+    if plan and flags.config_file and (line := advice(cfg, flags.topology, plan.total_bytes, flags.config_file.name)):
+        console.print(line, markup=False, soft_wrap=True)
 
     data = preflight.DataOfRun(examples, validation, layout, epoch)
     found = preflight.analyse(cfg, tokenizer, data, preflight.PlannedModel(orig_model, plan))

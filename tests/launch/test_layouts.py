@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sftkit.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from sftkit.config.topology import Topology
 from sftkit.experiments.patterns.paper import MODELS, PAPER_MODELS, chosen, shape
 from sftkit.launch.layouts import SHARDABLE, Machines, advice, choice, on_paper, setups, topologies, ways
 from sftkit.memory.estimate import GIB, estimate
@@ -17,6 +18,8 @@ QWEN = {
     "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False,
 }  # fmt: skip
+
+FSDP2 = Topology(shards=8, sharded=True)
 
 
 def taken(name: str, machines: Machines, rows: int = 64, row_length: int = 8192, **changes: Any) -> str | None:
@@ -49,7 +52,7 @@ def test_every_row_of_the_worked_table_is_whole() -> None:
 
 
 def test_memory_is_the_estimate_of_the_run_and_topologies_are_whole() -> None:
-    for setup, memory in list(setups(shape("8B"), Machines(16), 64, 8192, [2]))[::7]:
+    for setup, memory in list(setups(shape("8B"), topologies(Machines(16), shape("8B")), 64, 8192, [2]))[::7]:
         assert on_paper(setup, memory, Machines(16)).estimate == estimate(setup)
     for topology in topologies(Machines(48), shape("8B")):
         assert topology.world_size == 48
@@ -61,7 +64,7 @@ def test_memory_is_the_estimate_of_the_run_and_topologies_are_whole() -> None:
 
 def test_exchanges_that_nothing_hides_cost_more_over_slower_links() -> None:
     fast, slow = Machines(8), Machines(8, inside=36e9)
-    for setup, memory in setups(shape("8B"), fast, 64, 8192, [1]):
+    for setup, memory in setups(shape("8B"), topologies(fast, shape("8B")), 64, 8192, [1]):
         a, b = on_paper(setup, memory, fast), on_paper(setup, memory, slow)
         assert a.sent == b.sent
         assert b.share <= a.share <= 1.0 + 1e-9
@@ -90,21 +93,40 @@ def recipe(row_length: int | None, **train: Any) -> Config:
 
 
 def test_a_launch_says_what_the_layout_takes_or_which_one_fits() -> None:
-    line = advice(recipe(8192), 8, 140 * GIB, "fsdp2.yaml")
+    line = advice(recipe(8192), FSDP2, 140 * GIB, "fsdp2.yaml")
     assert line is not None
     assert line.startswith("on paper: fsdp2.yaml takes ")
     assert " of 140 GiB on each GPU with train.memory=speed, optim.name=adamw" in line
-    line = advice(recipe(262144), 8, 140 * GIB, "ddp.yaml")
+    line = advice(recipe(262144), Topology(replicas=8), 140 * GIB, "ddp.yaml")
     assert line is not None
     assert line.startswith("on paper: rows of 262,144 positions do not fit with ddp.yaml; ")
     assert "p.yaml, " in line
     assert line.endswith("(docs/parallelism.md)")
-    line = advice(recipe(8192), 2, 16 * GIB, "fsdp2.yaml")
+    line = advice(recipe(8192), Topology(shards=2, sharded=True), 16 * GIB, "fsdp2.yaml")
     assert line is not None
     assert "nor does another layout" in line
 
 
 def test_nothing_is_said_of_what_is_unknown() -> None:
-    assert advice(recipe(None), 8, 140 * GIB, "ddp.yaml") is None
-    assert advice(recipe(8192), 8, None, "ddp.yaml") is None
-    assert advice(recipe(8192, engine="pipeline"), 8, 140 * GIB, "pp.yaml") is None
+    ddp = Topology(replicas=8)
+    assert advice(recipe(None), ddp, 140 * GIB, "ddp.yaml") is None
+    assert advice(recipe(8192), ddp, None, "ddp.yaml") is None
+    assert advice(recipe(8192), Topology(), 140 * GIB, "single_gpu.yaml") is None
+    assert advice(recipe(8192, engine="pipeline"), Topology(stages=40), 140 * GIB, "pp.yaml") is None  # of 36 layers
+
+
+def test_of_a_pipeline_its_own_stages_and_schedule_are_counted() -> None:
+    def said(topology: Topology, **train: Any) -> str:
+        line = advice(recipe(8192, engine="pipeline", **train), topology, 140 * GIB, "pp.yaml")
+        assert line is not None
+        return line
+
+    one = said(Topology(stages=4))
+    assert one.startswith("on paper: pp.yaml takes ")
+    assert said(Topology(stages=4), pipeline_schedule="gpipe") != one  # which holds activations of all micro-batches
+    assert said(Topology(stages=4, shards=2, sharded=True)) != said(Topology(stages=4, replicas=2))
+    assert said(Topology(stages=4), pipeline_layers=(1, 1, 1, 33)) != one
+    assert said(Topology(stages=4), pipeline_schedule="interleaved").startswith("on paper: pp.yaml takes ")
+    line = advice(recipe(262144, engine="pipeline"), Topology(stages=2, replicas=4), 80 * GIB, "pp.yaml")
+    assert line is not None
+    assert line.startswith("on paper: rows of 262,144 positions do not fit with pp.yaml; ")

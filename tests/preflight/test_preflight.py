@@ -789,7 +789,30 @@ def test_stages_of_a_pipeline_are_shown_with_their_work_and_memory(
     first, last = (stage["flops_share"] for stage in stages)
     assert first + last == pytest.approx(1.0)
     assert first < last  # which has the head
-    assert f"stages: 1 layer, {first:.0%} of the work, " in " ".join(capsys.readouterr().out.split())
+    assert f"stages: 1 layer, {first:.0%} of the work ({stages[0]['flops']:.2g} FLOPs a step), " in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_what_a_launch_takes_on_paper_is_shown_where_the_size_of_a_gpu_is_known(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    scratch = {**SCRATCH, "vocab_size": len(tokenizer), "tie_word_embeddings": False}
+    recipe = write_recipe(
+        tmp_path, tokenizer, CHATS, model__scratch=scratch, model__tokenizer=str(tmp_path / "tokenizer")
+    )
+
+    def shown(*words: str) -> str:
+        inspect(monkeypatch, str(recipe), "--preview", "0", *words)
+        return " ".join(capsys.readouterr().out.split())
+
+    launch = ("--config_file", f"{ROOT}/accelerate_configs/fsdp2.yaml", "--num_processes", "2")
+    assert "on paper: fsdp2.yaml takes 1 of 24 GiB on each GPU" in shown("--gpu-gib", "24", *launch)
+    pipeline = shown("--gpu-gib", "24", *PIPELINE_LAUNCH, "train.micro_batch_size=1")
+    assert "on paper: pp.yaml takes 1 of 24 GiB on each GPU" in pipeline
+    assert "on paper" not in shown("--gpu-gib", "24")  # one process
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "on paper" not in shown(*launch)
 
 
 def test_a_missing_recipe_and_empty_data_are_named(

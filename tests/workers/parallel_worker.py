@@ -96,12 +96,14 @@ FOUR_RANKS = {
     "deep pipeline x fsdp2, interleaved": ("deep", Topology(stages=2, shards=2, sharded=True), Sharding(), "adamw"),
     "deep pipeline, interleaved": ("deep", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "deep pipeline of 4": ("deep", Topology(stages=4), Sharding(), "adamw"),
+    "deep pipeline of 4, gpipe": ("deep", Topology(stages=4), Sharding(), "adamw"),
     "qwen3 pipeline x ddp, gpipe": ("qwen3", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "mistral pipeline x ddp": ("mistral", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "qwen2 pipeline x ddp": ("qwen2", Topology(stages=2, replicas=2), Sharding(), "adamw"),
 }
 EIGHT_RANKS = {
     "llama pipeline x hsdp": ("llama", Topology(stages=2, replicas=2, shards=2, sharded=True), Sharding(), "adamw"),
+    "deep pipeline of 4 x ddp": ("deep", Topology(stages=4, replicas=2), Sharding(), "adamw"),
 }
 CASES = {2: TWO_RANKS, 4: FOUR_RANKS, 8: EIGHT_RANKS}
 FORWARD_GRAPHS_ONLY = ("llama ddp", "llama muon fsdp2", "llama pipeline")

@@ -24,6 +24,7 @@ from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.schema import num_stages
 from sftkit.config.stages import STAGE_SCRIPTS, stage_of_script
 from sftkit.config.terminal import leave_lost_terminal, print_text
+from sftkit.config.topology import topology_of
 from sftkit.errors import ConfigError
 from sftkit.launch.finished import finished
 from sftkit.launch.hardware import Hardware, find_hardware
@@ -229,7 +230,8 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         )
     print_text(launch.summary)
     taken = launch.config_file.name
-    if launch.num_processes > 1 and (line := advice(cfg, launch.num_processes, hardware.gpu_memory_bytes, taken)):
+    topology = topology_of(launch.config_file, launch.num_processes, num_stages(cfg.train))
+    if line := advice(cfg, topology, hardware.gpu_memory_bytes, taken):
         print_text(line)
     # A run that was stopped has written so itself; of one that was killed only its files and the kernel can tell.
     started, before = time.time(), oom_kills()

@@ -8,12 +8,12 @@ Memory is the estimate of the memory plan (memory.estimate), traffic the formula
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
-from sftkit.config.schema import Config, LossConfig, num_stages
+from sftkit.config.schema import Config, LossConfig, TrainConfig
 from sftkit.config.topology import Topology, balanced
 from sftkit.data.batches.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
@@ -124,12 +124,12 @@ def _unevenness(s: EstimateInputs) -> float:
     1.0 without stages."""
     if s.topology.stages == 1:
         return 1.0
-    layer, head = _work(s.shape)
+    layer, head = work_of(s.shape)
     *others, last = (layer * count for count in s.stage_layers)
     return max(*others, last + head) * s.topology.stages / (layer * s.shape.blocks + head)
 
 
-def _work(shape: Shape) -> tuple[float, float]:
+def work_of(shape: Shape) -> tuple[float, float]:
     """Return the parameters that a token passes in a layer and in the head."""
     return (shape.parameters - shape.ends) / shape.blocks, shape.vocab * shape.hidden
 
@@ -177,23 +177,22 @@ def _speed(among: str, t: Topology, machines: Machines) -> float:
 
 
 def setups(
-    shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int]
+    shape: Shape, of: Iterable[Topology], rows: int, row_length: int, micro: Sequence[int]
 ) -> Iterator[tuple[EstimateInputs, str]]:
     """Yield what could be run, with its train.memory: the simplest and fastest first.
 
     Args:
+        of: topologies; those that cannot share the rows equally are left out.
         rows: of a step, over all GPUs.
         row_length: positions of a row.
         micro: the most rows of a micro-batch, those that may be chosen.
     """
-    for topology in topologies(machines, shape):
-        # Context ranks take two pieces of a row each, one from either end, so that a causal mask leaves all
-        # the same work.
-        if rows % topology.row_ranks or (topology.ranks_per_row > 1 and row_length % (2 * topology.ranks_per_row)):
+    for topology in of:
+        if not _divide(topology, rows, row_length):
             continue
         share = rows // topology.row_ranks
         # By the parameters that a token passes, as parallel.balance does.
-        layers = balanced(shape.blocks, *_work(shape), topology.stages) if topology.stages > 1 else ()
+        layers = balanced(shape.blocks, *work_of(shape), topology.stages) if topology.stages > 1 else ()
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
         # Each number of rows once: limits that lead to the same divisor are one layout.
         held = dict.fromkeys(largest_divisor(share, limit) for limit in micro)
@@ -211,11 +210,23 @@ def setups(
                 yield setup, memory
 
 
+def _divide(topology: Topology, rows: int, row_length: int) -> bool:
+    """Return whether the ranks can share the rows of a step equally."""
+    # Context ranks take two pieces of a row each, one from either end, so that a causal mask leaves all the same work.
+    parts = 2 * topology.ranks_per_row if topology.ranks_per_row > 1 else 1
+    return rows % topology.row_ranks == row_length % parts == 0
+
+
 def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int] = (1,)) -> list[OnPaper]:
     """Return each topology that fits, the simplest first, with the settings that leave it most speed. The
     arguments are those of `setups`."""
+    return _fitting(setups(shape, topologies(machines, shape), rows, row_length, micro), machines)
+
+
+def _fitting(found: Iterable[tuple[EstimateInputs, str]], machines: Machines) -> list[OnPaper]:
+    """Return of each topology that fits the setup that leaves it most speed."""
     best: dict[Topology, OnPaper] = {}
-    for setup, memory in setups(shape, machines, rows, row_length, micro):
+    for setup, memory in found:
         fitting = on_paper(setup, memory, machines)
         t = setup.topology
         fits = fitting.estimate.total <= USABLE * machines.memory_bytes
@@ -255,34 +266,46 @@ def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) ->
     )
 
 
-def advice(cfg: Config, gpus: int, memory_bytes: int | None, taken: str) -> str | None:
-    """Return a line about the memory of the layout that is taken on the GPUs of this machine, and which layout fits
-    where that does not; None: sizes are unknown, or a pipeline's stages are the recipe's.
+def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str) -> str | None:
+    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits where that
+    does not; None: sizes are unknown, or there is one process.
 
     Args:
-        gpus: processes of the run.
+        topology: of the run.
         memory_bytes: of a GPU; None: unknown.
         taken: the accelerate config.
     """
     fields, row_length = fields_of(cfg.model), cfg.data.row_length or cfg.data.max_length
-    if fields is None or row_length is None or memory_bytes is None or num_stages(cfg.train) != 1:
+    if fields is None or row_length is None or memory_bytes is None or topology.world_size == 1:
         return None
-    size = size_of(cfg.model)
+    size, rows, micro = size_of(cfg.model), cfg.train.global_batch_size, [cfg.train.micro_batch_size]
     shape = shape_of_fields(fields, size and size.parameters)
-    if shape is None:
+    if shape is None or not _divide(topology, rows, row_length):
         return None
-    rows, micro = cfg.train.global_batch_size, [cfg.train.micro_batch_size]
-    fitting = ways(shape, Machines(gpus, gpus, memory_bytes), rows, row_length, micro)
+    machines = Machines(topology.world_size, topology.world_size, memory_bytes)
+    own = setups(shape, [topology], rows, row_length, micro)
+    if topology.stages > 1:
+        layers = _stage_layers(shape, cfg.train, topology.stages)
+        if sum(layers) != shape.blocks:  # which is refused when the model is there
+            return None
+        schedule = cfg.train.pipeline_schedule
+        own = ((replace(setup, stage_layers=layers, schedule=schedule), memory) for setup, memory in own)
+    if fitting := _fitting(own, machines):
+        return f"on paper: {taken} {_takes(fitting[0], memory_bytes)}"
+    found = ways(shape, machines, rows, row_length, micro)
     # Of other architectures neither matrices nor layers can be spread: layouts that do are no advice.
     if fields["model_type"] not in SHARDABLE:
-        fitting = [each for each in fitting if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
-    own = next((each for each in fitting if each.config.partition(",")[0] == taken), None)
-    if own is not None:
-        return f"on paper: {taken} {_takes(own, memory_bytes)}"
+        found = [each for each in found if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
     instead = "nor does another layout; take shorter rows or more GPUs"
-    if best := choice(fitting):
+    if best := choice(found):
         instead = f"{best.config} {_takes(best, memory_bytes)}"
     return f"on paper: rows of {row_length:,} positions do not fit with {taken}; {instead} (docs/parallelism.md)"
+
+
+def _stage_layers(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
+    """Return the layers of each stage, as parallel.balance does."""
+    stages = pipeline_size * (2 if train.pipeline_schedule == "interleaved" else 1)
+    return train.pipeline_layers or balanced(shape.blocks, *work_of(shape), stages)
 
 
 def _takes(way: OnPaper, memory_bytes: int) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -236,3 +236,14 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     heads = own.num_attention_heads
     width = heads * (getattr(own, "head_dim", None) or own.hidden_size // heads)  # in T5 not always the hidden size
     return flops + 12.0 * width * own.num_hidden_layers * encoded * length**2
+
+
+def stage_flops(orig_model: PreTrainedModel, work: Work, layers: Sequence[int]) -> list[float]:
+    """Return the FLOPs of each process of a pipeline, which add up to train_flops; the last one has the head.
+
+    Args:
+        layers: of each process. They are alike (parallel.balance); the final norm is counted with them.
+    """
+    layer = train_flops(orig_model, replace(work, targets=0)) / sum(layers)
+    head = train_flops(orig_model, Work(0, work.targets, 0))
+    return [layer * count + head * (i == len(layers) - 1) for i, count in enumerate(layers)]

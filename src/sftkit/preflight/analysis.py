@@ -89,6 +89,10 @@ def analyse(
     for row in layouts:
         row["tok_per_sec"] = speeds[row["layout"]].tok_per_sec if row["layout"] in speeds else None
     time = costs.time_facts(cfg.train, len(epoch), int(lengths.sum()), speeds.get(layout.kind))
+    memory = costs.memory_facts(model.plan, layout, cfg.data, cfg.compile, cfg.optim)
+    if memory and model.plan and model.plan.setup and model.orig_model:
+        work = costs.work_of_step(model.orig_model, lengths, round(lengths.sum() * targets / tokens), len(epoch))
+        memory["stages"] = costs.stage_facts(model.plan.setup, model.orig_model, work)
     found: dict[str, Any] = {
         "sources": sources,
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
@@ -100,7 +104,7 @@ def analyse(
         "roles": facts.roles(examples),
         **facts.duplicate_facts(examples, validation, cfg.data.train),
         "layouts": layouts,
-        "memory": costs.memory_facts(model.plan, layout, cfg.data, cfg.compile, cfg.optim),
+        "memory": memory,
         "disk": costs.disk_facts(Path(cfg.run.dir), cfg.checkpoint, time["steps"], model.orig_model, model.plan),
         "time": time,
     }

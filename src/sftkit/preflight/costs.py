@@ -16,11 +16,13 @@ import yaml
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import CheckpointConfig, CompileConfig, Config, DataConfig, OptimConfig, TrainConfig
+from sftkit.data.batches.balance import causal_pairs
 from sftkit.data.batches.epoch import GlobalBatch, num_positions, plan_epoch
 from sftkit.data.batches.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
 from sftkit.memory.remedies import remedies
+from sftkit.models.structure import Work, attention_windows, stage_flops
 from sftkit.reports.files import read_rows
 from sftkit.rundir.files import read_object
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
@@ -213,25 +215,39 @@ def memory_facts(
         "gpu_gib": None if plan.total_bytes is None else plan.total_bytes / GIB,
         "fits": None if plan.total_bytes is None else fits(plan.estimate, plan.total_bytes),
         "parts_gib": {name: size / GIB for name, size in asdict(plan.estimate).items()},
-        "stages": _stages(plan.setup),
         "remedies": [remedy.text for remedy in remedies(plan, layout, data, compile, optim)[:3]],
     }
 
 
-def _stages(setup: EstimateInputs) -> list[dict[str, Any]]:
-    """Return of each process of a pipeline its layers, its share of the work of a learned token and its peak in GiB;
-    empty without a pipeline."""
+def work_of_step(orig_model: PreTrainedModel, lengths: np.ndarray, targets: int, steps: int) -> Work:
+    """Return the mean work of a step.
+
+    Args:
+        lengths: int [D], positions of the documents of an epoch.
+        targets, steps: of the epoch.
+    """
+    kinds = (attention_windows(orig_model) or {}).items()
+    pairs = sum(n * int(causal_pairs(lengths, window, chunked=chunked).sum()) for (window, chunked), n in kinds)
+    return Work(int(lengths.sum()) // steps, targets // steps, pairs // steps)
+
+
+def stage_facts(setup: EstimateInputs, orig_model: PreTrainedModel, work: Work) -> list[dict[str, Any]]:
+    """Return of each process of a pipeline its layers, the model FLOPs of its stages and their share, and its peak in
+    GiB; empty without a pipeline.
+
+    Args:
+        work: of a step. FLOPs are those of all copies of a stage.
+    """
     pipeline_size = setup.topology.stages
     if pipeline_size == 1:
         return []
-    m = setup.shape
-    layer, head = (m.parameters - m.ends) / m.blocks, m.vocab * m.hidden
-    whole, found = layer * m.blocks + head, pipeline_estimates(setup)
     layers = [sum(setup.stage_layers[rank::pipeline_size]) for rank in range(pipeline_size)]
+    flops, found = stage_flops(orig_model, work, layers), pipeline_estimates(setup)
     return [
         {
             "layers": layers[rank],
-            "flops_share": (layer * layers[rank] + head * (rank == pipeline_size - 1)) / whole,
+            "flops": flops[rank],
+            "flops_share": flops[rank] / sum(flops),
             "estimated_gib": found[rank].total / GIB,
         }
         for rank in range(pipeline_size)

@@ -172,9 +172,10 @@ def memory_text(analysis: dict[str, Any]) -> str:
     count = memory["processes"]
     where = "one GPU" if count == 1 else f"each of {count} GPUs ({memory['topology']})"
     stages = " + ".join(
-        f"{stage['layers']} layer{'s' * (stage['layers'] != 1)}, {stage['flops_share']:.0%} of the work, "
+        f"{stage['layers']} layer{'s' * (stage['layers'] != 1)}, {stage['flops_share']:.0%} of the work "
+        f"({stage['flops']:.2g} FLOPs a step), "
         f"{preflight.size_text(stage['estimated_gib'])}"
-        for stage in memory["stages"]
+        for stage in memory.get("stages", ())
     )
     return f"about {total} on {where}{size}: {parts}; optimizer {memory['optimizer']}{stages and f'; stages: {stages}'}"
 

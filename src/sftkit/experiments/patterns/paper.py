@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT
-from sftkit.config.topology import Topology
+from sftkit.config.topology import Topology, balanced
 from sftkit.data.batches.pack import Layout
 from sftkit.experiments.bench.plan import read_plan
 from sftkit.experiments.patterns.tables import Table
-from sftkit.launch.layouts import Machines, OnPaper, choice, on_paper, shape_of_fields, ways
+from sftkit.launch.layouts import Machines, OnPaper, choice, on_paper, shape_of_fields, ways, work_of
 from sftkit.memory.estimate import BUDGETS, GIB, EstimateInputs, Shape
 from sftkit.memory.traffic import traffic
 
@@ -39,6 +39,13 @@ PAPER_MODELS: dict[str, Callable[[Topology], bool]] = {
     "cp": lambda t: t.context > 1,
     "pp": lambda t: t.stages > 1,
 }
+
+
+MEASURED = {
+    "h200_multi": ("plan", "plan_8b_x4", "quick"),
+    "h200_patterns": ("h100_layouts_0.6b", "h100_tensor_8b", "h100_pipeline"),
+}
+"Folders of benchmarks, and the results in them of several GPUs."
 
 
 def shape(name: str) -> Shape:
@@ -107,35 +114,48 @@ def _sizes(way: OnPaper) -> str:
 
 
 def beside_measured(benchmarks: Path) -> Table:
-    """Return a table of layouts measured on H200s of one machine, and what the arithmetic says of them from the speed
-    of one GPU."""
-    models = read_plan(benchmarks / "h200_step" / "plan.yaml").models
-    files = (benchmarks / "h200_multi" / "results" / f"{name}.json" for name in ("plan", "plan_8b_x4", "quick"))
-    rows = [row for file in files for row in json.loads(file.read_text())["runs"] if not row["error"]]
-    cells, alone = [], dict[str, dict[str, Any]]()
-    for row in rows:
-        if row["world_size"] == 1:
-            alone[row["name"]] = row
-        elif row["baseline"] in alone:
-            one = alone[row["baseline"]]["tok_per_sec_per_gpu"]["median"]
-            measured = row["tok_per_sec_per_gpu"]["median"] / one
-            way = _measured(row, models[row["model"]], one)
-            cells.append([row["name"], str(row["world_size"]), f"{way.share:.1%}", f"{measured:.1%}"])
-    return ["run", "GPUs", "on paper", "measured"], cells
+    """Return a table of layouts measured on GPUs of one machine, and what the arithmetic says of them from the speed
+    of the run that they are relative to: on one GPU, or of shards where one GPU has no room."""
+    cells = []
+    for folder, names in MEASURED.items():
+        alone = dict[str, dict[str, Any]]()
+        for name in names:
+            found = json.loads((benchmarks / folder / "results" / f"{name}.json").read_text())
+            plan, card = read_plan(benchmarks.parent / found["plan"]), found["machine"]["device"].split()[1]
+            for row in (row for row in found["runs"] if not row["error"]):
+                if row["baseline"] is None:
+                    alone[row["name"]] = row
+                elif row["baseline"] in alone:
+                    one = alone[row["baseline"]]["tok_per_sec_per_gpu"]["median"]
+                    measured = row["tok_per_sec_per_gpu"]["median"] / one
+                    way = _measured(row, plan.models[row["model"]], one, plan.defaults["train"]["global_batch_size"])
+                    gpus = f"{row['world_size']} {card}"
+                    cells.append([row["name"], gpus, row["baseline"], f"{way.share:.1%}", f"{measured:.1%}"])
+    return ["run", "GPUs", "relative to", "on paper", "measured"], cells
 
 
-def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: float) -> OnPaper:
-    """Return a run of benchmarks/h200_multi on paper: 8 rows of 16,384 positions a step, one a micro-batch."""
+def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: float, rows: int) -> OnPaper:
+    """Return a run of a bench on paper.
+
+    Args:
+        tokens_per_second: of a GPU of the run that it is relative to.
+        rows: of a step, of 16,384 positions each.
+    """
     mesh, gpus = row["mesh"], row["world_size"]
     parts = {"tensor": mesh.get("tp_size", 1), "context": mesh.get("cp_size", 1)}
     replicas, sharded = mesh.get("dp_replicate_size", 1), row["topology"] == "fsdp2"
     shards = gpus // (replicas * parts["tensor"] * parts["context"])
     topology = Topology(replicas=replicas, shards=shards, sharded=True, **parts) if sharded else Topology(replicas=gpus)
+    if row["topology"] == "pp":
+        topology = Topology(stages=gpus)
     found = shape_of_fields(fields)
     assert found is not None
-    layout = Layout("packed", (16384,), 8, 1, topology.row_ranks, 16384, 16384)
+    micro = row["set"].get("train.micro_batch_size", 1)
+    layout = Layout("packed", (16384,), rows, micro, topology.row_ranks, 16384, 16384)
     # One GPU repeats as much as the run's budget says, so its speed has it already.
     setup = _inputs(found, layout, topology, BUDGETS["speed"], row["set"].get("optim.name", DEFAULT))
+    if topology.stages > 1:
+        setup = replace(setup, stage_layers=balanced(found.blocks, *work_of(found), topology.stages))
     return on_paper(setup, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
 
 
