@@ -33,8 +33,11 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.parallel.fsdp import make_meshes, shard
 from sftkit.parallel.tensor import shard_matrices
 
-pytestmark = pytest.mark.own_process  # a process has one default group
 HIDDEN, LENGTH = 64, 32
+
+
+OWN_PROCESS = pytest.mark.own_process
+"For tests with a group: a process has one default group."
 
 
 @pytest.fixture
@@ -86,6 +89,7 @@ def through_views(node: Node, step: Callable[[Node], Node]) -> str:
     return str(node.target)
 
 
+@OWN_PROCESS
 def test_columns_of_one_row_are_exchanged_without_a_copy_before_or_after_it(group_of_four: None) -> None:
     for rows, copies in ((1, 0), (2, 8)):
         found = exchanges(rows)
@@ -100,6 +104,7 @@ def test_columns_of_one_row_are_exchanged_without_a_copy_before_or_after_it(grou
         assert copied == copies
 
 
+@OWN_PROCESS
 def test_tensor_parallelism_alone_leaves_blocks_without_fsdp_and_beside_shards_it_does_not(group_of_four: None) -> None:
     for topology, sharded in (
         (Topology(tensor=4, sharded=True), False),
@@ -123,6 +128,7 @@ class Enough(Exception):
     """Raised where Inductor has merged what it can, before it generates code."""
 
 
+@OWN_PROCESS
 @pytest.mark.filterwarnings("ignore:erase_node")  # of torch's own pass, in 2.11
 def test_asynchronously_exchanges_of_the_forward_pass_are_merged_with_their_products_and_one_of_the_backward_pass(
     group_of_four: None, monkeypatch: pytest.MonkeyPatch
@@ -168,7 +174,7 @@ def tensor_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensor"))["tensor"]
 
 
-def test_cached_code_of_another_order_is_not_taken(group_of_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_code_of_another_order_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key has the code of the pass and not its name alone."""
     from torch._inductor import config
 
@@ -182,6 +188,7 @@ def test_cached_code_of_another_order_is_not_taken(group_of_four: None, monkeypa
     assert key() != before
 
 
+@OWN_PROCESS
 @pytest.mark.slow
 def test_gradients_of_weights_stand_where_a_backward_pass_would_wait_for_an_exchange(group_of_four: None) -> None:
     """Of a block's four exchanges all but the first, before which nothing is computed."""
