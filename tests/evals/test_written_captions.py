@@ -113,15 +113,27 @@ def test_greedy_texts_are_those_of_one_pass_at_a_time(fields: dict[str, Any]) ->
         assert answer.ids == tuple(ids[1:-1] if ids[-1] == 0 else ids[1:])
 
 
+def often_an_end(texts: list[tuple[int, ...]]) -> int:
+    """The token at which most different numbers of tokens come from ending these texts, no two of which become equal."""
+
+    def lengths(end: int) -> int:
+        ended = [text[: text.index(end)] if end in text else text for text in texts]
+        return len({len(text) for text in ended}) if len(set(ended)) == len(texts) else 0
+
+    # Which tokens a model of random weights writes is another matter in each version of torch.
+    return max({token for text in texts for token in text}, key=lengths)
+
+
 @pytest.mark.parametrize(
-    ("fields", "end", "replay"),
-    [(CAPTIONER, 11, False), (CAPTIONER, 11, True), (TRANSLATOR, 18, False)],
+    ("fields", "replay"),
+    [(CAPTIONER, False), (CAPTIONER, True), (TRANSLATOR, False)],
     ids=["pictures", "pictures, replayed", "texts"],
 )
 def test_greedy_texts_are_those_of_transformers_while_rows_end_and_leave_the_batch(
-    fields: dict[str, Any], end: int, replay: bool
+    fields: dict[str, Any], replay: bool
 ) -> None:
     orig_model, examples = lively(fields, documents=12)
+    end = often_an_end(transformers_own(orig_model, examples, 16, end=10**6))
     expected = transformers_own(orig_model, examples, 16, end)
     assert len({len(ids) for ids in expected}) > 4
     assert len(set(expected)) == 12

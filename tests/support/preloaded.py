@@ -170,6 +170,7 @@ def serve() -> dict[str, Any]:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is shared with the processes that are forked stays where it is
+    atexit.register(gc.unfreeze)  # in all of them, or nanobind (of triton 3.9) lists on stderr what is left at the end
     running: set[int] = set()
     heard = b""
     while True:

@@ -28,18 +28,20 @@ def use_one_worker_per_group() -> None:
     plain = group.__init__
 
     def with_one_worker(
-        self: object, store: dist.Store, rank: int, size: int, timeout: Any = timedelta(minutes=30), **kwargs: Any
+        self: object, store: dist.Store, rank: int, size: int, timeout: Any = timedelta(minutes=30), **fields: Any
     ) -> None:
         # Private: the options of a gloo group have no public names. What torch would fill in is filled in the same way,
         # but for the number of threads.
-        if kwargs or isinstance(timeout, group._Options):  # the caller chose its options
-            plain(self, store, rank, size, timeout, **kwargs)
+        if isinstance(timeout, group._Options):  # the caller chose its options
+            plain(self, store, rank, size, timeout, **fields)
             return
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         devices = [group.create_device(interface=name) for name in interfaces if name]
         options = group._Options()
         options._devices = devices or [group.create_default_device()]
         options._timeout, options._threads = timeout, 1
+        for name, value in fields.items():  # torch 2.15: enable_reconfigure
+            setattr(options, name, value)
         plain(self, store, rank, size, options)
 
     group.__init__ = with_one_worker
