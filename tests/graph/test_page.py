@@ -30,6 +30,7 @@ def _ran(row: dict[str, Any]) -> Key:
     passes += settings.get("graph.passes", [])
     if settings.get("graph.token_dispatcher"):
         passes.append(settings["graph.token_dispatcher"])
+    passes += [f"{name}={value}" for name, value in row.get("environment", {}).items()]
     return row["model"].partition("-")[0], row["topology"], row["attention"]["backend"], *passes
 
 
@@ -75,13 +76,17 @@ def test_the_table_of_the_debug_size_is_that_of_its_raw_file() -> None:
             assert row["losses"] == found[model, mesh, "flex", *passes[:-1]]["losses"]
 
 
-def test_the_table_of_an_8b_is_that_of_its_raw_file() -> None:
-    found, passes = recorded("h200_8b.json"), tuple[str, ...]()
+@pytest.mark.parametrize(
+    ("file", "heading"),
+    [("h200_8b.json", "**8 of the 32 blocks of a Llama 3.1 8B**"), ("h100_8b.json", "### On two H100")],
+)
+def test_the_tables_of_an_8b_are_those_of_their_raw_files(file: str, heading: str) -> None:
+    found, passes = recorded(file), tuple[str, ...]()
     best = found["llama", "fsdp2", "varlen", "blocks"]
-    shown = table("**8 of the 32 blocks of a Llama 3.1 8B**")
+    shown = table(heading)
     assert len(shown) == len(found)
     for text, tokens, mfu, peak, first, loss in shown:
-        passes = ("blocks",) if "the default" in text else named(text.removeprefix("`graph`, "), passes)
+        passes = of_8b(text, passes)
         row = found["llama", "fsdp2", "varlen", *passes]
         assert int(tokens.split()[0].replace(",", "")) == round(row["tok_per_sec_per_gpu"]["median"])
         if ratio := re.search(r"\((.*) x\)", tokens):
@@ -93,19 +98,11 @@ def test_the_table_of_an_8b_is_that_of_its_raw_file() -> None:
         assert float(loss) == pytest.approx(row["losses"]["14"], abs=0.000051)
 
 
-def test_the_table_of_two_h100_is_that_of_its_raw_file() -> None:
-    calls = json.loads((RESULTS / "h100_8b.json").read_text())["calls"]
-    rows = [row for call in calls for row in call["runs"] if not row["error"]]
-    shown = table("### On two H100")
-    assert len(shown) == len(rows)
-    best: dict[str, Any] = {}
-    for (text, tokens, peak, first, loss), row in zip(shown, rows, strict=True):
-        best = row if text.startswith("`blocks`") else best
-        assert text.startswith("`blocks`") == (row["set"].get("train.engine") == "blocks")
-        assert int(tokens.split()[0].replace(",", "")) == round(row["tok_per_sec_per_gpu"]["median"])
-        if ratio := re.search(r"\((.*) x\)", tokens):
-            expected = row["tok_per_sec"]["median"] / best["tok_per_sec"]["median"]
-            assert float(ratio.group(1)) == pytest.approx(expected, abs=0.0051)
-        assert float(peak) == pytest.approx(row["peak_memory_gib"], abs=0.051)
-        assert float(first) == pytest.approx(row["first_step_seconds"], abs=0.51)
-        assert float(loss) == pytest.approx(row["losses"]["14"], abs=0.000051)
+def of_8b(text: str, before: Key) -> Key:
+    """What a cell of these tables names: an engine or passes, with weights kept or not, and NCCL's environment."""
+    if text.startswith("`blocks`"):
+        return ("eager", "blocks") if "eager" in text else ("blocks",)
+    words, _, environment = text.removeprefix("`graph`, ").partition("`NCCL")
+    passes = named(words, before)
+    kept = passes[1:] if "weights kept" in words else passes
+    return (*kept, f"NCCL{environment.strip('`')}") if environment else kept
