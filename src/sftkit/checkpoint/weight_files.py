@@ -90,7 +90,7 @@ def _gathered(
 def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads."""
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
-    # Private: transformers keeps here what save_pretrained leaves out; shards are written without save_pretrained.
+    # Private since transformers #8737: what save_pretrained leaves out; shards are written without save_pretrained.
     ignored = set(orig_model._keys_to_ignore_on_save or ())
     names: dict[int, str] = {}
     state = orig_model.state_dict(keep_vars=True)
@@ -103,7 +103,8 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
     """Return whether save_pretrained renames or reshapes tensors of this class on their way to the file."""
-    # Private: set by from_pretrained, how it changed tensors of the checkpoint, which save_pretrained reverses.
+    # Private: set by from_pretrained, how it changed tensors of the checkpoint, which save_pretrained reverses
+    # (transformers #42396).
     conversions = getattr(orig_model, "_weight_conversions", None)
     # Undocumented, but without another way: of a model that is not from a checkpoint, what transformers would do
     # for its class.

@@ -127,7 +127,8 @@ def save_compiled(where: str, key: str, index: int = 0, *, writes: bool) -> str:
     path = _file(where, key, index)
     if not writes or path is None:
         return ""
-    # Private: torch.compiler has no public counter. Without a miss all graphs came from the cache.
+    # Private: torch tells of misses in a log alone (pytorch/pytorch#183005). Without one all graphs came from the
+    # cache.
     if not counters["inductor"]["fxgraph_cache_miss"] and _read(path, key)[0] is not None:
         return f"compiled code in {path} is complete"
     artifacts = torch.compiler.save_cache_artifacts()

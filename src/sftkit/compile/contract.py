@@ -105,7 +105,8 @@ def begin_step() -> None:
 
 def uses_cuda_graphs() -> bool:
     """Return whether this process has compiled in a mode with CUDA graphs: inductor imports their module only then."""
-    # Private: nothing public tells, and to import the module that knows would itself make the answer yes (torch 2.13).
+    # Private: nothing public tells (pytorch/pytorch#124506 asks for it), and to import the module that knows would
+    # itself make the answer yes (torch 2.13).
     return "torch._inductor.cudagraph_trees" in sys.modules
 
 
@@ -189,7 +190,7 @@ def _recompile_error(reason: str) -> RecompileError:
 def undo_compile(model: torch.nn.Module) -> None:
     """Return a model to eager for good."""
     for module in model.modules():
-        # Private: what Module.compile sets, which has no inverse (torch 2.13).
+        # Private: what Module.compile sets (pytorch/pytorch#97565), which has no inverse (torch 2.13).
         module._compiled_call_impl = None
     # Dynamo keeps graphs by code object, not by module: without a reset other models of this class would still find
     # them.

@@ -72,8 +72,8 @@ class CompilerFiles(logging.Handler):
         name, text = self.names.get(artifact_of(record)), record.getMessage()
         if name is None:
             return
-        # Private: the id of the graph that is being compiled, which the record is about; torch.compiler has no name for
-        # it (torch 2.13).
+        # Private: the id of the graph that is being compiled, which the record is about; of backward graphs too
+        # (pytorch/pytorch#124626). torch.compiler has no name for it (torch 2.13).
         graph = str(torch._guards.CompileContext.current_compile_id() or "")
         try:
             self.make_folder()
@@ -89,8 +89,8 @@ class CompilerFiles(logging.Handler):
 
     def _add_code(self, graph: str, code: str) -> None:
         """Write generated code to a file of its own and remember its kernels."""
-        # Private: Inductor's graph that is being compiled, which knows its direction and
-        # operators; the log has neither.
+        # Private: Inductor's graph that is being compiled, which knows its direction and operators; the log has neither
+        # for every graph (pytorch/pytorch#130147).
         from torch._inductor.virtualized import V
 
         direction = "backward" if getattr(V.graph, "is_backward", False) else "forward"
@@ -155,7 +155,8 @@ def torch_logs_to(
         for_terminal: returns whether a record goes to the terminal.
         settings: of torch._logging.set_logs.
     """
-    # Private module, but its set_logs is the documented one; without settings it goes back to torch's defaults.
+    # Private module, but its set_logs is documented (pytorch/pytorch#99219); without settings it goes back to torch's
+    # defaults.
     torch._logging.set_logs(**settings)
     with ExitStack() as stack:
         stack.callback(torch._logging.set_logs)
@@ -175,7 +176,8 @@ def torch_loggers() -> list[logging.Logger]:
     """
     named = logging.root.manager.loggerDict.values()
     ours = [one for one in named if isinstance(one, logging.Logger) and one.name.split(".")[0] == "torch"]
-    # Private: _is_torch_handler is what torch's own set_logs asks before it removes handlers (torch 2.13).
+    # Private: what torch's own set_logs asks before it removes handlers; others put theirs on the same loggers
+    # (pytorch/pytorch#188241).
     return [one for one in ours if one.name != "torch.__trace" and any(map(_is_torch_handler, one.handlers))]
 
 
@@ -184,7 +186,8 @@ def _write_summary(rank: int, files: CompilerFiles) -> None:
     files.make_folder()
     if rank != 0:
         return
-    # Private: the records of each compile, with seconds by phase; torch.compiler has no name for them.
+    # Private: the records of each compile (pytorch/pytorch#115788), with seconds by phase; torch.compiler has no name
+    # for them.
     graphs = summarize(dynamo_utils.get_compilation_metrics(), files.generated)
     folder = files.folder().parent
     content = {"torch": torch.__version__, "logs": sorted(set(files.names.values())), "graphs": graphs}

@@ -57,4 +57,6 @@ def _read(key: str) -> dict[str, float]:
 
 def _file(key: str) -> Path:
     """Return the file, in the folder of torch's own compiled code, so that both are deleted together."""
-    return Path(cache_dir()) / "sftkit" / f"{key[:32]}.json"  # cache_dir is private; torch 2.13 has no public name
+    # Private: of that folder only the variable is documented, TORCHINDUCTOR_CACHE_DIR
+    # (https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_configuration_tutorial.html).
+    return Path(cache_dir()) / "sftkit" / f"{key[:32]}.json"

@@ -37,8 +37,9 @@ SchedulerNode = Any
 @contextmanager
 def exchanges_hidden() -> Iterator[None]:
     """Order what Inductor compiles within the context by `behind_products`."""
-    # Documented in Inductor's configuration, which is private; its own passes hide the last exchange of a block at most
-    # (torch 2.11 and 2.13), as they know no order but that of dependencies and measured times, which differ by rank.
+    # Private, but meant for passes of one's own (pytorch/pytorch#150074); Inductor's hide the last exchange of a block
+    # at most (torch 2.11 and 2.13), as they know no order but that of dependencies and measured times, which differ by
+    # rank.
     passes = {"reorder_for_compute_comm_overlap_passes": [_BehindProducts()]}
     here = {"reorder_for_compute_comm_overlap": True, **passes}
     with torch._inductor.config.patch(here):
@@ -116,7 +117,8 @@ def asynchronous(compile: CompileConfig) -> bool:
 
 def mergeable_products(compile: CompileConfig) -> AbstractContextManager[object]:
     """Let Inductor find what it can merge, for what is compiled within the context, if the recipe asks for it."""
-    # Private, as is the option: a pass of one's own over Inductor's graphs has no public place.
+    # Private, as is the option: a pass of one's own over Inductor's graphs has no public place (pytorch/pytorch#153532
+    # proposes one).
     here = torch._inductor.config.patch(post_grad_custom_pre_pass=_OneView())
     return here if asynchronous(compile) else nullcontext()
 
@@ -124,7 +126,8 @@ def mergeable_products(compile: CompileConfig) -> AbstractContextManager[object]
 def use_symmetric_memory(group: ProcessGroup) -> None:
     """Let a group exchange through symmetric memory; every rank calls it. Where this was not called, Inductor merges
     nothing and says nothing."""
-    # Private: torch 2.11 to 2.13 warn that nobody needs it any more, and Inductor still asks whether it was called.
+    # Private: torch 2.11 to 2.13 warn that nobody needs it any more, and Inductor still asks whether it was called
+    # (pytorch/pytorch#193027).
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():
@@ -147,5 +150,5 @@ class _OneView(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
-        """Return what is in the key of cached code."""
+        """Return what is in the key of cached code: without it nothing would be cached (pytorch/pytorch#137298)."""
         return get_hash_for_files((__file__,))

@@ -47,7 +47,7 @@ def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[Non
             strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.RUN_ONLY)
             return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
 
-        # Private: by this attribute torch knows whose compiled code the frame may use.
+        # Private, of the same change: by this attribute torch knows whose compiled code the frame may use.
         run_and_tell._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
         return run_and_tell
 

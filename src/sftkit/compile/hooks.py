@@ -23,7 +23,7 @@ _KINDS = {
     "_backward_hooks": "backward hook",
 }
 """Attributes in which torch.nn.Module keeps its hooks, by a number that no two hooks of a process share. They are
-private: no public function lists a module's hooks."""
+private: no public function lists a module's hooks (pytorch/pytorch#2847 asks for one)."""
 EVERY_MODULE = "every module"
 "In place of a module's name, for hooks that torch.nn.modules.module registers for all modules."
 _ROOT = "the model itself"
@@ -83,7 +83,8 @@ class HookWatch:
         if self._captured:
             inside = {module for part in called(self._model) for module in part.modules()}
         else:
-            # Private: what Module.compile sets; no public attribute says whether a module is compiled.
+            # Private: what Module.compile sets (pytorch/pytorch#97565); no public attribute says whether a module is
+            # compiled.
             compiled = [module for module in self._model.modules() if module._compiled_call_impl is not None]
             inside = {child for module in compiled for child in module.modules() if child is not module}
         found = {name for name, module in self._model.named_modules() if module in inside}

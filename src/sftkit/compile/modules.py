@@ -155,7 +155,8 @@ def check_options(compile: CompileConfig) -> None:
 def _check_option(recipe_key: str, name: str, value: object) -> None:
     """Refuse a name or a type of value that Inductor's config does not have. `recipe_key`: of the option
     in the recipe."""
-    # Private, but its names are those of torch.compile(options=...). Imported late: it takes a moment.
+    # Private, but its names are those of torch.compile(options=...), as its documentation says. Imported late: it takes
+    # a moment.
     from torch._inductor import config
 
     known = config.get_config_copy()
@@ -224,8 +225,8 @@ def compile_part(module: torch.nn.Module, compile: CompileConfig, *, dynamic_lay
     module.compile(**compile_arguments(compile, dynamic_layout=dynamic_layout))
     if compile.dynamic == "marked":
         assert module._compiled_call_impl is not None
-        # Private: the compiled call. Dynamo cannot trace a mark, so it is set around that call; a
-        # hook would be inside it.
+        # Private: the compiled call (pytorch/pytorch#97565). Dynamo cannot trace a mark (pytorch/pytorch#167269), so it
+        # is set around that call; a hook would be inside it.
         module._compiled_call_impl = _marking(module._compiled_call_impl)
 
 
@@ -233,8 +234,8 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the call with the row dimensions of its tensors marked as dynamic before it."""
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        # Private: torch has no public pytree (torch 2.13). tree_leaves finds the tensors inside named tuples
-        # and lists, too.
+        # Private: torch 2.13 has no public pytree (pytorch/pytorch#65761). tree_leaves finds the tensors inside named
+        # tuples and lists, too.
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 for dimension in ROW_DIMENSIONS.get(leaf.ndim, ()):

@@ -43,7 +43,7 @@ def compiler_switches(
         dynamic_layout: row lengths vary freely.
         graphs: how many the run declares: compiled modules times shapes.
     """
-    # Private: the limit has a setter, but no getter.
+    # Private: the limit of these records (pytorch/pytorch#115788) has a setter, but no getter.
     records = dynamo_utils._compilation_metrics.maxlen or dynamo_utils.DEFAULT_COMPILATION_METRICS_LIMIT
     with ExitStack() as stack:
         stack.callback(dynamo_utils.set_compilation_metrics_limit, records)
@@ -52,17 +52,21 @@ def compiler_switches(
             # Blocks overlap with DDP's exchange already, and DDP's own splitting would break their graphs up:
             # pytorch/pytorch#108966.
             stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
-            # Beyond this many graphs torch runs a function eagerly without an error, so none may come near it.
+            # Beyond this many graphs torch runs a function eagerly without an error (pytorch/pytorch#136655), so none
+            # may come near it.
             limits = {"recompile_limit": _MARGIN + graphs, "accumulated_recompile_limit": max(256, _MARGIN + graphs)}
             stack.enter_context(torch._dynamo.config.patch(limits))
-            # What each graph recomputes instead of keeping it, chosen by FLOPs and not by measured times.
+            # What each graph recomputes instead of keeping it (pytorch/pytorch#126320), chosen by FLOPs and not by
+            # measured times.
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget=activation_memory_budget))
             stack.enter_context(torch._functorch.config.patch(activation_memory_budget_runtime_estimator="flops"))
             # A DTensor's mesh is an input of a graph too, and holds no tensor. torch 2.13 refuses to guess the size of
             # what is none, where it chooses what is recomputed; 2.11 does not ask. No issue is known.
             if hasattr(torch._functorch.config, _MESH_SIZE):
                 stack.enter_context(torch._functorch.config.patch({_MESH_SIZE: True}))
-            # A graph from a cache writes no log, so graphs that compile.debug asks for must be compiled here.
+            # A graph from a cache is logged in part: without hints, without what Inductor knew of it when it wrote
+            # code, and before pytorch/pytorch#176683 without AOTAutograd's graphs. So what compile.debug asks for is
+            # compiled here, as torch does it for traces of its own (pytorch/pytorch#185621).
             if FROM_COMPILER & set(compile.debug):
                 stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
                 stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))

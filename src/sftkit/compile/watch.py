@@ -1,7 +1,7 @@
 """What the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, cache hits.
 
-The records, callbacks and counters of torch._dynamo are private; torch has no public ones. Of the callbacks see
-pytorch/pytorch#120764.
+The records (pytorch/pytorch#115788), callbacks (pytorch/pytorch#120764) and counters of torch._dynamo are private;
+torch has no public ones.
 """
 
 from __future__ import annotations

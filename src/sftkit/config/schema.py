@@ -249,7 +249,7 @@ class NumericsConfig:
 
 
 FROM_COMPILER = frozenset({"graphs", "output_code", "perf_hints"})
-"Of compile.debug: what is not written for a graph that comes from a cache."
+"Of compile.debug: what is not written in full for a graph that comes from a cache."
 
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]

@@ -63,8 +63,7 @@ class Reference:
         optim = replace(optim, name=DEFAULT)  # the only one that auto may choose here
         groups = parameter_groups(orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
-        # Private: transformers sets it by a public argument, attn_implementation, but its configs have
-        # no public getter.
+        # Private: transformers has a public setter (huggingface/transformers#38974), but no public getter.
         attention = str(orig_model.config._attn_implementation)
         # Weights and two moments.
         size = sum(3.0 * p.numel() * p.element_size() for p in orig_model.parameters())

@@ -69,7 +69,8 @@ def _seconds(compile: CompileConfig, train: TrainConfig, training: Training, bac
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1] * len(ONE_EACH)  # all are alike (parallel.balance)
     with random_state_kept(), compiler_switches(compile, activation_budget(compile, train), graphs=2):
-        # Private, but it makes the very class of the model: the public from_config exists for auto classes only.
+        # Private, but it makes the very class of the model: the public from_config exists for auto classes only
+        # (huggingface/transformers#29295).
         with torch.device(rt.device):
             small = type(orig_model)._from_config(config, dtype=orig_model.dtype)
         model = ModelWithLoss(small.train(), backend, objective)

@@ -71,7 +71,8 @@ def export_joint(stack: ExitStack, module: torch.nn.Module, inputs: Sequence[Ten
     # Documented (pytorch #159006), but in no public module. The compilers come with the second call,
     # compile_joint: pytorch #164584.
     export = private("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
-    # Without a public way: torch.compile hands this table over by itself.
+    # Without a public way: torch.compile hands this table over by itself, and Inductor stands on no other
+    # (pytorch #107103).
     table = private("torch._inductor.decomposition", "select_decomp_table")() if for_inductor else None
     return export(stack, module, tuple(inputs), decompositions=table)
 
@@ -92,7 +93,7 @@ def flex_operator(call: flex.Call) -> Tensor:
     """Return FlexAttention's output, [B, H, T, Dv], by the operator behind torch's function, which would start Dynamo.
     Document ids are an input of the operator, so that a graph has none of them in it."""
     # No public names: torch's own function compiles this operator by itself where Dynamo does not trace, with options
-    # that it fills in and a score function that it puts in the place of none.
+    # that it fills in and a score function that it puts in the place of none (pytorch #167224).
     operator = private("torch._higher_order_ops.flex_attention", "flex_attention")
     options = private("torch.nn.attention.flex_attention", "_apply_kernel_options")
     query, key, value = call.query, call.key, call.value
@@ -140,7 +141,7 @@ def save_or_recompute(node: Node, *, save: bool, region: int | None = None) -> N
 
 def operator_of(node: Node) -> Any:
     """Return the operator of torch that a node calls, an OpOverload; None: the node calls none."""
-    # Private: the class of torch.ops.aten.mm.default and its `_schema` have no public name.
+    # Private: the class of torch.ops.aten.mm.default and its `_schema` (pytorch #67254) have no public name.
     return node.target if isinstance(node.target, torch._ops.OpOverload) else None
 
 
@@ -165,8 +166,8 @@ def is_flex(node: Node) -> bool:
 def parameter_of(node: Node) -> str | None:
     """Return the name of the parameter that an input of a captured graph is, or is the local shard of; None
     of any other."""
-    # By its text: torch's public part is that a description is there. A shard of a DTensor has this one wrapped in
-    # others, of private classes.
+    # By the text of its description (pytorch #158624): a shard of a DTensor has this one wrapped in others, of private
+    # classes, and torch's own functions that read them (pytorch #159005) refuse those.
     match = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
     return match.group(1) if match else None
 
@@ -187,7 +188,7 @@ def gradients_of(graph: GraphModule) -> dict[str, Node]:
 
 def group_named(name: str) -> ProcessGroup:
     """Return a process group by its name, which an operator has in its place."""
-    # Private: the functional collectives find the group of a name by it, and a graph holds names.
+    # Private: the functional collectives find the group of a name by it, and a graph holds names (pytorch #93173).
     return private("torch.distributed.distributed_c10d", "_resolve_process_group")(name)
 
 
@@ -232,7 +233,7 @@ def _functional(name: str) -> Any:
 
 def is_backward(node: Node) -> bool:
     """Return whether a node of a captured graph belongs to the backward pass."""
-    # AOTAutograd's mark of what it traced in the backward pass, by which its own split goes.
+    # AOTAutograd's mark of what it traced in the backward pass, by which its own split goes (pytorch #164174).
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
@@ -240,7 +241,8 @@ def kept_for_backward(graph: GraphModule) -> list[Node]:
     """Return the inputs of a backward half that the forward half computed: no weight, no tensor of a
     batch, no gradient."""
     inputs = graph.graph.find_nodes(op="placeholder")
-    # By AOTAutograd's names of the inputs of a joint graph: all others are what the split saves.
+    # By AOTAutograd's names of the inputs of a joint graph, as Inductor knows them too (pytorch #177365): all others
+    # are what the split saves.
     return [node for node in inputs if not str(node.target).startswith(("primals", "tangents"))]
 
 
@@ -264,7 +266,7 @@ def overlap_collectives(
             estimate.
         for_inductor: the order is written into the graph as dependencies, as Inductor orders anew what has none.
     """
-    # Private: torch.compile runs it by a setting of Inductor, on the graphs of Dynamo alone.
+    # Private (pytorch #163215): torch.compile runs it by a setting of Inductor, on the graphs of Dynamo alone.
     schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
     # torch 2.11 has no such option. Its scheduler keeps the time of a matrix product or of attention on disk, under
     # operator, sizes, strides and dtype (fx_passes/overlap_scheduling.py benchmark_node_with_cache_key), in a folder by
@@ -309,7 +311,8 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _without_gpu() -> Iterator[None]:
-    """Keep the schedulers from asking for a GPU's bandwidth or speed where there is none, and they fail."""
+    """Keep the schedulers from asking for a GPU's bandwidth or speed where there is none, and they fail: they ask even
+    where other estimates are given (pytorch #182883)."""
     scheduling = "torch._inductor.fx_passes.overlap_scheduling"
     # Any number will do: on a CPU products and collectives are estimated in passes/overlap.py.
     stand_ins: dict[tuple[str, str], Callable[..., float]] = {
@@ -333,7 +336,8 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
         for_inductor: what is cheap when it is fused is computed again.
         saves_memory: the budget is asked.
     """
-    # The splits behind torch.compile, of which Inductor takes the second, and what it does to a joint graph before.
+    # Private: the splits behind torch.compile, of which Inductor takes the second, and what it does to a joint graph
+    # before (pytorch #181834).
     default = private("torch._functorch.partitioners", "default_partition")
     least = private("torch._functorch.partitioners", "min_cut_rematerialization_partition")
     simplify = private("torch._inductor.fx_passes.joint_graph", "joint_graph_passes")
@@ -352,6 +356,7 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
 def by_inductor(graph: GraphModule, examples: Sequence[Any], *, is_backward: bool) -> Boxed:
     """Return the graph compiled by Inductor."""
     # Private: torch.compile would trace, differentiate and split again; the inner step takes a half as it is.
+    # torchtitan does the same (pytorch/torchtitan#2150).
     compile_inner = private("torch._inductor.compile_fx", "compile_fx_inner")
     _let_dependencies_be_traced()
     return compile_inner(graph, list(examples), is_backward=is_backward)
@@ -391,8 +396,8 @@ def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[
 
 def boxed(graph: GraphModule) -> Boxed:
     """Return the graph as generated Python that frees each value after its last use, its inputs too."""
-    # Private, and without a public way: plain generated code holds its inputs until it returns, so all that the forward
-    # half keeps would stay for the whole backward half.
+    # Private (pytorch #164573), and without a public way: plain generated code holds its inputs until it returns
+    # (pytorch #83137), so all that the forward half keeps would stay for the whole backward half.
     graph.graph.set_codegen(private("torch.fx.graph", "_BoxedCodeGen")())
     graph.recompile()
 

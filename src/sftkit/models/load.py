@@ -109,9 +109,12 @@ def load_model(
         generation.do_sample = True  # these values imply it, and transformers refuses to save them without it
     if model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
-    # Private: transformers' own test of whether the model has experts that can be switched, which the setter needs.
+    # Private: transformers' own test of whether the model has experts that can be switched
+    # (huggingface/transformers#42697).
     if precision == "fp32" and orig_model._can_set_experts_implementation():
-        orig_model.set_experts_implementation("batched_mm")  # Dynamo cannot trace the fp32 fallback of grouped_mm
+        # In fp32 grouped_mm falls back to an operator whose backward pass cannot be compiled: it branches on the counts
+        # of tokens (huggingface/transformers#47991).
+        orig_model.set_experts_implementation("batched_mm")
     return orig_model
 
 

@@ -101,7 +101,8 @@ def plain_class(module: torch.nn.Module) -> type:
 
 def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the repeated blocks of the model, also of its encoder, as transformers names them for device placement."""
-    # Private, but the one name that all of transformers' architectures give their blocks; accelerate reads it as well.
+    # Private, but the one name that all of transformers' architectures give their blocks; accelerate reads it as well
+    # (huggingface/transformers#24568).
     names = set(getattr(orig_model, "_no_split_modules", None) or ())
     return [module for module in orig_model.modules() if plain_class(module).__name__ in names]
 

@@ -151,7 +151,8 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
     path, config = str(orig_model.name_or_path), orig_model.config.encoder
     if not path:
         return
-    # Private: the commit that the config was loaded from, so that both files are of one version.
+    # Private: the commit that the config was loaded from, so that both files are of one version. Of transformers 5.17;
+    # huggingface/transformers#47611 drops it.
     where = {"revision": orig_model.config._commit_hash, "local_files_only": os.path.isdir(path) or not hub_answers()}
     try:
         said, _ = ImageProcessingMixin.get_image_processor_dict(path, **where)

@@ -30,12 +30,12 @@ from sftkit.runtime.words import first_of
 
 def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
     """Allocate the parameters that are on the meta device; move buffers and real parameters to the device."""
-    # Private: what from_pretrained keeps in fp32, the bias that balances experts; and the table of a module's buffers.
+    # Private: what from_pretrained keeps in fp32 (huggingface/transformers#39058), the bias that balances experts.
     exact = set(orig_model._keep_in_fp32_modules_strict or ())
     for module in orig_model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device, torch.float32 if name in exact else None)
+        # Assigned, a buffer stays as persistent as it was (pytorch/pytorch#125971).
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, buffer.to(device, torch.float32 if name in exact else None))
     if any(p.is_meta for p in orig_model.parameters()):
         fill_with_memory(orig_model, device)
     else:
@@ -46,11 +46,12 @@ def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:
 
 def fill_with_memory(module: torch.nn.Module, device: torch.device) -> None:
     """Allocate memory for weights, or shards of them, that are on the meta device; buffers stay as they are."""
-    # Private, as above: to_empty would leave buffers without the values that were computed (torch 2.13).
-    buffers = {id(part): dict(part._buffers) for part in module.modules()}
+    # to_empty would leave buffers without the values that were computed (pytorch/pytorch#148926).
+    buffers = [(part, [*part.named_buffers(recurse=False, remove_duplicate=False)]) for part in module.modules()]
     module.to_empty(device=device)
-    for part in module.modules():
-        part._buffers.update(buffers[id(part)])
+    for part, named in buffers:
+        for name, buffer in named:
+            setattr(part, name, buffer)
 
 
 def materialize_weights(orig_model: PreTrainedModel, source: ModelConfig | None, device: torch.device) -> None:

@@ -94,7 +94,7 @@ def use_document_attention(orig_model: PreTrainedModel) -> None:
 @contextmanager
 def implementation(orig_model: PreTrainedModel, name: str) -> Iterator[None]:
     """Let the model take its attention by this name from transformers' registry, within the context."""
-    # Private: transformers has a public setter, set_attn_implementation, but no public getter.
+    # Private: transformers has a public setter (huggingface/transformers#38974), but no public getter.
     before = _attending(orig_model)[0].config._attn_implementation
     _set_implementation(orig_model, name)
     try:
@@ -150,7 +150,7 @@ def _attending(orig_model: PreTrainedModel) -> list[PreTrainedModel]:
 
 def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
     """Switch all parts of the model to this attention and check that they took it."""
-    # Private: set_attn_implementation is public, but a config has no public name for what is set (transformers 5.17).
+    # Private, as in `implementation` (transformers 5.17).
     for part in _attending(orig_model):
         if part.config._attn_implementation == name:
             continue

@@ -24,7 +24,7 @@ def local_region(param: torch.Tensor) -> list[tuple[int, int]]:
         return region
     coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None
-    # Private: torch's class for them, _StridedShard, is known by this attribute (torch 2.13).
+    # Private: torch's class for them, _StridedShard (pytorch/pytorch#126697), is known by this attribute.
     strided = any(hasattr(place, "split_factor") for place in param.placements)
     for mesh_dim in sorted(range(param.device_mesh.ndim), reverse=strided):
         placement = param.placements[mesh_dim]

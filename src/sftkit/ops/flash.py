@@ -88,7 +88,8 @@ def document_attention(  # noqa: PLR0913 - an operator takes tensors and numbers
         (attended values [N, H, D], log-sum-exp fp32 [H, N])
     """
     # Private, both kernels: an operator with its own gradient needs forward and backward apart, and the public
-    # functions, flash_attn.cute's and torch's varlen_attn (pytorch/pytorch#164502), give it the forward pass alone.
+    # functions, flash_attn.cute's (Dao-AILab/flash-attention#2154) and torch's varlen_attn (pytorch/pytorch#164502),
+    # give it the forward pass alone.
     if kernel == "fa4":
         out, lse = fa4()._flash_attn_fwd(
             query,

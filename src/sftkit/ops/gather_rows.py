@@ -32,7 +32,8 @@ def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[tor
 
 def resolve_group(group: str) -> ProcessGroup:
     """Return the group of that name, as torch's own functional collectives find it."""
-    # Private: operators take a name, which a graph can hold, and torch has no public way from it to the group.
+    # Private: operators take a name, which a graph can hold (pytorch/pytorch#93173), and torch has no public way from
+    # it to the group.
     return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
 
 

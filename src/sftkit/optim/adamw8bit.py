@@ -45,7 +45,7 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
 
     def new_state(self, param: torch.Tensor, group: Group) -> State:
         """Return the states of a parameter before its first update, in 8 bits where it is large enough."""
-        # Private, of torchao: the buffers that its step makes.
+        # Private, of torchao: the buffers that its step makes, by the size of this rank's shard (pytorch/ao#4912).
         exp_avg, exp_avg_sq = (self._new_buffer(param, signed=signed) for signed in (True, False))
         return {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 

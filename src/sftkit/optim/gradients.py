@@ -42,7 +42,8 @@ def squared_norm(
 def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of all squares, 0-d: fp32 on a GPU, fp64 on a CPU."""
     if grads[0].device.type != "cpu":
-        # Private, but what torch's own clip_grad_norm_ uses: one launch for many tensors, with no public name in 2.13.
+        # Private: one launch for many tensors. The public get_total_norm (pytorch/pytorch#139662) calls it too, but in
+        # the dtype of the gradients.
         return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
     # In fp32 torch's sum on a CPU loses 6e-4 of a norm of 2^24 elements, 5e-3 of 2^26.
     chunks = (chunk for grad in grads for chunk in grad.reshape(-1).split(SUM_CHUNK))
@@ -75,5 +76,6 @@ def multiply_gradients(parameters: Iterable[torch.nn.Parameter], coefficient: to
     leaves them as they are."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
-        # Private: a few kernels for all gradients; in public torch multiplies them one by one (torch 2.13).
+        # Private: a few kernels for all gradients. The public clip_grads_with_norm_ (pytorch/pytorch#139662) takes a
+        # norm, not a factor.
         torch._foreach_mul_(grads, coefficient.nan_to_num(1.0))

@@ -26,8 +26,8 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
 
     It takes five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
 
-    Singular values end between 0.5 and 1.5, which serves as well here. The arithmetic is that of torch.optim.Muon,
-    whose functional form is private and has changed between releases.
+    Singular values end between 0.5 and 1.5, which serves as well here. The arithmetic is that of torch.optim.Muon
+    (pytorch/pytorch#160213), whose functional form is private and has changed between releases.
 
     Args:
         matrices: [B, R, C]. One launch does a step of all: small matrices one by one would wait for the host.
@@ -105,7 +105,8 @@ class Muon(AdamW):
         new = weight * (1 - group["lr"] * group["weight_decay"])
         new.add_(updates, alpha=-group["lr"] * 0.2 * max(params[0].shape) ** 0.5)
         torch.where(usable, new, weight, out=new)
-        # Private: one launch for all copies. torch's optimizers use this operator; there is no public one (#193607).
+        # Private: one launch for all copies. torch's optimizers use this operator; none is public
+        # (pytorch/pytorch#193607).
         torch._foreach_copy_(weights, list(new))
         if "master" in states[0]:
             rounded = stochastic_round(new, self._noise(batch, new))

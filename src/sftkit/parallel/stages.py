@@ -40,17 +40,14 @@ def split_layers(
     orig_model._stages = stages  # type: ignore[assignment]
     names = {id(p): name for name, p in orig_model.named_parameters()}
     made: dict[int, torch.nn.Parameter] = {}
-    # Private, as in models.weights.make_room: register_buffer would make every buffer persistent, and named_parameters
-    # leaves out the second name of a shared parameter (torch 2.13).
     for module in orig_model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
-        for name, p in module._parameters.items():
-            if p is not None:
-                # One parameter for both names of a tied weight. Sharded, what has no memory gets it shard by shard.
-                if id(p) not in made:
-                    made[id(p)] = _placed(p, device, held=stages.holds(names[id(p)]), later=topology.sharded)
-                module._parameters[name] = made[id(p)]
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, buffer.to(device))
+        for name, p in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            # One parameter for both names of a tied weight. Sharded, what has no memory gets it shard by shard.
+            if id(p) not in made:
+                made[id(p)] = _placed(p, device, held=stages.holds(names[id(p)]), later=topology.sharded)
+            setattr(module, name, made[id(p)])
     return stages
 
 
@@ -146,8 +143,9 @@ class StageModule(torch.nn.Module):
 def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: bool) -> torch.nn.Module:
     """Return a decoder with some of the layers of another one: the same modules, in the same forward pass
     of its class."""
-    # Private: copy.copy shares the table of children, `_modules`, with the full decoder, which must keep all (torch
-    # 2.13). A ModuleList of some layers alone would need a forward pass of its own for each architecture.
+    # Private: copy.copy shares all tables of a module (pytorch #128272), of which the full decoder must keep that of
+    # its children, `_modules`. A ModuleList of some layers alone would need a forward pass of its own for each
+    # architecture.
     part = copy.copy(full)
     part._modules = dict(full._modules)
     layers = full.layers

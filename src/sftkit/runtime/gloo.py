@@ -30,8 +30,8 @@ def use_one_worker_per_group() -> None:
     def with_one_worker(
         self: object, store: dist.Store, rank: int, size: int, timeout: Any = timedelta(minutes=30), **fields: Any
     ) -> None:
-        # Private: the options of a gloo group have no public names. What torch would fill in is filled in the same way,
-        # but for the number of threads.
+        # Private: the options of a gloo group have no public names, and init_process_group takes none
+        # (pytorch/pytorch#88330). What torch would fill in is filled in the same way, but for the number of threads.
         if isinstance(timeout, group._Options):  # the caller chose its options
             plain(self, store, rank, size, timeout, **fields)
             return

@@ -196,7 +196,7 @@ class Batches:
 
     def _last_words(self, pid: int, before: OomKills) -> str:
         """Return what is known about a dead data worker."""
-        # torch keeps its workers to itself, and does not always say what ended one.
+        # Private: torch keeps its workers to itself, and does not always say what ended one (pytorch/pytorch#48088).
         worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
         by = "has ended"
         if worker is not None:

@@ -72,7 +72,8 @@ def offline() -> Iterator[None]:
     import datasets.config
     from huggingface_hub import constants
 
-    # No public way: the environment variable is read at import, long before it is known whether the hub answers.
+    # No public way: the environment variable is read at import (huggingface/huggingface_hub#3990), long before it is
+    # known whether the hub answers.
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:

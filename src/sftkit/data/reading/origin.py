@@ -57,7 +57,8 @@ def _on_hub(source: SourceConfig) -> Origin:
         return _local(source, dataset)
     label = f"{source.path}[{source.split}]"
     types = dict(dataset.features or {})
-    # Private: _fingerprint is what datasets itself names its caches by; it has no public name.
+    # Private, but shown in the documentation: what datasets itself names its caches by
+    # (https://huggingface.co/docs/datasets/about_cache).
     return Origin(
         lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)), dataset._fingerprint
     )

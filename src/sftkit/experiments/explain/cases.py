@@ -97,7 +97,7 @@ def enabled(x: Tensor) -> Tensor:
 def marked(x: Tensor) -> Tensor:
     """Break the graph by Dynamo's own call."""
     y = x * 2
-    # Private: the call that this case is about.
+    # Private (pytorch/torchdynamo#1482): the call that this case is about.
     torch._dynamo.graph_break()
     return y + 1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo import utils as dynamo_utils  # private: torch has no public records of compiles
+from torch._dynamo import utils as dynamo_utils  # private: no public records of compiles (pytorch/pytorch#115788)
 from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile walks arguments so
 
 from sftkit.compile.contract import compile_model, run_eagerly, undo_compile

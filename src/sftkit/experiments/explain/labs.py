@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # private; its reset is what torch.compiler.reset calls
 from torch import nn
-from torch._dynamo.testing import CompileCounter  # private: a backend that counts graphs, and runs them by Python
+
+# Private: a backend that counts graphs, and runs them by Python. pytorch/pytorch#153199 proposed torch.testing for it.
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 

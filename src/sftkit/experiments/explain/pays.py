@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # private: graph_break has no public name
+import torch._dynamo  # private: graph_break (pytorch/torchdynamo#1482) has no public name
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -47,7 +47,8 @@ def kernels_in_profile() -> AbstractContextManager[None]:
 
 def dispatch_keys(tensor: torch.Tensor) -> list[str]:
     """Return the dispatch keys of a tensor, the first that is asked for a kernel first."""
-    # Private: torch has no public view of dispatch keys. Its text lists the lowest priority first.
+    # Private: torch has no public view of dispatch keys (pytorch/pytorch#26207). Its text lists the lowest priority
+    # first.
     keys = str(_needed(torch._C, "_dispatch_keys", "torch._C")(tensor))
     return [word.strip() for word in keys.partition("(")[2].rstrip(")").split(",") if word.strip()][::-1]
 
@@ -55,8 +56,9 @@ def dispatch_keys(tensor: torch.Tensor) -> list[str]:
 def has_kernel(operator: str, key: str) -> bool:
     """Return whether an overload of an operator such as aten::linear, but those with out=, has a kernel of its own for
     a dispatch key, or for the alias that AutogradCPU and its kin have in common."""
-    # Private: torch has no public way to ask the dispatcher which kernels are registered. Some overloads are known to
-    # Python alone, and asking about the keys of one of those is an error, so `known` is asked first.
+    # Private: the public torch.library.get_kernel (pytorch/pytorch#158393) gives the kernel that would run, which may
+    # be registered for another key. Some overloads are known to Python alone, and asking about the keys of one of those
+    # is an error, so `known` is asked first.
     known = _needed(torch._C, "_dispatch_has_kernel", "torch._C")
     asked = _needed(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch._C")
     space, _, name = operator.partition("::")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch._dynamo  # private; its reset is what torch.compiler.reset calls
+import torch
 
 from sftkit.compile.debug import artifact_of, torch_logs_to
 from sftkit.experiments.explain.flags import refuse_torch_logs

@@ -81,7 +81,8 @@ class TrafficRecorder(TorchDispatchMode):
         if func.namespace in NAMESPACES or (func.namespace == OURS and name in _KINDS):
             self._count(name, args, out)
         for tensor in _tensors(out):
-            # _cdata, the address of torch's own object, is private; data_ptr would change when a storage is resized.
+            # _cdata, the address of torch's own object, is private; of the Python objects nothing tells whether they
+            # are one storage (pytorch/pytorch#65950), and data_ptr would change when a storage is resized.
             storage = tensor.untyped_storage()
             # An argument that has this memory is what comes out, or what comes out is a view of it.
             known = any(each.untyped_storage()._cdata == storage._cdata for each in _tensors(args))
@@ -122,7 +123,8 @@ def recording() -> Iterator[TrafficRecorder]:
         recorder.resized(storage, size)
         return found
 
-    # Replaced on the class, as no dispatch mode sees it; put back at the end.
+    # Replaced on the class, as no dispatch mode sees it: it is no operator in eager (pytorch/pytorch#122434). Put back
+    # at the end.
     with mock.patch.object(torch.UntypedStorage, "resize_", resize_), recorder:
         yield recorder
 
@@ -145,8 +147,8 @@ class Saved:
     def _pack(self, tensor: torch.Tensor) -> _Kept:
         storage = local(tensor).untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        # _base is private: a view of a weight (a transposed one, say) names the weight there, and takes no memory
-        # of its own.
+        # _base is private (pytorch/pytorch#32560): a view of a weight (a transposed one, say) names the weight there,
+        # and takes no memory of its own.
         if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             return _Kept(tensor, lambda: None)
         self.alive += 0 if self._users[key] else size
@@ -186,7 +188,7 @@ def _ranks(args: Any) -> tuple[int, ...]:
                     dist.distributed_c10d._resolve_process_group(arg)  # type: ignore[arg-type]
                 )
             )
-        # A ScriptObject tells its class by _type alone.
+        # A ScriptObject tells its class by _type alone (pytorch/pytorch#99542).
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
     raise AssertionError("a collective without a group")

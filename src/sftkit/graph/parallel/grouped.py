@@ -29,7 +29,8 @@ def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tens
     own = (numbers < count)[:, None]
     # Rows of none are never written by the products, nor are their gradients: 0 before the first, and after the last.
     rows = rows_in_order(hidden, order, back, visits).where(own, 0.0)
-    # Private: what transformers calls between its own two products, for which each architecture has its activation.
+    # Private: what transformers calls between the two products of its own experts (huggingface/transformers#42697), for
+    # which each architecture has its activation.
     rows = grouped_product(experts._apply_gate(grouped_product(rows, gate_up, ends)), down, ends).where(own, 0.0)
     return rows_in_order(rows, back, order, 1)
 

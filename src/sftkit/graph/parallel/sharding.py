@@ -153,7 +153,7 @@ def own_shard(module: torch.nn.Module, name: str) -> Tensor:
 
 def _read(name: str, module: torch.nn.Module) -> Tensor | None:
     # Private, and without a public way: the name is a property of the class by now, so getattr and get_parameter would
-    # come back to this function.
+    # come back to this function. torchtitan does the same (pytorch/torchtitan#1273).
     param = module._parameters[name]
     if module.__dict__.get(_READS) and isinstance(param, DTensor):
         return _Gathered.apply(param, module.__dict__[_REDUCE_DTYPE])

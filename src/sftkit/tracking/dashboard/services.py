@@ -65,7 +65,7 @@ class Wandb:
         self._defined: set[str] = set()
         self._means = Means()
         # Found while it is alive and well: later, when it is to be killed, wandb may no longer answer.
-        # Found by name: wandb has no public handle of the process that it starts.
+        # Found by name, as others do (wandb/wandb#4929): wandb has no public handle of the process that it starts.
         self._service = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
         # wandb's own step only grows and drops rows below it, as after a resume from an
         # earlier checkpoint (wandb/wandb#4482).
