@@ -152,8 +152,9 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
     if not path:
         return
     # Private: the commit that the config was loaded from, so that both files are of one version. Of transformers 5.17;
-    # huggingface/transformers#47611 drops it.
-    where = {"revision": orig_model.config._commit_hash, "local_files_only": os.path.isdir(path) or not hub_answers()}
+    # where it is gone (huggingface/transformers#47611) the newest file is taken.
+    commit = getattr(orig_model.config, "_commit_hash", None)
+    where = {"revision": commit, "local_files_only": os.path.isdir(path) or not hub_answers()}
     try:
         said, _ = ImageProcessingMixin.get_image_processor_dict(path, **where)
     except OSError:
