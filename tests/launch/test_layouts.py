@@ -10,7 +10,17 @@ import pytest
 from sftkit.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.experiments.patterns.paper import MODELS, PAPER_MODELS, chosen, shape
-from sftkit.launch.layouts import SHARDABLE, Machines, advice, choice, on_paper, setups, topologies, ways
+from sftkit.launch.layouts import (
+    SHARDABLE,
+    Machines,
+    advice,
+    choice,
+    layers_of_stages,
+    on_paper,
+    setups,
+    topologies,
+    ways,
+)
 from sftkit.memory.estimate import GIB, estimate
 from sftkit.parallel import balance, tensor
 
@@ -77,6 +87,18 @@ def test_a_pipeline_is_as_fast_as_its_slowest_stage() -> None:
     assert found[8].setup.stage_layers == (5, 5, 4, 4, 4, 4, 4, 2)  # the head is worth 2.4 layers
     assert found[8].share == pytest.approx((32 * layer + head) / 8 / (5 * layer) * 64 / 71)
     assert found[2].share > found[4].share > found[8].share
+
+
+def test_two_stages_on_each_rank_fill_the_pipeline_in_half_of_a_micro_batch() -> None:
+    llama, machines, interleaved = shape("8B"), Machines(4, inside=1e18), TrainConfig(pipeline_schedule="interleaved")
+    setup = next(way.setup for way in ways(llama, machines, 64, 8192) if way.setup.topology.stages == 4)
+    layers = layers_of_stages(llama, interleaved, 4)
+    layer, head = (llama.parameters - llama.ends) / 32, llama.vocab * llama.hidden
+    slowest = max(layers[0] + layers[4], layers[1] + layers[5], layers[2] + layers[6]) * layer
+    slowest = max(slowest, (layers[3] + layers[7]) * layer + head)
+    count = setup.layout.accumulation
+    found = on_paper(replace(setup, stage_layers=layers, schedule="interleaved"), "speed", machines)
+    assert found.share == pytest.approx((32 * layer + head) / 4 / slowest * count / (count + 3 / 2))
 
 
 def test_a_model_that_cannot_be_cut_is_the_same_everywhere() -> None:

@@ -3,7 +3,7 @@ in this file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -169,6 +169,12 @@ def balanced(num_layers: int, layer: float, head: float, stages: int, embedding:
         costs[lightest] += layer
         layers[lightest] += 1
     return tuple(layers)
+
+
+def slowest_rank(costs: Sequence[float], pipeline_size: int) -> float:
+    """Return what the stages of the slowest rank of a pipeline cost together; each rank has every
+    `pipeline_size`-th of them."""
+    return max(sum(costs[rank::pipeline_size]) for rank in range(pipeline_size))
 
 
 def topology_of(config_file: Path, processes: int | None = None, stages: int | None = 1) -> Topology:

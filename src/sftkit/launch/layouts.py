@@ -14,7 +14,7 @@ from typing import Any
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
 from sftkit.config.schema import Config, LossConfig, TrainConfig
-from sftkit.config.topology import Topology, balanced
+from sftkit.config.topology import Topology, balanced, slowest_rank
 from sftkit.data.batches.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
 from sftkit.memory.traffic import traffic
@@ -111,8 +111,10 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     work = 6.0 * shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages  # seconds of a micro-batch
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
     alone, hidden = _exchanging(setup, machines, passes)
-    # The share of a step in which a pipeline's slowest stage works: it fills and drains once for all micro-batches.
-    busy = 1.0 - (t.stages - 1) / (count + t.stages - 1)
+    # The share of a step in which a pipeline's slowest rank works: it fills and drains once for all micro-batches, with
+    # several stages on each rank in a fraction of one (interleaved, arXiv 2104.04473).
+    filling = (t.stages - 1) * t.stages / len(setup.stage_layers) if t.stages > 1 else 0.0
+    busy = count / (count + filling)
     step = (count * sum(passes.values()) * _unevenness(setup) + alone) / busy
     share = hidden / (hidden + alone) if hidden + alone else 1.0
     sent = sum(each.sent for each in traffic(setup))
@@ -120,13 +122,14 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
 
 
 def _unevenness(s: EstimateInputs) -> float:
-    """Return how much longer the slowest stage of a pipeline takes than the average one, the head counted;
+    """Return how much longer the slowest rank of a pipeline takes than the average one, the head counted;
     1.0 without stages."""
     if s.topology.stages == 1:
         return 1.0
     layer, head = work_of(s.shape)
     *others, last = (layer * count for count in s.stage_layers)
-    return max(*others, last + head) * s.topology.stages / (layer * s.shape.blocks + head)
+    costs = [*others, last + head]
+    return slowest_rank(costs, s.topology.stages) * s.topology.stages / sum(costs)
 
 
 def work_of(shape: Shape) -> tuple[float, float]:
@@ -285,7 +288,7 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     machines = Machines(topology.world_size, topology.world_size, memory_bytes)
     own = setups(shape, [topology], rows, row_length, micro)
     if topology.stages > 1:
-        layers = _stage_layers(shape, cfg.train, topology.stages)
+        layers = layers_of_stages(shape, cfg.train, topology.stages)
         if sum(layers) != shape.blocks:  # which is refused when the model is there
             return None
         schedule = cfg.train.pipeline_schedule
@@ -302,7 +305,7 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     return f"on paper: rows of {row_length:,} positions do not fit with {taken}; {instead} (docs/parallelism.md)"
 
 
-def _stage_layers(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
+def layers_of_stages(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
     """Return the layers of each stage, as parallel.balance does."""
     stages = pipeline_size * (2 if train.pipeline_schedule == "interleaved" else 1)
     return train.pipeline_layers or balanced(shape.blocks, *work_of(shape), stages)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import balanced
+from sftkit.config.topology import balanced, slowest_rank
 from sftkit.errors import ConfigError
 from sftkit.models.structure import attention_windows, count_parameters, decoder_blocks
 
@@ -72,16 +72,11 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int, pipe
 def bubble(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, pipeline_size: int) -> float:
     """Return the share of a step in which a process of a pipeline waits, on average, from what each stage took for a
     micro-batch (GPipe, arXiv 1811.06965; with several stages on each rank Megatron-LM, arXiv 2104.04473)."""
-    slowest = _slowest_rank(seconds, pipeline_size)
+    slowest = slowest_rank(seconds, pipeline_size)
     # A pipeline fills and drains once a step, in (ranks - 1) micro-batches of its slowest rank; with several stages on
     # each rank in that fraction of it.
     filling = (pipeline_size - 1) * pipeline_size / len(layers)
     return 1.0 - micro_batches * sum(seconds) / pipeline_size / (slowest * (micro_batches + filling))
-
-
-def _slowest_rank(seconds: Sequence[float], pipeline_size: int) -> float:
-    """Return what the stages of the slowest rank take together."""
-    return max(sum(seconds[rank::pipeline_size]) for rank in range(pipeline_size))
 
 
 def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, pipeline_size: int) -> str:
@@ -102,7 +97,7 @@ def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batc
     )
     better = balanced(sum(layers), layer, head, len(layers))
     costs = [layer * count + head * (stage == len(layers) - 1) for stage, count in enumerate(better)]
-    evenest = _slowest_rank(costs, pipeline_size)
-    if better != tuple(layers) and evenest < WORTH_SAYING * _slowest_rank(seconds, pipeline_size):
+    evenest = slowest_rank(costs, pipeline_size)
+    if better != tuple(layers) and evenest < WORTH_SAYING * slowest_rank(seconds, pipeline_size):
         line += f"; train.pipeline_layers=[{','.join(map(str, better))}] would be more even"
     return line

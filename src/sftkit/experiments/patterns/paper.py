@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT
-from sftkit.config.topology import Topology, balanced
+from sftkit.config.schema import TrainConfig
+from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout
 from sftkit.experiments.bench.plan import read_plan
 from sftkit.experiments.patterns.tables import Table
-from sftkit.launch.layouts import Machines, OnPaper, choice, on_paper, shape_of_fields, ways, work_of
+from sftkit.launch.layouts import Machines, OnPaper, choice, layers_of_stages, on_paper, shape_of_fields, ways
 from sftkit.memory.estimate import BUDGETS, GIB, EstimateInputs, Shape
 from sftkit.memory.traffic import traffic
 
@@ -43,7 +44,7 @@ PAPER_MODELS: dict[str, Callable[[Topology], bool]] = {
 
 MEASURED = {
     "h200_multi": ("plan", "plan_8b_x4", "quick"),
-    "h200_patterns": ("h100_layouts_0.6b", "h100_tensor_8b", "h100_pipeline"),
+    "h200_patterns": ("h100_layouts_0.6b", "h100_tensor_8b", "h100_pipeline", "h100_pipeline_1.7b"),
 }
 "Folders of benchmarks, and the results in them of several GPUs."
 
@@ -155,7 +156,9 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
     # One GPU repeats as much as the run's budget says, so its speed has it already.
     setup = _inputs(found, layout, topology, BUDGETS["speed"], row["set"].get("optim.name", DEFAULT))
     if topology.stages > 1:
-        setup = replace(setup, stage_layers=balanced(found.blocks, *work_of(found), topology.stages))
+        schedule = row["set"].get("train.pipeline_schedule", setup.schedule)
+        layers = layers_of_stages(found, TrainConfig(pipeline_schedule=schedule), topology.stages)
+        setup = replace(setup, stage_layers=layers, schedule=schedule)
     return on_paper(setup, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
 
 
