@@ -53,6 +53,12 @@ ROOMS = {
 }
 "Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."
 
+WHOLE_RECIPE = {
+    *("config", "rundir", "preflight", "train", "launch", "experiments"),
+    *("compile/cache.py", "engine/blocks.py", "graph/engine.py", "memory/plan.py"),
+}
+"Rooms, and files of others, whose functions may take a whole Config: rule 8 of docs/architecture.md."
+
 SHARED_NAMES = {
     "log": "the logger of a module",
     "main": "what a command starts",
@@ -199,6 +205,16 @@ def test_data_flows_one_way() -> None:
         files = [SRC / "data" / "types.py"] if part == "types" else sorted((SRC / "data" / part).glob("*.py"))
         found = {name.split(".")[2] for path in files for name in imported(path) if name.startswith("sftkit.data.")}
         assert found <= set(parts[: index + 1]), part
+
+
+def test_a_function_takes_the_whole_recipe_only_where_all_of_its_settings_count() -> None:
+    taking = set()
+    for file in SRC.rglob("*.py"):
+        arguments = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.arg)]
+        if any(arg.annotation and ast.unparse(arg.annotation).split(" |")[0] == "Config" for arg in arguments):
+            path = file.relative_to(SRC)
+            taking.add(path.parts[0] if path.parts[0] in WHOLE_RECIPE else path.as_posix())
+    assert taking == WHOLE_RECIPE
 
 
 def test_scripts_never_import_each_other() -> None:

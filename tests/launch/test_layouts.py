@@ -15,7 +15,7 @@ from sftkit.launch.layouts import (
     Machines,
     advice,
     choice,
-    layers_of_stages,
+    layers_on_paper,
     on_paper,
     setups,
     topologies,
@@ -92,7 +92,7 @@ def test_a_pipeline_is_as_fast_as_its_slowest_stage() -> None:
 def test_two_stages_on_each_rank_fill_the_pipeline_in_half_of_a_micro_batch() -> None:
     llama, machines, interleaved = shape("8B"), Machines(4, inside=1e18), TrainConfig(pipeline_schedule="interleaved")
     setup = next(way.setup for way in ways(llama, machines, 64, 8192) if way.setup.topology.stages == 4)
-    layers = layers_of_stages(llama, interleaved, 4)
+    layers = layers_on_paper(llama, interleaved, 4)
     layer, head = (llama.parameters - llama.ends) / 32, llama.vocab * llama.hidden
     slowest = max(layers[0] + layers[4], layers[1] + layers[5], layers[2] + layers[6]) * layer
     slowest = max(slowest, (layers[3] + layers[7]) * layer + head)

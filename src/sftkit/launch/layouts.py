@@ -288,7 +288,7 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     machines = Machines(topology.world_size, topology.world_size, memory_bytes)
     own = setups(shape, [topology], rows, row_length, micro)
     if topology.stages > 1:
-        layers = layers_of_stages(shape, cfg.train, topology.stages)
+        layers = layers_on_paper(shape, cfg.train, topology.stages)
         if sum(layers) != shape.blocks:  # which is refused when the model is there
             return None
         schedule = cfg.train.pipeline_schedule
@@ -305,7 +305,7 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     return f"on paper: rows of {row_length:,} positions do not fit with {taken}; {instead} (docs/parallelism.md)"
 
 
-def layers_of_stages(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
+def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
     """Return the layers of each stage, as parallel.balance does."""
     stages = pipeline_size * (2 if train.pipeline_schedule == "interleaved" else 1)
     return train.pipeline_layers or balanced(shape.blocks, *work_of(shape), stages)

@@ -17,7 +17,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout
 from sftkit.experiments.bench.plan import read_plan
 from sftkit.experiments.patterns.tables import Table
-from sftkit.launch.layouts import Machines, OnPaper, choice, layers_of_stages, on_paper, shape_of_fields, ways
+from sftkit.launch.layouts import Machines, OnPaper, choice, layers_on_paper, on_paper, shape_of_fields, ways
 from sftkit.memory.estimate import BUDGETS, GIB, EstimateInputs, Shape
 from sftkit.memory.traffic import traffic
 
@@ -157,7 +157,7 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
     setup = _inputs(found, layout, topology, BUDGETS["speed"], row["set"].get("optim.name", DEFAULT))
     if topology.stages > 1:
         schedule = row["set"].get("train.pipeline_schedule", setup.schedule)
-        layers = layers_of_stages(found, TrainConfig(pipeline_schedule=schedule), topology.stages)
+        layers = layers_on_paper(found, TrainConfig(pipeline_schedule=schedule), topology.stages)
         setup = replace(setup, stage_layers=layers, schedule=schedule)
     return on_paper(setup, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
 
