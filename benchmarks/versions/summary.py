@@ -1,6 +1,6 @@
 """Condense what pytest --junitxml writes into what is kept of a run of tests: counts, what failed, why others were skipped.
 
-python benchmarks/tests_summary.py RESULT.xml OUT.json [KEY=VALUE ...]
+python benchmarks/versions/summary.py RESULT.xml OUT.json [KEY=VALUE ...]
 
 KEY=VALUE: what the file cannot know, such as command, hardware, commit and versions.
 """
