@@ -1,4 +1,5 @@
-"""Checkpoints of sharded runs: bitwise resumed in their own topology, to 1e-6 in any other, loaded by plain transformers."""
+"""Checkpoints of sharded runs: restored bit for bit in any topology, gone on from with the same bits in their own and with
+losses to 1e-6 in others, loaded by plain transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from made_models import MODELS, SIZES
 from safetensors import safe_open
 from sharded_checkpoint_worker import resumed, save_and_go_on
 from sharded_worker import Job
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from sftkit.rundir.manifest import verify
 
@@ -29,6 +30,8 @@ def folder(tmp_path: Path, tokenizer) -> Path:
         make().save_pretrained(tmp_path / name)
     chat = LlamaConfig(**{**SIZES, "vocab_size": len(tokenizer) + 1})
     LlamaForCausalLM(chat).save_pretrained(tmp_path / "chat")
+    deep = Qwen3Config(**{**SIZES, "num_hidden_layers": 5, "tie_word_embeddings": True})
+    Qwen3ForCausalLM(deep).save_pretrained(tmp_path / "deep")
     return tmp_path
 
 
@@ -44,9 +47,14 @@ def check(folder: Path, processes: int, save: list[Case], resume: list[Case]) ->
         assert result["restored"] == result["finished"] == [], name
         check_export(folder, name)
         keep_losses(folder, name, result["losses"])
-    for name, losses in found["resumed"].items():
-        assert losses == pytest.approx(kept_losses(folder, name), rel=1e-6), name
+    for name, result in found["resumed"].items():
+        check_resumed(folder, name, result)
     return found
+
+
+def check_resumed(folder: Path, name: str, result: dict[str, Any]) -> None:
+    assert result["restored"] == [], name
+    assert result["losses"] == pytest.approx(kept_losses(folder, name), rel=1e-6), name
 
 
 def keep_losses(folder: Path, name: str, losses: list[float]) -> None:
@@ -60,8 +68,9 @@ def kept_losses(folder: Path, name: str) -> list[float]:
 
 def check_alone(folder: Path, saved: str) -> None:
     """One process goes on with what ranks have saved."""
-    losses = resumed(Job(cpu_runtime(), "one", folder / saved.split()[0]), folder / f"{saved} fp32")
-    assert losses == pytest.approx(kept_losses(folder, saved), rel=1e-6)
+    check_resumed(
+        folder, saved, resumed(Job(cpu_runtime(), "one", folder / saved.split()[0]), folder / f"{saved} fp32")
+    )
 
 
 def check_export(folder: Path, name: str) -> None:
@@ -140,6 +149,19 @@ def test_four_ranks_resume_bitwise_what_they_saved_and_to_1e_6_what_other_topolo
     check(folder, 4, save, resume)
     check(folder, 2, [], [("llama", "fsdp2 of 4", "fsdp2"), ("llama", "fsdp2 x tensor", "tensor")])
     check_alone(folder, "llama fsdp2 x tensor")
+
+
+@pytest.mark.slow
+def test_stages_of_any_number_and_order_go_on_from_each_other_and_from_shards(folder: Path) -> None:
+    two = ("pipeline", "pipeline, interleaved", "fsdp2")
+    check(folder, 2, [("deep", topology, "fp32") for topology in two], [])
+    four: list[Case] = [("deep", topology, "fp32") for topology in ("pipeline of 4", "pipeline x fsdp2", "hsdp")]
+    check(folder, 4, four, [("deep", topology, "pipeline of 4") for topology in (*two, "pipeline x fsdp2", "hsdp")])
+    stages = ("pipeline", "pipeline, interleaved", "pipeline of 4", "pipeline x fsdp2")
+    check(folder, 2, [], [("deep", a, b) for a in stages for b in (*two, "ddp", "tensor") if a != b])
+    check(folder, 2, [], [("deep", source, "pipeline, interleaved") for source in ("fsdp2", "hsdp")])
+    for topology in stages:
+        check_alone(folder, f"deep {topology}")
 
 
 @pytest.mark.slow

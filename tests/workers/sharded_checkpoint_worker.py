@@ -80,9 +80,11 @@ def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     return sorted((ours.keys() | theirs.keys()) - same)
 
 
-def resumed(job: Job, folder: Path) -> list[float]:
+def resumed(job: Job, folder: Path) -> dict[str, Any]:
+    """What others have saved: which tensors are not theirs, bit for bit, and the losses of the next steps."""
     checkpoints_of(job, folder).resume(str(folder / f"step-{SAVED:06d}"))
-    return job.steps(SAVED, SAVED + 2)
+    restored = differing(torch.load(f"{folder}.pt"), everything(job))
+    return {"restored": restored, "losses": job.steps(SAVED, SAVED + 2)}
 
 
 def main(folder: str, plan: str) -> None:

@@ -53,6 +53,8 @@ TOPOLOGIES = {
     "tensor": Topology(tensor=2, sharded=True),
     "context": Topology(context=2, sharded=True),
     "pipeline": Topology(stages=2),
+    "pipeline, interleaved": Topology(stages=2),
+    "pipeline of 4": Topology(stages=4),
     "pipeline x ddp": Topology(stages=2, replicas=2),
     "pipeline x fsdp2": Topology(stages=2, shards=2, sharded=True),
     "hsdp": Topology(replicas=2, shards=2, sharded=True),
@@ -94,7 +96,9 @@ class Job:
         tokenizer = load_tokenizer(source) if chat_template else NO_TOKENS
         self.orig_model = load_model(source, tokenizer, 0, precision, empty=self.rt.topology.partial)
         self.model = ModelWithLoss(self.orig_model, "reference", NextToken(LossConfig()))
-        self.wrapped = distribute(self.model, source, sharding or Sharding(), self.rt)
+        schedule: Any = "interleaved" if "interleaved" in topology else "1f1b"
+        train = TrainConfig(pipeline_schedule=schedule)
+        self.wrapped = distribute(self.model, source, sharding or Sharding(), self.rt, train)
         self.optimizer = build_optimizer(self.orig_model, OptimConfig(name=optim, lr=1e-2, eps=1e-4))  # type: ignore[arg-type]
         examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4, target_share=0.3)
         self.layout = make_layout_of("packed", examples.lengths, world_size=self.rt.data_world_size)
