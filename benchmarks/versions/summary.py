@@ -38,6 +38,8 @@ def summary(file: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     given, out, *words = sys.argv[1:]
     told = dict(word.split("=", 1) for word in words)
     Path(out).write_text(json.dumps({**told, **summary(Path(given))}, indent=1) + "\n")
