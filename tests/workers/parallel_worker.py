@@ -65,6 +65,7 @@ STEPS = 10
 MODELS = {
     "llama": tiny_llama,
     "deep": lambda: tiny_llama(layers=5),
+    "deeper": lambda: tiny_llama(layers=9),
     "qwen3": lambda: small(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),  # norms of heads
     "mistral": lambda: small(MistralConfig(**SIZES, sliding_window=9)),
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
@@ -97,6 +98,7 @@ FOUR_RANKS = {
     "deep pipeline, interleaved": ("deep", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "deep pipeline of 4": ("deep", Topology(stages=4), Sharding(), "adamw"),
     "deep pipeline of 4, gpipe": ("deep", Topology(stages=4), Sharding(), "adamw"),
+    "deeper pipeline of 4, interleaved": ("deeper", Topology(stages=4), Sharding(), "adamw"),
     "qwen3 pipeline x ddp, gpipe": ("qwen3", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "mistral pipeline x ddp": ("mistral", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "qwen2 pipeline x ddp": ("qwen2", Topology(stages=2, replicas=2), Sharding(), "adamw"),

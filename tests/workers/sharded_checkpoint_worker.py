@@ -33,7 +33,8 @@ def checkpoints_of(job: Job, folder: Path) -> Checkpoints:
 def everything(job: Job) -> dict[str, torch.Tensor]:
     """Weights and optimizer states, whole."""
     states = named_states(job.optimizer, job.orig_model)
-    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in states.items()}
+    # Of a replicated DTensor the whole is the live tensor itself, which later steps change.
+    whole = {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in states.items()}
     if job.rt.topology.stages > 1:  # those of all stages
         whole = {name: tensor for found in gather(whole) for name, tensor in found.items()}
     return {**gathered(job.orig_model), **whole}
