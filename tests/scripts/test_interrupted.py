@@ -19,10 +19,11 @@ from sftkit.preflight.inputs import SMALL_BYTES
 WITNESS = """
 import os, signal, sys
 
-MOMENT, WHO = os.environ["MOMENT"], os.environ.get("WHO", "")
+MOMENT, WHO, SENT = os.environ["MOMENT"], os.environ.get("WHO", ""), []
 
 def now():
-    if WHO in " ".join(sys.orig_argv):
+    if WHO in " ".join(sys.orig_argv) and not SENT:
+        SENT.append(MOMENT)
         os.killpg(0, signal.SIGINT) if WHO else os.kill(os.getpid(), signal.SIGINT)
 
 class Importing:
@@ -34,7 +35,7 @@ class Importing:
 sys.meta_path.insert(0, Importing)
 sys.addaudithook(lambda event, args: now() if event == "open" and str(args[0]).endswith(MOMENT) else None)
 """
-"A sitecustomize that sends a real SIGINT when a module is about to be imported, or a file to be opened."
+"A sitecustomize that sends one real SIGINT when a module is about to be imported, or a file to be opened."
 
 RECIPE = "recipes/smoke/sft.yaml"
 TINY = {
