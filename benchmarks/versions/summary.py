@@ -25,15 +25,16 @@ def summary(file: Path) -> dict[str, Any]:
     cases = list(suite.iter("testcase"))
     bad = [(case, part) for case in cases for part in case if part.tag in ("failure", "error")]
     skipped = Counter(str(part.get("message")) for case in cases for part in case if part.tag == "skipped")
+    named = {id(case): f"{case.attrib['classname']}::{case.attrib['name']}" for case in cases}
     longest = sorted(cases, key=lambda case: -float(case.attrib["time"]))[:LONGEST]
     return {
         "started": suite.attrib["timestamp"],
         "seconds": round(float(suite.attrib["time"])),
         "passed": count["tests"] - count["failures"] - count["errors"] - count["skipped"],
         "skipped": count["skipped"],
-        "failed": {case.attrib["name"]: str(part.get("message")).partition("\n")[0] for case, part in bad},
+        "failed": {named[id(case)]: str(part.get("message")).partition("\n")[0] for case, part in bad},
         "skipped_because": dict(skipped.most_common()),
-        "longest": {case.attrib["name"]: round(float(case.attrib["time"]), 1) for case in longest},
+        "longest": {named[id(case)]: round(float(case.attrib["time"]), 1) for case in longest},
     }
 
 

@@ -135,6 +135,10 @@ def test_nothing_is_said_of_what_is_unknown() -> None:
     assert advice(recipe(8192), ddp, None, "ddp.yaml") is None
     assert advice(recipe(8192), Topology(), 140 * GIB, "single_gpu.yaml") is None
     assert advice(recipe(8192, engine="pipeline"), Topology(stages=40), 140 * GIB, "pp.yaml") is None  # of 36 layers
+    unfit = {"1f1b": ((12, 12, 12), (1, 1)), "interleaved": ((18, 18), (12, 12, 12))}
+    for schedule, layers in ((schedule, layers) for schedule, several in unfit.items() for layers in several):
+        cfg = recipe(8192, engine="pipeline", pipeline_schedule=schedule, pipeline_layers=layers)
+        assert advice(cfg, Topology(stages=2), 140 * GIB, "pp.yaml") is None
 
 
 def test_of_a_pipeline_its_own_stages_and_schedule_are_counted() -> None:

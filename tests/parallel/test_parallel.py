@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 from helpers import cpu_runtime, tiny_recipe, torchrun
-from parallel_worker import EIGHT_RANKS, FOUR_RANKS, MODELS, ONE_RANK, STEPS, TWO_RANKS, some_batches, train
+from parallel_worker import (
+    EIGHT_RANKS,
+    FOUR_RANKS,
+    LEARNING_RATES,
+    MODELS,
+    ONE_RANK,
+    STEPS,
+    TWO_RANKS,
+    some_batches,
+    train,
+)
 
 from sftkit.config.schema import OptimConfig, TrainConfig
 from sftkit.engine.engine import Training
@@ -68,7 +78,7 @@ def test_what_one_process_computes_is_what_the_reference_engine_does(model: str,
     engine = make_engine(cfg, cpu_runtime(), tmp_path, Training(MODELS[model](), NextToken(cfg.loss), layout))
     rows = []
     for step in batches.steps(0, STEPS):
-        outcome = engine.step(step, 1e-2)
+        outcome = engine.step(step, LEARNING_RATES.get(model, 1e-2))
         rows.append([float(outcome.sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
     for ours, plain in zip(found["rows"], rows, strict=True):
         assert ours == pytest.approx(plain, rel=2e-5)

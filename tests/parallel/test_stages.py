@@ -84,6 +84,7 @@ def test_layers_are_the_recipes_or_follow_from_the_work() -> None:
             pipeline(pipeline_layers=(2, 2, 2), pipeline_schedule="interleaved"),
             r"must be 4 \(or another multiple of 2\) numbers",
         ),
+        (pipeline(pipeline_layers=(3, 3), pipeline_schedule="interleaved"), r"\[3, 3\]: must be 4 \(or another"),
     ],
 )
 def test_layers_that_are_not_the_models_are_refused(train: TrainConfig, message: str) -> None:

@@ -70,6 +70,8 @@ MODELS = {
     "mistral": lambda: small(MistralConfig(**SIZES, sliding_window=9)),
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
 }
+LEARNING_RATES = {"deep": 3e-4, "deeper": 3e-4}
+"Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
 TWO_RANKS = {
@@ -149,6 +151,7 @@ def train(
     with stagewise(orig_model):
         check_documents(model, "reference", rt.device)
     rows, flags, evaluated, last = [], [], [0], rt.rank == rt.world_size - 1
+    learning_rate = LEARNING_RATES.get(model_name, 1e-2)
     with compiler_switches(compile, graphs=modules * len(layout.shapes)):
         watch = CompileWatch()
         run_shape = shape_runner(rt, wrapped, model, layout, {})
@@ -160,7 +163,7 @@ def train(
         )
         for step in batches.steps(0, STEPS):
             outcome = optimizer_step(
-                TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0), step, 1e-2, stop=last
+                TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0), step, learning_rate, stop=last
             )
             sums = over_ranks(rt, outcome.sums)
             rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])

@@ -303,7 +303,7 @@ class Checkpoints:
 
 def make_tokenizer_portable(config_file: Path) -> None:
     """Rewrite tokenizer_config.json for servers built on transformers 4: version 5 writes a class and a field that
-    version 4 refuses (transformers #47553), and both read these."""
+    version 4 refuses (huggingface/transformers#47553), and both read these."""
     config = json.loads(config_file.read_text())
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"

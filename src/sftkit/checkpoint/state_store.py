@@ -85,7 +85,8 @@ def snapshot_states(tensors: Mapping[str, torch.Tensor], rank: int, world_size: 
             local = tensor.to_local()
             # A rank without a part of a short dimension writes nothing; a tensor that is empty as a whole has an entry.
             if _writes_shard(tensor) and (local.numel() or not tensor.numel()):
-                # Where a local shard lies in the whole tensor: documented for writers of checkpoints (pytorch #144100).
+                # Where a local shard lies in the whole tensor: documented for writers of checkpoints
+                # (pytorch/pytorch#144100).
                 (chunk,) = tensor.__create_chunk_list__()
                 mine[name] = HostShard(to_host(local), tuple(chunk.offsets), tensor.shape)
         # In turn, so that all ranks share the writing of what they hold alike.

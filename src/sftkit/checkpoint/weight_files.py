@@ -90,7 +90,8 @@ def _gathered(
 def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads."""
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
-    # Private since transformers #8737: what save_pretrained leaves out; shards are written without save_pretrained.
+    # Private since huggingface/transformers#8737: what save_pretrained leaves out; shards are written without
+    # save_pretrained.
     ignored = set(orig_model._keys_to_ignore_on_save or ())
     names: dict[int, str] = {}
     state = orig_model.state_dict(keep_vars=True)
@@ -104,7 +105,7 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
     """Return whether save_pretrained renames or reshapes tensors of this class on their way to the file."""
     # Private: set by from_pretrained, how it changed tensors of the checkpoint, which save_pretrained reverses
-    # (transformers #42396).
+    # (huggingface/transformers#42396).
     conversions = getattr(orig_model, "_weight_conversions", None)
     # Undocumented, but without another way: of a model that is not from a checkpoint, what transformers would do
     # for its class.
@@ -138,8 +139,8 @@ def plan_files(
 
 def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
     """Write config.json, generation_config.json and the code of remote models: save_pretrained writes these alone when
-    it gets no weights. It also deletes numbered weight files that it finds (transformers #16947), so this comes before
-    any rank writes one."""
+    it gets no weights. It also deletes numbered weight files that it finds (huggingface/transformers#16947), so this
+    comes before any rank writes one."""
     orig_model.save_pretrained(folder, state_dict={})
 
 

@@ -2,7 +2,7 @@
 
 Ranks exchange activations four times a pass of a block, and what follows needs what has arrived. Only gradients of
 weights are needed by nobody until the optimizer: in the backward pass they are put where the block would wait. On two
-H100 at 8B, 9 % of a step are exchanges with nothing beside, 11 % without (benchmarks/h200_patterns).
+H100 at 8B, on rank 0 9 % of a step are exchanges with nothing beside, 11 % before that (benchmarks/h200_patterns).
 
 Asynchronously, compile.options: {_micro_pipeline_tp: true}, Inductor merges an all-gather with the matrix products
 behind it, and a product with the reduce-scatter behind it, and sends one part while it computes another

@@ -171,6 +171,13 @@ def balanced(num_layers: int, layer: float, head: float, stages: int, embedding:
     return tuple(layers)
 
 
+def stages_fit(stages: int, schedule: str, pipeline_size: int) -> bool:
+    """Return whether a pipeline of so many ranks can have so many stages: one a rank, interleaved two or more."""
+    if schedule != "interleaved":
+        return stages == pipeline_size
+    return stages % pipeline_size == 0 and stages >= 2 * pipeline_size
+
+
 def slowest_rank(costs: Sequence[float], pipeline_size: int) -> float:
     """Return what the stages of the slowest rank of a pipeline cost together; each rank has every
     `pipeline_size`-th of them."""

@@ -68,11 +68,11 @@ def export_joint(stack: ExitStack, module: torch.nn.Module, inputs: Sequence[Ten
         torch's JointWithDescriptors: `graph_module`; `params_spec` and `buffers_spec`, names in the order of its first
         inputs.
     """
-    # Documented (pytorch #159006), but in no public module. The compilers come with the second call,
-    # compile_joint: pytorch #164584.
+    # Documented (pytorch/pytorch#159006), but in no public module. The compilers come with the second call,
+    # compile_joint: pytorch/pytorch#164584.
     export = private("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
     # Without a public way: torch.compile hands this table over by itself, and Inductor stands on no other
-    # (pytorch #107103).
+    # (pytorch/pytorch#107103).
     table = private("torch._inductor.decomposition", "select_decomp_table")() if for_inductor else None
     return export(stack, module, tuple(inputs), decompositions=table)
 
@@ -93,7 +93,7 @@ def flex_operator(call: flex.Call) -> Tensor:
     """Return FlexAttention's output, [B, H, T, Dv], by the operator behind torch's function, which would start Dynamo.
     Document ids are an input of the operator, so that a graph has none of them in it."""
     # No public names: torch's own function compiles this operator by itself where Dynamo does not trace, with options
-    # that it fills in and a score function that it puts in the place of none (pytorch #167224).
+    # that it fills in and a score function that it puts in the place of none (pytorch/pytorch#167224).
     operator = private("torch._higher_order_ops.flex_attention", "flex_attention")
     options = private("torch.nn.attention.flex_attention", "_apply_kernel_options")
     query, key, value = call.query, call.key, call.value
@@ -109,7 +109,8 @@ def flex_operator(call: flex.Call) -> Tensor:
 
 def annotated(values: dict[str, Any]) -> AbstractContextManager[None]:
     """Annotate nodes that are traced within the context, and those of their gradients."""
-    # pytorch #163673; that nodes of the backward pass get the annotations of the forward pass: pytorch #164174.
+    # pytorch/pytorch#163673; that nodes of the backward pass get the annotations of the forward pass:
+    # pytorch/pytorch#164174.
     return private("torch.fx.traceback", "annotate")(values)
 
 
@@ -131,7 +132,7 @@ def save_or_recompute(node: Node, *, save: bool, region: int | None = None) -> N
     Args:
         region: number of the checkpointed region that it belongs to; None: to none.
     """
-    # Keys of the split (pytorch #129295), which activation checkpointing under torch.compile writes; there is no
+    # Keys of the split (pytorch/pytorch#129295), which activation checkpointing under torch.compile writes; there is no
     # function for it. Regions are numbered in their order: at the border between two the split saves, or the backward
     # pass of the last one would compute from the first one on.
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
@@ -141,7 +142,7 @@ def save_or_recompute(node: Node, *, save: bool, region: int | None = None) -> N
 
 def operator_of(node: Node) -> Any:
     """Return the operator of torch that a node calls, an OpOverload; None: the node calls none."""
-    # Private: the class of torch.ops.aten.mm.default and its `_schema` (pytorch #67254) have no public name.
+    # Private: the class of torch.ops.aten.mm.default and its `_schema` (pytorch/pytorch#67254) have no public name.
     return node.target if isinstance(node.target, torch._ops.OpOverload) else None
 
 
@@ -166,8 +167,8 @@ def is_flex(node: Node) -> bool:
 def parameter_of(node: Node) -> str | None:
     """Return the name of the parameter that an input of a captured graph is, or is the local shard of; None
     of any other."""
-    # By the text of its description (pytorch #158624): a shard of a DTensor has this one wrapped in others, of private
-    # classes, and torch's own functions that read them (pytorch #159005) refuse those.
+    # By the text of its description (pytorch/pytorch#158624): a shard of a DTensor has this one wrapped in others, of
+    # private classes, and torch's own functions that read them (pytorch/pytorch#159005) refuse those.
     match = re.search(r"ParamAOTInput\(target='([^']+)'\)", repr(node.meta.get("desc")))
     return match.group(1) if match else None
 
@@ -188,7 +189,8 @@ def gradients_of(graph: GraphModule) -> dict[str, Node]:
 
 def group_named(name: str) -> ProcessGroup:
     """Return a process group by its name, which an operator has in its place."""
-    # Private: the functional collectives find the group of a name by it, and a graph holds names (pytorch #93173).
+    # Private: the functional collectives find the group of a name by it, and a graph holds names
+    # (pytorch/pytorch#93173).
     return private("torch.distributed.distributed_c10d", "_resolve_process_group")(name)
 
 
@@ -225,7 +227,7 @@ def _functional(name: str) -> Any:
     """
     try:
         # The operators, not the functions over them: those wrap results in a tensor that waits by itself, and have been
-        # renamed (pytorch #186125), while the operators keep their names.
+        # renamed (pytorch/pytorch#186125), while the operators keep their names.
         return getattr(private("torch._ops", "ops")._c10d_functional, name)
     except AttributeError as error:
         raise missing_name_error(f"torch.ops._c10d_functional.{name}") from error
@@ -233,7 +235,7 @@ def _functional(name: str) -> Any:
 
 def is_backward(node: Node) -> bool:
     """Return whether a node of a captured graph belongs to the backward pass."""
-    # AOTAutograd's mark of what it traced in the backward pass, by which its own split goes (pytorch #164174).
+    # AOTAutograd's mark of what it traced in the backward pass, by which its own split goes (pytorch/pytorch#164174).
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
@@ -241,8 +243,8 @@ def kept_for_backward(graph: GraphModule) -> list[Node]:
     """Return the inputs of a backward half that the forward half computed: no weight, no tensor of a
     batch, no gradient."""
     inputs = graph.graph.find_nodes(op="placeholder")
-    # By AOTAutograd's names of the inputs of a joint graph, as Inductor knows them too (pytorch #177365): all others
-    # are what the split saves.
+    # By AOTAutograd's names of the inputs of a joint graph, as Inductor knows them too (pytorch/pytorch#177365): all
+    # others are what the split saves.
     return [node for node in inputs if not str(node.target).startswith(("primals", "tangents"))]
 
 
@@ -266,7 +268,7 @@ def overlap_collectives(
             estimate.
         for_inductor: the order is written into the graph as dependencies, as Inductor orders anew what has none.
     """
-    # Private (pytorch #163215): torch.compile runs it by a setting of Inductor, on the graphs of Dynamo alone.
+    # Private (pytorch/pytorch#163215): torch.compile runs it by a setting of Inductor, on the graphs of Dynamo alone.
     schedule = private("torch._inductor.fx_passes.overlap_scheduling", "schedule_overlap_bucketing")
     # torch 2.11 has no such option. Its scheduler keeps the time of a matrix product or of attention on disk, under
     # operator, sizes, strides and dtype (fx_passes/overlap_scheduling.py benchmark_node_with_cache_key), in a folder by
@@ -291,7 +293,7 @@ def coalesced(target: Any) -> Any:
 
 def keep_order(graph: GraphModule, after: dict[Node, list[Node]]) -> None:
     """Write into a graph, in place, after which others a node comes: Inductor orders anew what has no dependency."""
-    # pytorch #164568.
+    # pytorch/pytorch#164568.
     write = private("torch._inductor.fx_passes.control_dependencies", "preserve_node_ordering")
     write(graph.graph, after)
 
@@ -312,7 +314,7 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def _without_gpu() -> Iterator[None]:
     """Keep the schedulers from asking for a GPU's bandwidth or speed where there is none, and they fail: they ask even
-    where other estimates are given (pytorch #182883)."""
+    where other estimates are given (pytorch/pytorch#182883)."""
     scheduling = "torch._inductor.fx_passes.overlap_scheduling"
     # Any number will do: on a CPU products and collectives are estimated in passes/overlap.py.
     stand_ins: dict[tuple[str, str], Callable[..., float]] = {
@@ -337,7 +339,7 @@ def partition(*, for_inductor: bool, saves_memory: bool) -> Callable[..., Any]:
         saves_memory: the budget is asked.
     """
     # Private: the splits behind torch.compile, of which Inductor takes the second, and what it does to a joint graph
-    # before (pytorch #181834).
+    # before (pytorch/pytorch#181834).
     default = private("torch._functorch.partitioners", "default_partition")
     least = private("torch._functorch.partitioners", "min_cut_rematerialization_partition")
     simplify = private("torch._inductor.fx_passes.joint_graph", "joint_graph_passes")
@@ -365,7 +367,7 @@ def by_inductor(graph: GraphModule, examples: Sequence[Any], *, is_backward: boo
 def _let_dependencies_be_traced() -> None:
     """Give the operator that writes an order into a graph the rule of autograd that torch has from 2.13 on. Inductor
     runs a graph on fake tensors before it compiles it, and without the rule 2.11 ends there, whether or not gradients
-    are wanted (pytorch #165786, mended by #168894)."""
+    are wanted (pytorch/pytorch#165786, mended by #168894)."""
     operator = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
     key = private("torch._C", "DispatchKey").Autograd
     if not operator.has_kernel_for_dispatch_key(key):
@@ -383,8 +385,8 @@ def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[
         examples: fake tensors of the trace that is going on.
     """
     _let_dependencies_be_traced()
-    # Private (pytorch #150670); public compilation would start from Python. Shapes are those of the trace that is going
-    # on (pytorch #151788): the examples are its fake tensors, which another trace refuses.
+    # Private (pytorch/pytorch#150670); public compilation would start from Python. Shapes are those of the trace that
+    # is going on (pytorch/pytorch#151788): the examples are its fake tensors, which another trace refuses.
     standalone = private("torch._inductor", "standalone_compile")
     compiled = standalone(graph, list(examples), dynamic_shapes="from_tracing_context", aot=True)
 
@@ -396,8 +398,8 @@ def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[
 
 def boxed(graph: GraphModule) -> Boxed:
     """Return the graph as generated Python that frees each value after its last use, its inputs too."""
-    # Private (pytorch #164573), and without a public way: plain generated code holds its inputs until it returns
-    # (pytorch #83137), so all that the forward half keeps would stay for the whole backward half.
+    # Private (pytorch/pytorch#164573), and without a public way: plain generated code holds its inputs until it returns
+    # (pytorch/pytorch#83137), so all that the forward half keeps would stay for the whole backward half.
     graph.graph.set_codegen(private("torch.fx.graph", "_BoxedCodeGen")())
     graph.recompile()
 

@@ -75,7 +75,7 @@ def choose(
         ConfigError: the GPUs together have no room for it, or they are fewer than the stages.
     """
     # Without the first, tokenizers warns and uses one thread once the process has forked. The second: seconds to save
-    # after SIGTERM, in place of 30 (pytorch #119856).
+    # after SIGTERM, in place of 30 (pytorch/pytorch#119856).
     env = {"TOKENIZERS_PARALLELISM": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
     cores = counted(hardware.cpu_cores, "CPU core")
     if (stages or 1) > max(hardware.gpus, 1):
@@ -152,9 +152,9 @@ def command(launch: Launch, script: str, arguments: Sequence[str]) -> list[str]:
 def accelerate_launch() -> None:
     """Run `accelerate launch`, except that it passes signals on and waits while an interrupted script saves.
 
-    By itself, with a single process, it ends at a signal and leaves the script running (accelerate #929). With several
-    processes torch's elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a process, the
-    exit code says which.
+    By itself, with a single process, it ends at a signal and leaves the script running (huggingface/accelerate#929).
+    With several processes torch's elastic agent passes signals on, see torch_passes_on_once. If a signal has ended a
+    process, the exit code says which.
     """
     import psutil  # comes with accelerate
     from accelerate.commands.launch import main as accelerate_main

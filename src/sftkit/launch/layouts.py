@@ -14,7 +14,7 @@ from typing import Any
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
 from sftkit.config.schema import Config, LossConfig, TrainConfig
-from sftkit.config.topology import Topology, balanced, slowest_rank
+from sftkit.config.topology import Topology, balanced, slowest_rank, stages_fit
 from sftkit.data.batches.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
 from sftkit.memory.traffic import traffic
@@ -111,8 +111,8 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     work = 6.0 * shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages  # seconds of a micro-batch
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
     alone, hidden = _exchanging(setup, machines, passes)
-    # The share of a step in which a pipeline's slowest rank works: it fills and drains once for all micro-batches, with
-    # several stages on each rank in a fraction of one (interleaved, arXiv 2104.04473).
+    # The share of a step in which a pipeline's slowest rank works: it fills and drains once a step, in the time of a
+    # micro-batch for each further rank; several stages on each rank divide that by their number (arXiv 2104.04473).
     filling = (t.stages - 1) * t.stages / len(setup.stage_layers) if t.stages > 1 else 0.0
     busy = count / (count + filling)
     step = (count * sum(passes.values()) * _unevenness(setup) + alone) / busy
@@ -289,9 +289,10 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     own = setups(shape, [topology], rows, row_length, micro)
     if topology.stages > 1:
         layers = layers_on_paper(shape, cfg.train, topology.stages)
-        if sum(layers) != shape.blocks:  # which is refused when the model is there
-            return None
         schedule = cfg.train.pipeline_schedule
+        # Which is refused when the model is there.
+        if sum(layers) != shape.blocks or not stages_fit(len(layers), schedule, topology.stages):
+            return None
         own = ((replace(setup, stage_layers=layers, schedule=schedule), memory) for setup, memory in own)
     if fitting := _fitting(own, machines):
         return f"on paper: {taken} {_takes(fitting[0], memory_bytes)}"
@@ -306,7 +307,8 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
 
 
 def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
-    """Return the layers of each stage, as parallel.balance does."""
+    """Return the layers of each stage: the recipe's, else as parallel.balance has them, with as many stages
+    as the schedule needs."""
     stages = pipeline_size * (2 if train.pipeline_schedule == "interleaved" else 1)
     return train.pipeline_layers or balanced(shape.blocks, *work_of(shape), stages)
 

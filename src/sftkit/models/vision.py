@@ -151,8 +151,8 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
     path, config = str(orig_model.name_or_path), orig_model.config.encoder
     if not path:
         return
-    # Private: the commit that the config was loaded from, so that both files are of one version. Of transformers 5.17;
-    # where it is gone (huggingface/transformers#47611) the newest file is taken.
+    # Private: the commit that the config was loaded from, so that both files are of one version. Where transformers
+    # no longer has it (huggingface/transformers#47611) the newest file is taken.
     commit = getattr(orig_model.config, "_commit_hash", None)
     where = {"revision": commit, "local_files_only": os.path.isdir(path) or not hub_answers()}
     try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import balanced, slowest_rank
+from sftkit.config.topology import balanced, slowest_rank, stages_fit
 from sftkit.errors import ConfigError
 from sftkit.models.structure import attention_windows, count_parameters, decoder_blocks
 
@@ -35,7 +35,7 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
     if configured is None:
         parameters = count_parameters(orig_model)
         return balanced(num_layers, parameters.body / num_layers, parameters.head, stages)
-    if sum(configured) != num_layers or len(configured) != stages or len(configured) % pipeline_size:
+    if sum(configured) != num_layers or not stages_fit(len(configured), train.pipeline_schedule, pipeline_size):
         several = (
             f"{2 * pipeline_size} (or another multiple of {pipeline_size})" if stages_per_rank > 1 else pipeline_size
         )

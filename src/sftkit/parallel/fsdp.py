@@ -86,8 +86,8 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     for block in () if whole else blocks:
         fully_shard(block, mesh=meshes.blocks, mp_policy=policy, reshard_after_forward=not keep)
     alone = _alone(orig_model)
-    # Neither is read in the backward pass (pytorch #137922), as the loss has its gradients by then. Where weights are
-    # kept the setting changes nothing (pytorch #144800).
+    # Neither is read in the backward pass (pytorch/pytorch#137922), as the loss has its gradients by then. Where
+    # weights are kept the setting changes nothing (pytorch/pytorch#144800).
     for module in alone:
         sharded = fully_shard(module, mesh=meshes.rest, mp_policy=policy, reshard_after_forward=not keep)
         sharded.set_unshard_in_backward(False)
@@ -98,8 +98,8 @@ def shard(model: torch.nn.Module, meshes: Meshes, sharding: Sharding, precision:
     add_up_gradients(orig_model)
     # On the model, for set_gradient_sync, which is given nothing else.
     orig_model._sharding = sharding  # type: ignore[assignment]
-    # FSDP gathers at `forward` alone, and the train step calls other methods (pytorch #125394). The head is gathered
-    # for the loss, which reads its weight without calling it.
+    # FSDP gathers at `forward` alone, and the train step calls other methods (pytorch/pytorch#125394). The head is
+    # gathered for the loss, which reads its weight without calling it.
     _gather_in(orig_model, model, "sums")
     _gather_in(orig_model, model, "hidden_states")
     if output_projection(orig_model) in alone:
@@ -118,7 +118,7 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
 def add_up_gradients(model: torch.nn.Module) -> None:
     """Let the exchange of a sharded model add gradients up, undivided."""
     # FSDP divides by the ranks, and our loss has been divided by the targets of all. The second call, since a factor of
-    # 1 is a premultiplied sum to NCCL, which has had bugs (pytorch #155915).
+    # 1 is a premultiplied sum to NCCL, which has had bugs (pytorch/pytorch#155915).
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

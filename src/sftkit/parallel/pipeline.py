@@ -120,7 +120,7 @@ class Pipelined(torch.nn.Module):
     def _torch_stage(self, stage: StageModule, batch: Batch) -> PipelineStage:
         weight, device = embedding_of(self.model.orig_model), next(self.held()).device
         # Shapes are said beforehand: torch would infer them by a pass through all stages in turn, with exchanges of its
-        # own (pytorch #136912).
+        # own (pytorch/pytorch#136912).
         hidden = torch.empty(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device, requires_grad=True)
         loss = torch.empty(1, dtype=torch.promote_types(weight.dtype, torch.float32), device=device, requires_grad=True)
         return PipelineStage(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sftkit.config.terminal import print_text
 
-# torch 2.13 renames both (pytorch #186123) and warns of the old names; 2.11 knows those only.
+# torch 2.13 renames both (pytorch/pytorch#186123) and warns of the old names; 2.11 knows those only.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -133,7 +133,7 @@ class StageModule(torch.nn.Module):
             inputs["inputs_embeds"] = received
         hidden = decoded(self.decoder, inputs, batch, model.backend)
         if not self.is_last:
-            # What is received is: sender and receiver must agree (pytorch #114982), and torch 2.11 checks it.
+            # What is received is: sender and receiver must agree (pytorch/pytorch#114982), and torch 2.11 checks it.
             return hidden.contiguous()
         sums = model.sums_of_selected(model.objective.select(hidden, batch), batch)
         self.totals.append(Totals.of(sums))
@@ -143,8 +143,8 @@ class StageModule(torch.nn.Module):
 def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: bool) -> torch.nn.Module:
     """Return a decoder with some of the layers of another one: the same modules, in the same forward pass
     of its class."""
-    # Private: copy.copy shares all tables of a module (pytorch #128272), of which the full decoder must keep that of
-    # its children, `_modules`. A ModuleList of some layers alone would need a forward pass of its own for each
+    # Private: copy.copy shares all tables of a module (pytorch/pytorch#128272), of which the full decoder must keep
+    # that of its children, `_modules`. A ModuleList of some layers alone would need a forward pass of its own for each
     # architecture.
     part = copy.copy(full)
     part._modules = dict(full._modules)

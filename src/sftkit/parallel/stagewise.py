@@ -189,7 +189,7 @@ class _Links:
     def _work(self, way: Callable[..., Any], value: Tensor, peer: int) -> dist.Work:
         """Send or receive as torch's schedules do: NCCL then takes the group's communicator, and makes none
         for the pair."""
-        # pytorch #160342: a single isend makes a communicator for each pair of ranks, with buffers of its own.
+        # pytorch/pytorch#160342: a single isend makes a communicator for each pair of ranks, with buffers of its own.
         group = self.stages.group
         (work,) = dist.batch_isend_irecv([dist.P2POp(way, value, dist.get_global_rank(group, peer), group)])
         return work

@@ -50,8 +50,8 @@ def distribute(
 def replicate(model: torch.nn.Module, rt: Runtime) -> torch.nn.Module:
     """Return the model on the device, wrapped by DDP where there are several processes; it keeps
     its identity inside."""
-    # torch 2.13 deprecates broadcast_buffers for forward_sync_buffers (pytorch #178054); 2.11 and Accelerate know
-    # only this name.
+    # torch 2.13 deprecates broadcast_buffers for forward_sync_buffers (pytorch/pytorch#178054); 2.11 and Accelerate
+    # know only this name.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*broadcast_buffers")
         return rt.accelerator.prepare(model)

@@ -32,8 +32,8 @@ def use_one_worker_per_group() -> None:
     ) -> None:
         # Private: the options of a gloo group have no public names, and init_process_group takes none
         # (pytorch/pytorch#88330). What torch would fill in is filled in the same way, but for the number of threads.
-        if isinstance(timeout, group._Options):  # the caller chose its options
-            plain(self, store, rank, size, timeout, **fields)
+        if isinstance(fields.get("options", timeout), group._Options):  # the caller chose its options
+            plain(self, store, rank, size, *([] if "options" in fields else [timeout]), **fields)
             return
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         devices = [group.create_device(interface=name) for name in interfaces if name]

@@ -15,7 +15,8 @@ GROUP_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD
 
 def signal_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what torch's elastic launcher, which starts several processes, needs to pass every signal on."""
-    # By itself it knows nothing of SIGUSR1, by which queues announce that a job will be preempted: pytorch #154849.
+    # By itself it knows nothing of SIGUSR1, by which queues announce that a job will be preempted:
+    # pytorch/pytorch#154849.
     return {} if HANDLED in environ else {HANDLED: ",".join(number.name for number in heeded())}
 
 
@@ -88,14 +89,15 @@ def check_launcher(environ: Mapping[str, str]) -> str | None:
             "--config_file accelerate_configs/cpu_ddp.yaml"
         )
     lines = []
-    # 30 s is its default, and can be changed since pytorch #172596.
+    # 30 s is its default, and can be changed since pytorch/pytorch#172596.
     if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in environ:
         lines.append(
             "warning: the launcher kills this run 30 s after a signal, saved or not, and does not pass SIGUSR1 on: "
             f"start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 {HANDLED}={signal_env({})[HANDLED]} (make and "
             "sftkit.launch do)"
         )
-    # pytorch #135712: the store that launcher and ranks share keeps the addresses of the ranks before the restart.
+    # pytorch/pytorch#135712: the store that launcher and ranks share keeps the addresses of the ranks before the
+    # restart.
     if int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         lines.append(
             "warning: after a restart by the launcher the ranks may be given addresses of those that are gone, and "

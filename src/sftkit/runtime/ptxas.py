@@ -12,8 +12,8 @@ def use_ptxas_of_workers() -> None:
     That version is in the key of Triton's cache. Workers of torch 2.11 take torch/bin/ptxas (CUDA 13.0 in a wheel for
     CUDA 13), the process takes Triton's own (12.8), so that max-autotune found none of the kernels that workers had
     compiled for it, and compiled them again one by one: 5 to 20 s for a matrix product on an H200, which are 0.6 s now.
-    In torch 2.13 both take Triton's, and this does nothing: pytorch #163988, which says that only this function finds
-    it, put the program into wheels, and #174716 took it out again.
+    In torch 2.13 both take Triton's, and this does nothing: pytorch/pytorch#163988, which says that only this function
+    finds it, put the program into wheels, and #174716 took it out again.
     """
     # Private: what the workers call, and without a public name. It sets TRITON_PTXAS_PATH, for this process and all
     # that it starts.

@@ -24,7 +24,8 @@ def script(main: Callable[[], int | None]) -> None:
     script has nothing to save: an exception in the middle of an import would end as something else, and as a traceback.
 
     The group is closed only here, when main's own objects are gone: a DDP model that outlives its process group can
-    deadlock in its destructor, which waits for a gloo thread that waits for the interpreter lock (pytorch #56297).
+    deadlock in its destructor, which waits for a gloo thread that waits for the interpreter lock
+    (pytorch/pytorch#56297).
 
     Args:
         main: returns the exit code; None: 0.

@@ -223,8 +223,8 @@ def torch_passes_on_once(numbers: Iterable[int]) -> Iterator[None]:
         ignore_signals(numbers)
         raise api.SignalException(f"process {os.getpid()} got signal {signum}", sigval=signal.Signals(signum))
 
-    # Private: the launcher installs this function as the handler of each signal that it takes (pytorch #61602), and
-    # takes no other. Of the second signal no issue is known (torch 2.11 to 2.13).
+    # Private: the launcher installs this function as the handler of each signal that it takes (pytorch/pytorch#61602),
+    # and takes no other. Of the second signal no issue is known (torch 2.11 to 2.13).
     api._terminate_process_handler = once
     try:
         yield

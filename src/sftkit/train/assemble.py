@@ -21,6 +21,7 @@ from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.graph_passes import environment_of_passes
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config
+from sftkit.config.topology import stages_fit
 from sftkit.data.batches import loader
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import DocumentLengths, make_layout
@@ -183,15 +184,14 @@ def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data
 
 
 def earlier_layers(run: Run) -> tuple[int, ...] | None:
-    """Return the layers of each pipeline stage: the recipe's, else those of the resumed checkpoint if it has as many
-    stages; None: they are measured."""
+    """Return the layers of each pipeline stage: the recipe's, else those of the resumed checkpoint if this schedule
+    and as many ranks can have so many stages; None: they are measured."""
     train, folder, pipeline_size = run.cfg.train, run.resume.folder, run.rt.topology.stages
     if train.pipeline_layers or folder is None or pipeline_size == 1:
         return train.pipeline_layers
     # Timed again they might differ. A checkpoint's recipe has them written out: see open_checkpoints.
     before = (yaml.safe_load((folder / RECIPE).read_text()).get("train") or {}).get("pipeline_layers")
-    stages_per_rank = 2 if train.pipeline_schedule == "interleaved" else 1
-    return tuple(before) if before and len(before) == pipeline_size * stages_per_rank else None
+    return tuple(before) if before and stages_fit(len(before), train.pipeline_schedule, pipeline_size) else None
 
 
 def with_layers(cfg: Config, layers: tuple[int, ...] | None) -> Config:

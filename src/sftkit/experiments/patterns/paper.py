@@ -157,8 +157,11 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
     setup = _inputs(found, layout, topology, BUDGETS["speed"], row["set"].get("optim.name", DEFAULT))
     if topology.stages > 1:
         schedule = row["set"].get("train.pipeline_schedule", setup.schedule)
-        layers = layers_on_paper(found, TrainConfig(pipeline_schedule=schedule), topology.stages)
-        setup = replace(setup, stage_layers=layers, schedule=schedule)
+        # A run of an earlier commit did not say its layers.
+        layers = row.get("pipeline_layers") or layers_on_paper(
+            found, TrainConfig(pipeline_schedule=schedule), topology.stages
+        )
+        setup = replace(setup, stage_layers=tuple(layers), schedule=schedule)
     return on_paper(setup, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
 
 

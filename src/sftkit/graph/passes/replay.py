@@ -84,8 +84,8 @@ class Recorder:
     def __call__(self, work: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
         """Record a function's work and return it, see RecordGraph. Recording runs nothing on the device."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog (pytorch #104555) and the loader call CUDA from threads of their own, which in
-        # the default mode would invalidate the capture.
+        # thread_local: NCCL's watchdog (pytorch/pytorch#104555) and the loader call CUDA from threads of their own,
+        # which in the default mode would invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = work()
         self._graphs.append(graph)
@@ -95,7 +95,7 @@ class Recorder:
         """Destroy the graphs: none can be replayed any more. NCCL waits for those with collectives of a
         communicator before it ends that, and dropping who replays them is not enough: the classes that AOTAutograd
         makes are in reference cycles."""
-        # pytorch #115388: destroy_process_group hangs while such a graph is there.
+        # pytorch/pytorch#115388: destroy_process_group hangs while such a graph is there.
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
