@@ -29,7 +29,8 @@ PREFETCHED = "deep llama; graph; reshard_after_forward,full_checkpointing,prefet
 WIDE = f"wide llama; graph; {BLOCKS}"
 OF_BLOCKS = f"llama; graph; {BLOCKS}"
 TENSOR = f"deepseek_v3; graph; {BLOCKS}; tp"
-TWO = (OF_BLOCKS, WIDE, TENSOR, FLEX, PREFETCHED)
+ONCE = "wide llama; graph; gather_once,block_bucketing"
+TWO = (OF_BLOCKS, WIDE, TENSOR, FLEX, PREFETCHED, ONCE)
 TO_ALL = "deepseek_v3; graph; reshard_after_forward,full_checkpointing,auto_bucketing; tp alltoall"
 LOPSIDED = f"lopsided deepseek_v3; graph; {BLOCKS}; tp alltoall"
 SLOW_TENSOR = (
@@ -49,6 +50,9 @@ COMPILED = (
     "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor",
     *ORDERED,
     f"wide llama; graph; {BLOCKS},full_inductor",
+    "deep llama; graph; gather_once,block_bucketing,full_inductor",
+    "qwen3; graph; gather_once,full_inductor",
+    "llama; flex; gather_once,auto_bucketing,regional_inductor",
 )
 COMPILED_TENSOR = (
     "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor; tp",
@@ -61,12 +65,24 @@ SAME_BITS = (
     "deep llama; graph; reshard_after_forward,prefetching",
     f"deep llama; graph; {BLOCKS}",
 )
-SDPA = (f"llama; sdpa fixed; {BLOCKS}", f"llama; sdpa bucketed; {BLOCKS}")
+SAME_BITS_KEPT = (
+    "deep llama; graph",
+    "deep llama; graph; gather_once,selective_checkpointing,prefetching",
+    "deep llama; graph; gather_once,block_bucketing",
+)
+SDPA = (
+    f"llama; sdpa fixed; {BLOCKS}",
+    f"llama; sdpa bucketed; {BLOCKS}",
+    "llama; sdpa bucketed; gather_once,block_bucketing",
+)
 BF16 = ("bf16 llama; graph; reshard_after_forward", "bf16 wide llama; graph; reshard_after_forward")
 "Compared with what rounds alike: their own plain model, in the checks."
 SLOW_TWO = (
     *SAME_BITS,
+    *SAME_BITS_KEPT,
     *SDPA,
+    "uneven llama; graph; gather_once",
+    "deepseek_v3; graph; gather_once,block_bucketing; tp",
     "qwen3; graph",
     "llama; eager",
     "qwen3; eager",
@@ -298,9 +314,24 @@ def test_prefetching_changes_the_order_alone() -> None:
         assert max_in_flight(texts[half, "prefetching"], operator) >= weights, f"{half}: a block has nine weights"
 
 
+def test_the_micro_batches_of_a_step_gather_weights_once() -> None:
+    weights, table = 12 - 1, 2  # of a table that is looked up where it lies: token ids, and the gradients of rows
+    plain, once = (ranks(2, *TWO)[case] for case in (WIDE, ONCE))
+    count = once["micro_batches"]
+    assert count == plain["micro_batches"] == 2
+    again = 10  # in the backward pass, where weights are not kept for it: not the head
+    assert plain["gathered"] == count * (weights + again + table)
+    assert once["gathered"] == weights + count * table
+    passes = collectives(ONCE, ranks(2, *TWO))
+    assert passes["forward block_bucketing"] == {"all-gather": 2 + 1, "reduce-scatter": 1}
+    assert passes["later-forward block_bucketing"] == {"all-gather": 1, "reduce-scatter": 1}
+
+
 @pytest.mark.slow
-def test_moving_and_merging_collectives_change_no_bit() -> None:
-    plain, *changed = (ranks(2, *SLOW_TWO)[case] for case in SAME_BITS)
+@pytest.mark.parametrize("cases", [SAME_BITS, SAME_BITS_KEPT])
+def test_moving_and_merging_collectives_change_no_bit(cases: tuple[str, ...]) -> None:
+    """Nor does it that micro-batches share what the first has gathered."""
+    plain, *changed = (ranks(2, *SLOW_TWO)[case] for case in cases)
     for found in changed:
         assert found["losses"] == plain["losses"]
         assert found["gradients"] == plain["gradients"]

@@ -148,6 +148,7 @@ def of_blocks(base: Path) -> dict[int, float]:
 
 SFT = {
     "sft": FSDP2,
+    "sft_gather_once": FSDP2,
     **dict.fromkeys(
         (
             "sft_no_passes",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny, tiny_llama
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from sftkit.config.schema import (
@@ -120,6 +121,18 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+class Gathers(TorchDispatchMode):
+    """Counts the tensors that all-gathers are given within it."""
+
+    supports_higher_order_operators = True  # FlexAttention is one
+    tensors = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_gather_into_tensor" in str(func):
+            self.tensors += len(args[0]) if isinstance(args[0], list) else 1
+        return func(*args, **(kwargs or {}))
+
+
 def made(rt: runtime.Runtime, model: str, cfg: Config) -> tuple[Engine, Batches]:
     """An engine of a model, and its rows."""
     layout, batches = rows_of(rt, cfg.data.layout)
@@ -140,7 +153,9 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     losses = []
     with engine.guarded():
         for step in batches.steps(0, STEPS):
-            sums = over_ranks(rt, engine.step(step, 1e-2).sums)
+            with Gathers() as gathers:
+                outcome = engine.step(step, 1e-2)
+            sums = over_ranks(rt, outcome.sums)
             losses.append(float(sums["nll"]) / step.num_targets)
     report = engine.report()
     stages = engine.captured.stages if isinstance(engine, GraphEngine) else {}
@@ -148,6 +163,8 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     return {
         "gradients": found,
         "losses": losses,
+        "gathered": gathers.tensors,
+        "micro_batches": len(step.micro_batches),
         "weights": {name: float(full(p).double().square().sum()) for name, p in orig_model.named_parameters()},
         "names": list(orig_model.state_dict()),
         "local_elements": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in orig_model.parameters()),

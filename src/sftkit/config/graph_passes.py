@@ -10,8 +10,9 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-STAGES = ("joint", "split", "regions", "codegen", "replay")
-"""In this order. joint: a pass over the captured forward-backward graph, before it is split; split: over each half;
+STAGES = ("joint", "part", "split", "regions", "codegen", "replay")
+"""In this order. joint: a pass over the captured forward-backward graph, before it is split; part: what makes two
+graphs of the forward half; split: a pass over each half;
 regions: what puts compiled code in the place of parts of a half; codegen: what makes code of a half, in place of an
 operator after the other; replay: what is called in place of that code."""
 
@@ -45,6 +46,7 @@ PASSES = {
             stage="joint",
             fn="sftkit.graph.passes.joint_passes:reshard_after_forward",
             summary="weights are gathered again in the backward pass and not kept for it",
+            conflicts=("gather_once",),
         ),
         Pass(
             name="full_checkpointing",
@@ -59,6 +61,13 @@ PASSES = {
             fn="sftkit.graph.passes.joint_passes:selective_checkpointing",
             summary="the outputs of its matrix products and attention are kept, too",
             conflicts=("full_checkpointing",),
+        ),
+        Pass(
+            name="gather_once",
+            stage="part",
+            fn="sftkit.graph.passes.gather_once:part",
+            summary="the first micro-batch of a step gathers the weights for all of them",
+            conflicts=("reshard_after_forward", "cuda_graphs"),
         ),
         Pass(
             name="prefetching",
@@ -102,6 +111,7 @@ PASSES = {
             stage="replay",
             fn="sftkit.graph.passes.replay:Recorder",
             summary="both halves are recorded as CUDA graphs and replayed; on a GPU",
+            conflicts=("gather_once",),
         ),
     )
 }

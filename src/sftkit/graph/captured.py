@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -13,6 +13,7 @@ from sftkit.data.batches.collate import Batch
 from sftkit.errors import RecompileError
 from sftkit.graph.capture import Graph, Signature, capture, signature_of
 from sftkit.graph.passes.apply import Passes, Stage
+from sftkit.graph.passes.gather_once import Gathered
 from sftkit.graph.passes.replay import Recorder
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Sums
@@ -38,6 +39,7 @@ class CapturedModel(torch.nn.Module):
         super().__init__()
         self.model, self._passes, self._saves_memory = model, passes, saves_memory
         self._recorder: Recorder | None = None
+        self._gathered = Gathered() if "gather_once" in passes else None
         self._eager = eager_backend(model.backend, model.orig_model)
         self._graphs: dict[Signature, Graph] = {}
         self._on_other: OnRecompile | None = None
@@ -53,7 +55,7 @@ class CapturedModel(torch.nn.Module):
         # One for all shapes, so that their CUDA graphs share a memory pool: only one shape runs at a time.
         if "cuda_graphs" in self._passes and self._recorder is None:
             self._recorder = Recorder()
-        passes = Passes(self._passes, self._saves_memory, self._recorder)
+        passes = Passes(self._passes, self._saves_memory, self._recorder, self._gathered)
         self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
         self.stages[_shape(batch)] = passes.stages
 
@@ -72,6 +74,11 @@ class CapturedModel(torch.nn.Module):
     def seconds(self) -> float:
         """Return what all captures took."""
         return sum(graph.seconds for graph in self._graphs.values())
+
+    def step(self, micro_batches: int) -> AbstractContextManager[None]:
+        """Let so many micro-batches share whole weights within the context, if they were captured so; weights must
+        not change before the last."""
+        return nullcontext() if self._gathered is None else self._gathered.step(micro_batches)
 
     def contract(self, on_recompile: OnRecompile) -> AbstractContextManager[None]:
         """Hold calls to the captured shapes within the context: another one is an error, or captured now

@@ -10,7 +10,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -403,8 +403,37 @@ def boxed(graph: GraphModule) -> Boxed:
     graph.graph.set_codegen(private("torch.fx.graph", "_BoxedCodeGen")())
     graph.recompile()
 
-    def run(args: list[Any]) -> Any:
-        return graph(args)
+    return as_boxed(lambda args: graph(args))
 
-    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of this calling convention
+
+def as_boxed(run: Boxed) -> Boxed:
+    """Return a function with AOTAutograd's mark of this calling convention."""
+    run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def with_strides(compile_one: Callable[[], Boxed]) -> tuple[Boxed, list[Any]]:
+    """Compile a half, and return with it the strides that Inductor chose for its outputs, of which nobody else is told;
+    none of a graph that it did not compile."""
+    # Private (pytorch/pytorch#105010): AOTAutograd hears of them in this way, and refuses to hear of two graphs.
+    with private("torch._guards", "TracingContext").report_output_strides() as strides:
+        return compile_one(), strides
+
+
+def report_strides(strides: Sequence[Any]) -> None:
+    """Tell AOTAutograd the strides of the outputs of the half that is being compiled."""
+    told = private("torch._guards", "TracingContext").get().output_strides
+    if told is not None:
+        told.extend(strides)
+
+
+@contextmanager
+def kept_from_reuse(graph: GraphModule, names: Container[str]) -> Iterator[None]:
+    """Keep Inductor from writing over these inputs of a backward half, which it otherwise does with all that the
+    forward half made for it."""
+    # Private (pytorch/pytorch#130580): AOTAutograd lists the inputs that nobody else has, as it thinks.
+    metadata = private("torch._guards", "TracingContext").get().fw_metadata
+    inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    left = [at for at in metadata.bw_donated_idxs or () if inputs[at] not in names]
+    with replaced(metadata, "bw_donated_idxs", left):
+        yield

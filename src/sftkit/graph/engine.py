@@ -80,6 +80,8 @@ class GraphEngine:
             ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
         """
         orig_model, layout, passes = training.orig_model, training.layout, cfg.graph.passes
+        if layout.accumulation == 1:  # nobody to share with
+            passes = tuple(name for name in passes if name != "gather_once")
         self._cfg, self._rt, self._layout, self._run_dir = cfg, rt, layout, run_dir
         # What needs no weights comes first: a wrong recipe fails before minutes of reading them.
         check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
@@ -195,12 +197,14 @@ class GraphEngine:
         losses: dict[tuple[int, int], float] = {}
         rt, model, layout = self._rt, self.model, self._layout
         run_shape = shape_runner(rt, self.captured, model, layout, losses)
-        times = 2 if "cuda_graphs" in self._cfg.graph.passes else 1  # the second time is recorded
+        # The second time is recorded, or takes weights of the first.
+        times = 1 if {"cuda_graphs", "gather_once"}.isdisjoint(self._cfg.graph.passes) else 2
         with random_state_kept():
             # Eagerly no shape has code of its own: the last, which is the largest, is enough for the peak of memory.
             for rows, row_length in layout.shapes if self.compiled else layout.shapes[-1:]:
-                for _ in range(times):
-                    run_shape(rows, row_length)
+                with self.captured.step(times):
+                    for _ in range(times):
+                        run_shape(rows, row_length)
                 model.zero_grad(set_to_none=True)
         return losses
 
@@ -238,7 +242,8 @@ class GraphEngine:
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
         """Run the captured forward and backward passes, whose gradients are exchanged in each, and one update."""
-        return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
+        with self.captured.step(len(batches.micro_batches)):
+            return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
 
     @property
     def watch(self) -> CompileWatch:

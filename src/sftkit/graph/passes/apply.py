@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.fx import GraphModule
 from sftkit.config.graph_passes import PASSES, Pass
 from sftkit.graph import compat
 from sftkit.graph.graphs import Counts, counts_of, tensor_bytes
+from sftkit.graph.passes.gather_once import Gathered, compile_both, part
 from sftkit.graph.passes.regions import flex_attention
 from sftkit.graph.passes.replay import RecordGraph, Replayed
 from sftkit.rundir.files import replace_text
@@ -27,7 +29,7 @@ class Stage:
     """A graph at one point of its way."""
 
     graph: str
-    "joint, forward or backward"
+    "joint, forward, later-forward (gather_once) or backward"
     after: str
     "the pass that it comes from: captured, split, or a name of graph.passes"
     counts: Counts
@@ -43,8 +45,12 @@ class Passes:
     "whether the split keeps no more for the backward pass than torch's activation memory budget"
     recorder: RecordGraph | None = None
     "what records CUDA graphs; None: halves are called"
+    gathered: Gathered | None = None
+    "where the micro-batches of a step share whole weights; None: each gathers its own"
     stages: list[Stage] = field(default_factory=list)
     "what the graphs were like, in order"
+    _shared: set[str] = field(default_factory=set)
+    "names of values that micro-batches share"
 
     def on_joint(self, graph: GraphModule) -> None:
         """Change the captured graph, in place."""
@@ -54,10 +60,8 @@ class Passes:
             graph.recompile()
             self._record("joint", spec.name, graph)
 
-    def _on_half(self, half: str, graph: GraphModule) -> None:
-        """Change the forward or the backward half, in place."""
-        kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
-        self._record(half, "split", graph, kept)
+    def _on_half(self, half: str, graph: GraphModule, kept: int | None) -> None:
+        """Change a half, in place."""
         # Regions last: they are compiled as they are then, so what merges and moves collectives has to be done.
         for spec in (*self._at("split"), *self._at("regions")):
             _function(spec)(graph, for_inductor=self.for_inductor)
@@ -79,13 +83,31 @@ class Passes:
         Args:
             num_sums: how many outputs a captured graph has before its gradients.
         """
-        self._on_half(half, graph)
+        kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
+        self._record(half, "split", graph, kept)
+        if self.gathered is not None and half == "forward" and (parted := part(graph)) is not None:
+            self._shared = parted.kept
+            self._record("forward", "gather_once", graph)
+            self._record("later-forward", "gather_once", parted.later)
+            graphs = {"forward": graph, "later-forward": parted.later}
+            compiled = compile_both(parted, examples, lambda name, given: self._compiled(name, graphs[name], given))
+            return self.gathered.shared(parted.keys, *compiled)
         in_place = compat.in_place(graph, half)  # before Inductor owns the graph
-        codegen = self._at("codegen")
-        run = _function(codegen[0])(graph, examples, half) if codegen else compat.boxed(graph)
+        run = self._compiled(half, graph, examples, kept)
         if self.recorder is None:
             return run
         return Replayed(run, in_place, num_sums if half == "forward" else None, self.recorder)
+
+    def _compiled(
+        self, half: str, graph: GraphModule, examples: Sequence[Any], kept: int | None = None
+    ) -> compat.Boxed:
+        self._on_half(half, graph, kept)
+        codegen = self._at("codegen")
+        if not codegen:
+            return compat.boxed(graph)
+        shared = half == "backward" and self._shared
+        with compat.kept_from_reuse(graph, shared) if shared else nullcontext():
+            return _function(codegen[0])(graph, examples, half)
 
     def _at(self, stage: str) -> list[Pass]:
         return [PASSES[name] for name in self.names if PASSES[name].stage == stage]
