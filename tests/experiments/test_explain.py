@@ -380,8 +380,8 @@ def recipe(tmp_path: Path, model: str = "llama") -> Path:
     return file
 
 
-def subject_of(file: Path, *words: str, layers: int | None = None) -> Subject:
-    return of_recipe(read_config(file, words, world_size=1), layers, cpu_runtime())
+def subject_of(file: Path, *words: str, layers: int | None = None, of_encoder: bool = False) -> Subject:
+    return of_recipe(read_config(file, words, world_size=1), layers, cpu_runtime(), of_encoder=of_encoder)
 
 
 def test_a_recipe_is_its_decoder_with_batches_of_its_shape(tmp_path: Path) -> None:
@@ -392,6 +392,8 @@ def test_a_recipe_is_its_decoder_with_batches_of_its_shape(tmp_path: Path) -> No
     assert not torch.equal(subject.call.kwargs["input_ids"], subject.again.kwargs["input_ids"])
     with pytest.raises(ConfigError, match="--layers: 3, but the model has 2 blocks"):
         subject_of(recipe(tmp_path), layers=3)
+    with pytest.raises(ConfigError, match="--encoder: llama has none"):
+        subject_of(recipe(tmp_path), of_encoder=True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", "varlen", "flex", "fa4"])
@@ -413,7 +415,7 @@ CAPTIONING = ROOT / "recipes/captioning/caption_smoke.yaml"
 def test_the_decoder_of_a_captioning_recipe_looks_at_what_its_encoder_made() -> None:
     subject = subject_of(CAPTIONING, "train.micro_batch_size=2", "data.row_length=256")
     assert subject.trained is not None
-    assert "leave out the encoder (ViTModel)" in (subject.beside or "")
+    assert "--encoder looks at ViTModel" in (subject.beside or "")
     pictures = subject.trained.batch.inputs["pixel_values"]
     assert subject.call.kwargs["encoder_hidden_states"].shape == (
         2,
@@ -426,6 +428,31 @@ def test_the_decoder_of_a_captioning_recipe_looks_at_what_its_encoder_made() -> 
     exec(subject.source, scope)
     assert type(scope["module"]) is type(subject.module)
     assert scope["module"].state_dict().keys() == subject.module.state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", ["pictures", "texts"])
+def test_an_encoder_is_looked_at_with_what_a_step_gives_it(kind: str, tmp_path: Path) -> None:
+    words = ["train.micro_batch_size=2", "data.row_length=256"]
+    if kind == "texts":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+        words.append(f"model.scratch={json.dumps({'model_type': 't5', **sizes})}")
+    subject = subject_of(CAPTIONING, *words, of_encoder=True)
+    whole = subject_of(CAPTIONING, *words)
+    assert subject.trained is not None
+    inputs = whole.trained.batch.inputs if whole.trained else {}
+    name = next(iter(subject.call.kwargs))
+    assert len(subject.call.kwargs[name]) == len(next(iter(inputs.values()))), "all that a micro-batch encodes"
+    assert subject.call.shape == " x ".join(map(str, subject.call.kwargs[name].shape))
+    assert subject.again.kwargs[name].shape == subject.call.kwargs[name].shape
+    assert not torch.equal(subject.again.kwargs[name], subject.call.kwargs[name])
+    assert subject.other is None
+    encoded = subject.run(subject.call).last_hidden_state
+    assert encoded.ndim == 3
+    scope: dict[str, Any] = {"torch": torch}
+    exec(subject.source, scope)
+    assert type(scope["module"]) is type(subject.module)
+    assert scope["module"].state_dict().keys() == subject.module.state_dict().keys() != whole.module.state_dict().keys()
+    assert breaks_of(subject)["rows"] == []
 
 
 @pytest.mark.slow

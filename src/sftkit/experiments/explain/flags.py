@@ -40,6 +40,9 @@ def parse() -> tuple[Namespace, Config | None]:
     blocks = whole_number("blocks", 1)
     parser.add_argument("--layers", type=blocks, metavar="N", help="the first N blocks of the model only; all")
     parser.add_argument(
+        "--encoder", action="store_true", help="of a model with an encoder that one, in place of the decoder"
+    )
+    parser.add_argument(
         "--bisect", action="store_true", help="find the smallest module at fault, and write it as a script"
     )
     parser.add_argument(
@@ -51,10 +54,10 @@ def parse() -> tuple[Namespace, Config | None]:
     refuse_torch_logs()
     if (args.subject is None) == (not args.labs):
         parser.error("name a recipe or FILE.py:FUNCTION, or take --labs alone")
-    if args.labs and (args.bisect or args.kernels or args.layers):
-        parser.error("--labs has no recipe, so no --bisect, --kernels or --layers")
-    if is_file(args.subject) and (args.overrides or args.layers):
-        parser.error("key=value words and --layers belong to a recipe")
+    if args.labs and (args.bisect or args.kernels or args.layers or args.encoder):
+        parser.error("--labs has no recipe, so no --bisect, --kernels, --layers or --encoder")
+    if is_file(args.subject) and (args.overrides or args.layers or args.encoder):
+        parser.error("key=value words, --layers and --encoder belong to a recipe")
     if is_file(args.subject):
         file_of(args.subject)
     without = args.labs or is_file(args.subject)

@@ -75,7 +75,7 @@ def subject_of(args: Namespace, cfg: Config | None) -> Iterator[Subject]:
         yield of_file(args.subject, start_device())
         return
     with closing(runtime.start(cfg.run, cfg.train)) as rt:
-        yield of_recipe(cfg, args.layers, rt)
+        yield of_recipe(cfg, args.layers, rt, of_encoder=args.encoder)
 
 
 def _facts(name: str, device: torch.device) -> dict[str, Any]:
@@ -87,7 +87,8 @@ def _bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]
     """Return the section on the smallest modules at fault; differences are looked for with the recipe's backend, all
     else without generated code."""
     rows = []
-    for question in QUESTIONS:
+    # Of a module with inputs of one shape nothing can be asked about another.
+    for question in (each for each in QUESTIONS if subject.other or each.name != "shapes"):
         used = backend if question.name == "differs" else "eager"
         with working(f"which module {question.title}?"):
             finding = bisect(subject, question, used)

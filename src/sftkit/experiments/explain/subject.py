@@ -1,10 +1,10 @@
-"""What is explained: a module with calls of it. Here the decoder of a recipe's model; see also user_file."""
+"""What is explained: a module with calls of it. Here the decoder or encoder of a recipe's model; see also user_file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,16 +92,17 @@ class Subject:
             return self.module(*call.args, **call.kwargs)
 
 
-def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
+def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool = False) -> Subject:
     """Return the decoder of a recipe's model with random weights, and batches of the recipe's shape with random tokens:
     neither weights nor data are read.
 
     Args:
         layers: the first so many blocks only; None: all.
+        of_encoder: the encoder in place of the decoder.
 
     Raises:
-        ConfigError: the config or tokenizer of the model is not here, it has fewer blocks, or an option of the
-            compiler is unknown to this torch.
+        ConfigError: the config or tokenizer of the model is not here, it has fewer blocks or no encoder, or an option
+            of the compiler is unknown to this torch.
     """
     check_options(cfg.compile)
     # Model, layout, attention and loss as the run has them, but with made-up lengths of documents, from an eighth to
@@ -112,6 +113,8 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     if length is None:
         raise ConfigError(f"data.max_length: {unresolved_reason(cfg.model.path)}")
     encodes = config.is_encoder_decoder
+    if of_encoder and not encodes:
+        raise ConfigError(f"--encoder: {config.model_type} has none: leave it out")
     lengths = np.linspace(max(length // 8, 1), length, 64).astype(np.int64)
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, length, encoded=encodes))
     execution = Execution(cfg.compile.enabled, captured=cfg.train.engine == "graph")
@@ -122,9 +125,11 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
     rows, row_length = layout.shapes[-1]
     kinds = (row_length, None), (row_length, 1), (other_length(row_length), 1)
     batches = [batch_of(layout, orig_model, rows, columns, seed).to(rt.device) for columns, seed in kinds]
-    call, again, other = (_call(model, batch) for batch in batches)
-    return Subject(
-        f"{type(orig_model).__name__}, {counted(config.get_text_config().num_hidden_layers, 'block')}",
+    calls = [_calls(model, batch) for batch in batches]
+    call, again, other = (of_decoder for of_decoder, _ in calls)
+    name = f"{type(orig_model).__name__}, {counted(config.get_text_config().num_hidden_layers, 'block')}"
+    subject = Subject(
+        name,
         decoder(orig_model),
         call,
         again,
@@ -132,17 +137,26 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime) -> Subject:
         source=_source(config, cfg.model, orig_model),
         around=partial(kernel_order, backend),
         trained=ProfiledStep(model, batches[0], layout.dynamic),
-        beside=_beside(orig_model),
     )
-
-
-def _beside(orig_model: PreTrainedModel) -> str | None:
-    """Return what of a model with an encoder is not looked at: the decoder alone is. None: there is no encoder."""
-    if (found := encoder(orig_model)) is None:
-        return None
-    return (
-        f"the decoder alone: breaks and --bisect leave out the encoder ({type(found).__name__}), which is looked at as "
-        "FILE.py:FUNCTION; the step of --kernels has both"
+    module = encoder(orig_model)
+    if module is None:
+        return subject
+    given = calls[0][1]
+    assert given is not None
+    both = "; the step of --kernels has both"
+    if not of_encoder:
+        return replace(subject, beside=f"the decoder alone: --encoder looks at {type(module).__name__}{both}")
+    # Its inputs have one shape, whatever the length of rows: pictures, or texts that are padded to data.max_length.
+    flipped = {key: value.flip(-1) if torch.is_tensor(value) else value for key, value in given.kwargs.items()}
+    return replace(
+        subject,
+        name=f"{name}: its encoder, {type(module).__name__}",
+        module=module,
+        call=given,
+        again=replace(given, kwargs=flipped),
+        other=None,
+        source=_source(config, cfg.model, orig_model, part=".get_encoder()"),
+        beside=f"the encoder alone{both}",
     )
 
 
@@ -204,16 +218,31 @@ def other_length(row_length: int) -> int:
     return max(2, row_length * 3 // 4 // 8 * 8) if row_length >= 16 else max(2, row_length - 1)
 
 
-def _call(model: ModelWithLoss, batch: Batch) -> ModuleCall:
-    """Return the call of the decoder, with what the encoder, where there is one, has made of noise."""
+def _calls(model: ModelWithLoss, batch: Batch) -> tuple[ModuleCall, ModuleCall | None]:
+    """Return the call of the decoder, with what the encoder, where there is one, has made of noise; and that
+    of the encoder."""
+    of_encoder: list[ModuleCall] = []
+
+    def listen(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        shape = " x ".join(map(str, next(iter(kwargs.values())).shape))
+        of_encoder.append(ModuleCall(args, kwargs, shape))
+
+    first = encoder(model.orig_model)
+    handle = first and first.register_forward_pre_hook(listen, with_kwargs=True)
     with torch.no_grad(), kernel_order(model.backend):
         kwargs = model.kind.decoder_inputs(model.orig_model, batch, model.backend)
-    return ModuleCall((), kwargs, "{} x {}".format(*batch.shape))
+    if handle:
+        handle.remove()
+    return ModuleCall((), kwargs, "{} x {}".format(*batch.shape)), of_encoder[0] if of_encoder else None
 
 
-def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrainedModel) -> str:
+def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrainedModel, part: str | None = None) -> str:
     """Return Python that makes the same decoder from its config: by itself, or of code that comes with the model from
-    its folder."""
+    its folder.
+
+    Args:
+        part: another part than the decoder, as an expression behind the model.
+    """
     num_blocks = config.get_text_config().num_hidden_layers
     if model.trust_remote_code and model.path:
         path = str(Path(resolve(model.path)).absolute())
@@ -224,11 +253,11 @@ def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrained
         kind = fields.pop("model_type", config.model_type)
         make = f"config = AutoConfig.for_model({kind!r}, **{fields!r})\n"
     # Some models wrap their decoder in another model, so that it is asked for twice.
-    levels = 1 if orig_model.get_decoder() is decoder(orig_model) else 2
+    part = part or ".get_decoder()" * (1 if orig_model.get_decoder() is decoder(orig_model) else 2)
     remote = ", trust_remote_code=True" if model.trust_remote_code else ""
     return (
         f"from transformers import AutoConfig, {kind_of(config).auto_class.__name__}\n\n{make}"
         f"model = {kind_of(config).auto_class.__name__}.from_config(config, dtype={orig_model.dtype}, "
         f"attn_implementation={plain_implementation(config)!r}{remote})\n"
-        f"module = model{'.get_decoder()' * levels}.to({str(orig_model.device)!r}).train()\n"
+        f"module = model{part}.to({str(orig_model.device)!r}).train()\n"
     )
