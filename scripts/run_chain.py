@@ -2,7 +2,7 @@
 
 .venv/bin/python scripts/run_chain.py recipes/default                       a small model that learns, in some minutes
 .venv/bin/python scripts/run_chain.py recipes/smoke                         a tiny model, for a first look
-.venv/bin/python scripts/run_chain.py recipes/default train.max_steps=100   overrides go to all three stages
+.venv/bin/python scripts/run_chain.py recipes/default train.max_steps=100   overrides go to all stages
 """
 
 import sys

@@ -392,7 +392,7 @@ def test_a_recipe_is_its_decoder_with_batches_of_its_shape(tmp_path: Path) -> No
     assert not torch.equal(subject.call.kwargs["input_ids"], subject.again.kwargs["input_ids"])
     with pytest.raises(ConfigError, match="--layers: 3, but the model has 2 blocks"):
         subject_of(recipe(tmp_path), layers=3)
-    with pytest.raises(ConfigError, match="--encoder: llama has none"):
+    with pytest.raises(ConfigError, match=r"--encoder: the model of this recipe \(llama\) has none"):
         subject_of(recipe(tmp_path), of_encoder=True)
 
 
@@ -415,7 +415,7 @@ CAPTIONING = ROOT / "recipes/captioning/caption_smoke.yaml"
 def test_the_decoder_of_a_captioning_recipe_looks_at_what_its_encoder_made() -> None:
     subject = subject_of(CAPTIONING, "train.micro_batch_size=2", "data.row_length=256")
     assert subject.trained is not None
-    assert "--encoder looks at ViTModel" in (subject.beside or "")
+    assert "--encoder examines ViTModel" in (subject.beside or "")
     pictures = subject.trained.batch.inputs["pixel_values"]
     assert subject.call.kwargs["encoder_hidden_states"].shape == (
         2,

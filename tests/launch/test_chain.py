@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sftkit.launch.chain import summary, was_stopped
+from sftkit.errors import ConfigError
+from sftkit.launch.chain import read_stages, summary, was_stopped
 from sftkit.rundir.names import FINAL, RESULTS
 
 
@@ -41,6 +42,12 @@ def test_the_summary_counts_the_checks_of_each_stage_and_names_the_report(tmp_pa
     others = [line for line in text.splitlines() if str(tmp_path) not in line]
     assert max(map(len, others)) < 80, "a terminal of 80 columns breaks no line but long paths"
     assert "recipes/default" not in text
+
+
+def test_a_chain_whose_stages_would_replace_one_another_is_refused() -> None:
+    message = r"^run\.dir=runs/mine: each stage of a chain has a directory of its own: .*recipes/smoke/mid\.yaml"
+    with pytest.raises(ConfigError, match=message):
+        read_stages(Path("recipes/smoke"), ["run.dir=runs/mine"])
 
 
 @pytest.mark.parametrize(("before", "low", "told"), [(0.1, 0.05, True), (0.1, 0.7, False), (0.8, 0.7, True)])

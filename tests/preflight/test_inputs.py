@@ -108,7 +108,7 @@ def test_wrong_settings_files_columns_models_and_stages_stand_in_one_report(here
         f"model.chat_template: own.jinja: no such file (looked in {here})",
         f"data.train.0.path: chat.jsonl: no such file or folder (looked in {here}). Did you mean chats.jsonl?",
         "data.val.0.path: wrong.csv:2: columns question, reply are none of the accepted ones",
-        "train.resume: runs/mine/step-000001: no readable manifest.json",
+        f"train.resume: runs/mine/step-000001: no such folder (looked in {here})",
         f"eval.data: rows: no such folder (looked in {here})",
     ]
     assert sorted(starts) == sorted(start for start in starts if any(problem.startswith(start) for problem in found)), (

@@ -282,6 +282,20 @@ def test_the_command_that_continues_a_run_replaces_an_earlier_resume() -> None:
     assert resume_command(words) == expected
 
 
+def test_the_command_that_continues_a_run_names_the_launcher_and_its_topology(tmp_path: Path) -> None:
+    script, launcher = tmp_path / "train.py", tmp_path / "accelerate"
+    script.write_text("import sys\nfrom sftkit.rundir.status import resume_command\nprint(resume_command(sys.argv))\n")
+    launcher.write_text("import subprocess, sys\nsubprocess.run([sys.executable, *sys.argv[4:]], check=True)\n")
+    options = ["launch", "--config_file", "a folder/fsdp2.yaml"]
+    words = [sys.executable, str(launcher), *options, str(script), "recipe.yaml", "train.resume=runs/x"]
+    environ = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    told = subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout
+    assert told == (
+        f"ACCELERATE_USE_CPU=true {program_path('accelerate')} launch --config_file 'a folder/fsdp2.yaml' {script} "
+        "recipe.yaml train.resume=auto\n"
+    )
+
+
 def test_a_launcher_that_would_cut_a_save_short_or_restart_in_vain_is_warned_of() -> None:
     assert check_launcher({}) is None
     ready = {"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300", "TORCHELASTIC_MAX_RESTARTS": "0"}

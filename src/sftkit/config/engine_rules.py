@@ -29,7 +29,8 @@ def _pipeline(get: Get) -> Iterator[Problem]:
     if get("train.engine") != "pipeline":
         for key in ("train.pipeline_stages", "train.pipeline_schedule", "train.pipeline_layers"):
             if get(key) != ("1f1b" if key == "train.pipeline_schedule" else None):
-                yield key, f"only goes with train.engine pipeline, not {get('train.engine')}"
+                problem = f"only goes with train.engine pipeline, not {get('train.engine')}"
+                yield key, f"{problem}: leave it out, or set train.engine=pipeline"
         return
     if get("data.layout") in ("bucketed", "dynamic"):
         yield (
@@ -83,7 +84,7 @@ def _graph(get: Get) -> Iterator[Problem]:
     if get("train.engine") != "graph":
         resets |= {dispatcher: "leave it out"} if get(dispatcher) != "allgather" else {}
         for key, advice in resets.items():
-            yield key, f"only goes with train.engine graph, not {get('train.engine')}: {advice}"
+            yield key, f"only goes with train.engine graph, not {get('train.engine')}: {advice}, or train.engine=graph"
         return
     if get(dispatcher) == "alltoall" and "cuda_graphs" in passes:
         yield (

@@ -22,6 +22,8 @@ from sftkit.config.schema import SourceConfig, source_label
 from sftkit.config.topology import Topology
 
 BUILTIN_SOURCES = ("builtin:docs", "builtin:tasks", "builtin:pictures")
+STEP_PATH = re.compile(r"/|\\|^step-")
+"What looks like the path of a step directory."
 
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule]) -> Iterator[Problem]:
@@ -202,7 +204,7 @@ def _duration(get: Get) -> Iterator[Problem]:
 
 def _resume(get: Get) -> Iterator[Problem]:
     resume = get("train.resume")
-    if resume is not None and resume != "auto" and not re.search(r"/|\\|^step-", resume):
+    if resume is not None and resume != "auto" and not STEP_PATH.search(resume):
         yield "train.resume", f'"{resume}" is neither auto, null nor the path of a step directory'
 
 

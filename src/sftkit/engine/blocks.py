@@ -82,7 +82,8 @@ class Blocks:
             if rt.device.type == "cuda" and (advice := recording_advice(cfg.compile, dynamic_layout=layout.dynamic)):
                 rt.print(advice, "warning")
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
-                rt.print("one process: the pipeline has one stage, so steps run as with train.engine=blocks")
+                unused = "; train.pipeline_layers has no effect" * (cfg.train.pipeline_layers is not None)
+                rt.print(f"one process: the pipeline has one stage, so steps run as with train.engine=blocks{unused}")
             # Which layers a rank holds decides how many bytes it needs, so they are timed before the plan counts.
             if rt.topology.stages > 1 and cfg.train.pipeline_layers is None:
                 layers = measured_layers(cfg.compile, cfg.train, training, choice.backend, rt)

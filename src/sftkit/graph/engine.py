@@ -80,8 +80,9 @@ class GraphEngine:
             ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
         """
         orig_model, layout, passes = training.orig_model, training.layout, cfg.graph.passes
-        if layout.accumulation == 1:  # nobody to share with
+        if "gather_once" in passes and layout.accumulation == 1:
             passes = tuple(name for name in passes if name != "gather_once")
+            rt.print("gather_once: a step has one micro-batch, so there is nothing to share")
         self._cfg, self._rt, self._layout, self._run_dir = cfg, rt, layout, run_dir
         # What needs no weights comes first: a wrong recipe fails before minutes of reading them.
         check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading

@@ -41,6 +41,13 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
             f"{folder}: no such folder; the chain takes one with "
             f"{', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, such as {', '.join(map(str, complete))}"
         )
+    # With one directory each stage would set aside the run before it, and start from an earlier chain's.
+    if word := next((word for word in overrides if word.startswith("run.dir=")), None):
+        files = ", ".join(str(folder / f"{stage}.yaml") for stage in CHAIN_SCRIPTS)
+        raise ConfigError(
+            f"{word}: each stage of a chain has a directory of its own: set run.dir in each of {files}, or in recipes "
+            "that extend them, and model.path to the run of the stage before"
+        )
     recipes: dict[str, Config] = {}
     problems: list[str] = []
     for stage in CHAIN_SCRIPTS:

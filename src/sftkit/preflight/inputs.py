@@ -18,6 +18,7 @@ from typing import Any
 from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.paths import similar_paths
 from sftkit.config.rule import Get, Problem, Rule, Unusable
+from sftkit.config.rules import STEP_PATH
 from sftkit.config.schema import SourceConfig
 from sftkit.data.reading import conversation, hub, readers, rows
 from sftkit.data.reading.bad_rows import BadRows, until_broken
@@ -26,7 +27,7 @@ from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.preflight import evaluated
 from sftkit.rundir.manifest import read_manifest
-from sftkit.rundir.names import resolve, trained_length, unresolved_reason
+from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
 from sftkit.rundir.provenance import WEIGHTS
 from sftkit.runtime.hub import find_model
 
@@ -221,13 +222,20 @@ def _chat_template(get: Get) -> Iterator[Problem]:
 
 def _resume(get: Get) -> Iterator[Problem]:
     path = get("train.resume")
-    if path not in (None, "auto"):
+    if path not in (None, "auto") and STEP_PATH.search(path):  # other words have a rule of their own
         yield from _as_problem("train.resume", _check_checkpoint, path)
 
 
 def _check_checkpoint(path: str) -> str | None:
-    problem = read_manifest(Path(path))
-    return f"{problem}, so nothing can be resumed from it{similar_paths(path)}" if isinstance(problem, str) else None
+    folder = Path(path)
+    if not folder.is_dir():
+        return _missing(path, "folder", Path.is_dir)
+    problem = read_manifest(folder)
+    if not isinstance(problem, str):
+        return None
+    if (newest := latest_checkpoint(folder)) is not None:
+        return f"{path}: a run, whose newest checkpoint is {newest}: name that"
+    return f"{problem}, so nothing can be resumed from it{similar_paths(path)}"
 
 
 def _eval_data(get: Get) -> Iterator[Problem]:

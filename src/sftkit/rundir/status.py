@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 import psutil
 
-from sftkit.config.commands import invocation
+from sftkit.config.commands import invocation, typed
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError, DataError, RunError
 from sftkit.rundir.failure import Failure, describe_error, is_symptom
@@ -312,15 +313,29 @@ def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, st
 
 
 def start_command(argv: list[str]) -> str:
-    """Return the command that starts again what these words started."""
-    return invocation(*argv, launcher=True)
+    """Return the command that starts again what these words started, by the launcher that this process has."""
+    start = _launched(argv[0])
+    return invocation(*argv, launcher=True) if start is None else " ".join([start, *map(shlex.quote, argv)])
 
 
 def resume_command(argv: list[str]) -> str:
     """Return the command that continues, from its newest checkpoint, a run whose script was started with these
     words."""
     words = [word for word in argv if not word.startswith("train.resume=")]
-    return invocation(*words, "train.resume=auto", launcher=True)
+    return start_command([*words, "train.resume=auto"])
+
+
+def _launched(script: str) -> str | None:
+    """Return how `accelerate launch` or torchrun started this process of a script, options included, as they say how
+    the run is spread; None: another did."""
+    with suppress(psutil.Error):
+        words = psutil.Process(os.getppid()).cmdline()
+        program = next((at for at, word in enumerate(words) if Path(word).name in ("accelerate", "torchrun")), None)
+        if program is not None and script in words[program:]:
+            options = words[program + 1 : words.index(script, program)]
+            cpu = "ACCELERATE_USE_CPU=true " * (os.environ.get("ACCELERATE_USE_CPU") == "true")
+            return " ".join([cpu + typed(f".venv/bin/{Path(words[program]).name}"), *map(shlex.quote, options)])
+    return None
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:

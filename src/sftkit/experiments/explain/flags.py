@@ -96,4 +96,5 @@ def file_of(subject: str) -> Path:
 def report_dir(args: Namespace) -> Path:
     """Return where the result goes: --out, or a new folder named after recipe and time."""
     words = Path((args.subject or "labs").replace(".py:", "/")).with_suffix("").parts
-    return args.out or Path("runs/explain") / f"{'-'.join(words[-2:])}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = "-".join(words[-2:]) + "-encoder" * args.encoder
+    return args.out or Path("runs/explain") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -114,7 +114,10 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
         raise ConfigError(f"data.max_length: {unresolved_reason(cfg.model.path)}")
     encodes = config.is_encoder_decoder
     if of_encoder and not encodes:
-        raise ConfigError(f"--encoder: {config.model_type} has none: leave it out")
+        raise ConfigError(
+            f"--encoder: the model of this recipe ({config.model_type}) has none: leave it out; "
+            "recipes/captioning/caption.yaml has one"
+        )
     lengths = np.linspace(max(length // 8, 1), length, 64).astype(np.int64)
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, length, encoded=encodes))
     execution = Execution(cfg.compile.enabled, captured=cfg.train.engine == "graph")
@@ -143,9 +146,9 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
         return subject
     given = calls[0][1]
     assert given is not None
-    both = "; the step of --kernels has both"
+    both = "--kernels measures a step of both"
     if not of_encoder:
-        return replace(subject, beside=f"the decoder alone: --encoder looks at {type(module).__name__}{both}")
+        return replace(subject, beside=f"the decoder alone: --encoder examines {type(module).__name__}; {both}")
     # Its inputs have one shape, whatever the length of rows: pictures, or texts that are padded to data.max_length.
     flipped = {key: value.flip(-1) if torch.is_tensor(value) else value for key, value in given.kwargs.items()}
     return replace(
@@ -156,7 +159,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
         again=replace(given, kwargs=flipped),
         other=None,
         source=_source(config, cfg.model, orig_model, part=".get_encoder()"),
-        beside=f"the encoder alone{both}",
+        beside=f"the encoder alone; {both}",
     )
 
 
