@@ -108,6 +108,11 @@ train: {max_steps: 2, engine: graph}
             ["graph.passes=[full_checkpointing]", "train.memory=low"],
             "graph.passes: full_checkpointing says what is kept: leave train.memory",
         ),
+        (
+            ["graph.passes=[gather_once]", "compile.on_recompile=eager"],
+            "graph.passes: gather_once does not go with compile.on_recompile=eager, .*: set it to warn or error",
+        ),
+        (["graph.passes=[gather_once, cuda_graphs]"], "cuda_graphs does not go with gather_once"),
         (["train.fp8=rowwise"], "train.fp8: rowwise does not go with train.engine graph"),
         (
             ["compile.enabled=false", "graph.passes=[reshard_after_forward]"],

@@ -30,6 +30,7 @@ WIDE = f"wide llama; graph; {BLOCKS}"
 OF_BLOCKS = f"llama; graph; {BLOCKS}"
 TENSOR = f"deepseek_v3; graph; {BLOCKS}; tp"
 ONCE = "wide llama; graph; gather_once,block_bucketing"
+GATHERED = "uneven llama; graph; gather_once"
 TWO = (OF_BLOCKS, WIDE, TENSOR, FLEX, PREFETCHED, ONCE)
 TO_ALL = "deepseek_v3; graph; reshard_after_forward,full_checkpointing,auto_bucketing; tp alltoall"
 LOPSIDED = f"lopsided deepseek_v3; graph; {BLOCKS}; tp alltoall"
@@ -81,7 +82,7 @@ SLOW_TWO = (
     *SAME_BITS,
     *SAME_BITS_KEPT,
     *SDPA,
-    "uneven llama; graph; gather_once",
+    GATHERED,
     "deepseek_v3; graph; gather_once,block_bucketing; tp",
     "qwen3; graph",
     "llama; eager",
@@ -184,7 +185,12 @@ def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
         assert found["stages"] == []
 
 
-FOUR = (f"llama; graph; {BLOCKS}", f"wide llama; graph; {BLOCKS}", "qwen3; graph; reshard_after_forward,auto_bucketing")
+FOUR = (
+    f"llama; graph; {BLOCKS}",
+    f"wide llama; graph; {BLOCKS}",
+    "qwen3; graph; reshard_after_forward,auto_bucketing",
+    "qwen3; graph; gather_once,block_bucketing",
+)
 FOUR_AND_BF16 = (*FOUR, BF16[1])
 
 
@@ -325,6 +331,13 @@ def test_the_micro_batches_of_a_step_gather_weights_once() -> None:
     passes = collectives(ONCE, ranks(2, *TWO))
     assert passes["forward block_bucketing"] == {"all-gather": 2 + 1, "reduce-scatter": 1}
     assert passes["later-forward block_bucketing"] == {"all-gather": 1, "reduce-scatter": 1}
+
+
+@pytest.mark.slow
+def test_a_tied_table_is_gathered_once_and_one_that_the_backward_pass_does_not_read_each_time() -> None:
+    """So that the peak of memory, where the loss is computed, has no more whole weights than without the pass."""
+    tied, looked_up = ranks(2, *COMPILED)["qwen3; graph; gather_once,full_inductor"], ranks(2, *SLOW_TWO)[GATHERED]
+    assert (tied["gathered"], looked_up["gathered"]) == (13, 12 + 1)
 
 
 @pytest.mark.slow

@@ -11,17 +11,17 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
 
 from sftkit.graph import compat
-from sftkit.graph.passes.gather_once import Gathered
+from sftkit.graph.passes.gather_once import SharedWeights
 
-WEIGHT, NORM = ("weight", 0), ("norm", 0)
+WEIGHT, NORM = ("weight", (1,), "fp32"), ("norm", (1,), "fp32")
 
 
 class Half:
     """A forward half of one weight: shards are numbers, and gathering doubles them."""
 
-    def __init__(self, gathered: Gathered, *keys: Any) -> None:
+    def __init__(self, weights: SharedWeights, *keys: Any) -> None:
         self.ran: list[str] = []
-        self._run = gathered.shared(keys or (WEIGHT,), self.first, self.later)
+        self._run = weights.half_of(keys or (WEIGHT,), self.first, self.later)
 
     def first(self, args: list[Any]) -> list[Any]:
         self.ran.append("first")
@@ -40,19 +40,19 @@ class Half:
 
 
 def test_the_first_micro_batch_of_a_step_gathers_and_the_others_take() -> None:
-    gathered = Gathered()
-    half = Half(gathered)
+    weights = SharedWeights()
+    half = Half(weights)
     for weight in (3.0, 5.0):  # a step each
-        with gathered.step(3):
+        with weights.sharing(3):
             assert [half(weight) for _ in range(3)] == [2 * weight] * 3
     assert half.ran == ["first", "later", "later"] * 2
 
 
 def test_outside_of_a_step_every_pass_gathers_its_own() -> None:
-    gathered = Gathered()
-    half = Half(gathered)
+    weights = SharedWeights()
+    half = Half(weights)
     assert [half(3.0), half(5.0)] == [6.0, 10.0]
-    with gathered.step(2):
+    with weights.sharing(2):
         half(3.0)
     assert half(5.0) == 10.0, "a step that had fewer passes than it said leaves nothing"
     assert half.ran == ["first"] * 4
@@ -60,22 +60,22 @@ def test_outside_of_a_step_every_pass_gathers_its_own() -> None:
 
 def test_after_the_last_micro_batch_no_weight_is_held() -> None:
     """So the update has their memory, and the backward half frees them one by one."""
-    gathered = Gathered()
-    half = Half(gathered)
-    with gathered.step(2):
+    weights = SharedWeights()
+    half = Half(weights)
+    with weights.sharing(2):
         half(3.0)
-        assert list(gathered._whole) == [WEIGHT]
+        assert list(weights._whole) == [WEIGHT]
         half(3.0)
-        assert not gathered._whole
-    with gathered.step(2):
+        assert not weights._whole
+    with weights.sharing(2):
         half(3.0)
-    assert not gathered._whole, "of a step that ended early"
+    assert not weights._whole, "of a step that ended early"
 
 
 def test_shapes_share_weights_and_one_that_reads_more_gathers() -> None:
-    gathered = Gathered()
-    one, both = Half(gathered), Half(gathered, WEIGHT, NORM)
-    with gathered.step(4):
+    weights = SharedWeights()
+    one, both = Half(weights), Half(weights, WEIGHT, NORM)
+    with weights.sharing(4):
         assert (one(3.0), both(3.0, 1.0), one(3.0), both(3.0, 1.0)) == (6.0, 8.0, 6.0, 8.0)
     assert one.ran == ["first", "later"]
     assert both.ran == ["first", "later"]

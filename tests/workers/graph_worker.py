@@ -111,7 +111,8 @@ def config(
 def rows_of(rt: runtime.Runtime, kind: str) -> tuple[Layout, Batches]:
     """Rows of a layout, other documents in each step, the same global batches on any number of ranks."""
     examples = make_examples(LENGTHS, target_share=0.3)
-    layout = make_layout_of(kind, examples.lengths, world_size=rt.data_world_size)
+    micro = 1 if rt.data_world_size == 4 else 2  # two micro-batches a step or more
+    layout = make_layout_of(kind, examples.lengths, micro=micro, world_size=rt.data_world_size)
     shard = row_shard(rt.topology, rt.rank)
     return layout, Batches(StepDataset(examples, layout, RankRows(rt.data_rank, shard)), seed=0)
 

@@ -10,11 +10,11 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-STAGES = ("joint", "part", "split", "regions", "codegen", "replay")
-"""In this order. joint: a pass over the captured forward-backward graph, before it is split; part: what makes two
-graphs of the forward half; split: a pass over each half;
-regions: what puts compiled code in the place of parts of a half; codegen: what makes code of a half, in place of an
-operator after the other; replay: what is called in place of that code."""
+STAGES = ("joint", "fork", "split", "regions", "codegen", "replay")
+"""In this order. joint: a pass over the captured forward-backward graph, before it is split; fork: what makes two
+graphs of the forward half; split: a pass over each half; regions: what puts compiled code in the place of parts of a
+half; codegen: what makes code of a half, in place of an operator after the other; replay: what is called in place of
+that code."""
 
 
 CHECKPOINTING = frozenset({"full_checkpointing", "selective_checkpointing"})
@@ -64,8 +64,8 @@ PASSES = {
         ),
         Pass(
             name="gather_once",
-            stage="part",
-            fn="sftkit.graph.passes.gather_once:part",
+            stage="fork",
+            fn="sftkit.graph.passes.gather_once:fork",
             summary="the first micro-batch of a step gathers the weights for all of them",
             conflicts=("reshard_after_forward", "cuda_graphs"),
         ),

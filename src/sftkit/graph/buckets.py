@@ -10,8 +10,8 @@ from sftkit.graph.graphs import collective
 from sftkit.models.structure import decoder_blocks, embedding_module
 
 EMBEDDING, HEAD = "embedding", "head"
-_MARK = "sftkit_bucket"
-"Annotation of a collective."
+_MARK, _WEIGHT = "sftkit_bucket", "sftkit_weight"
+"Annotations of a collective: its bucket, and whose it is."
 
 
 def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
@@ -24,8 +24,19 @@ def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
     return {f"{prefix}{name}": block_of.get(id(p), HEAD) for name, p in named.items()}
 
 
-def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
-    """Write on each collective of a weight or its gradient, in a captured graph, which bucket it belongs to.
+def first_names(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
+    """Return the first name of each parameter by each of its names, of which a tied one has several."""
+    first: dict[int, str] = {}
+    named = orig_model.named_parameters(remove_duplicate=False)
+    return {f"{prefix}{name}": first.setdefault(id(p), f"{prefix}{name}") for name, p in named}
+
+
+def mark_buckets(graph: GraphModule, buckets: dict[str, str], first: dict[str, str]) -> None:
+    """Write on each collective of a weight or its gradient, in a captured graph, which bucket and which weight it
+    belongs to.
+
+    Args:
+        buckets, first: of buckets_of and first_names.
 
     Raises:
         ConfigError: no input of the graph says that it is a weight, as this torch describes inputs otherwise.
@@ -41,11 +52,17 @@ def mark_buckets(graph: GraphModule, buckets: dict[str, str]) -> None:
         if name in buckets:
             for node in found:
                 compat.annotate(node, _MARK, buckets[name])
+                compat.annotate(node, _WEIGHT, first[name])
 
 
 def bucket_of(node: Node) -> str | None:
     """Return the bucket that a collective belongs to; None of any other node."""
     return compat.annotation(node, _MARK)
+
+
+def weight_of(node: Node) -> str | None:
+    """Return the first name of the weight that a collective belongs to; None of any other node."""
+    return compat.annotation(node, _WEIGHT)
 
 
 def _gathers(weight: Node) -> list[Node]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sftkit.data.batches.collate import Batch
 from sftkit.graph import compat
-from sftkit.graph.buckets import buckets_of, mark_buckets
+from sftkit.graph.buckets import buckets_of, first_names, mark_buckets
 from sftkit.graph.parallel.embedding import looked_up_in_shards
 from sftkit.graph.passes.apply import Passes
 from sftkit.graph.tags import blocks_tagged
@@ -105,7 +105,8 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
         joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), for_inductor=passes.for_inductor)
         # While weights and gradients have their names, and before any pass: the marks travel with the nodes
         # into both halves.
-        mark_buckets(joint.graph_module, buckets_of(model.orig_model, "model.orig_model."))
+        prefix = "model.orig_model."
+        mark_buckets(joint.graph_module, buckets_of(model.orig_model, prefix), first_names(model.orig_model, prefix))
         passes.on_joint(joint.graph_module)
         # Known after the trace alone, which is what asks the objective for its sums.
         num_sums = 1 + len(traced.measured)

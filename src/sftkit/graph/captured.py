@@ -13,7 +13,7 @@ from sftkit.data.batches.collate import Batch
 from sftkit.errors import RecompileError
 from sftkit.graph.capture import Graph, Signature, capture, signature_of
 from sftkit.graph.passes.apply import Passes, Stage
-from sftkit.graph.passes.gather_once import Gathered
+from sftkit.graph.passes.gather_once import SharedWeights
 from sftkit.graph.passes.replay import Recorder
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Sums
@@ -39,7 +39,7 @@ class CapturedModel(torch.nn.Module):
         super().__init__()
         self.model, self._passes, self._saves_memory = model, passes, saves_memory
         self._recorder: Recorder | None = None
-        self._gathered = Gathered() if "gather_once" in passes else None
+        self._shared = SharedWeights() if "gather_once" in passes else None
         self._eager = eager_backend(model.backend, model.orig_model)
         self._graphs: dict[Signature, Graph] = {}
         self._on_other: OnRecompile | None = None
@@ -55,7 +55,7 @@ class CapturedModel(torch.nn.Module):
         # One for all shapes, so that their CUDA graphs share a memory pool: only one shape runs at a time.
         if "cuda_graphs" in self._passes and self._recorder is None:
             self._recorder = Recorder()
-        passes = Passes(self._passes, self._saves_memory, self._recorder, self._gathered)
+        passes = Passes(self._passes, self._saves_memory, self._recorder, self._shared)
         self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
         self.stages[_shape(batch)] = passes.stages
 
@@ -75,10 +75,10 @@ class CapturedModel(torch.nn.Module):
         """Return what all captures took."""
         return sum(graph.seconds for graph in self._graphs.values())
 
-    def step(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Let so many micro-batches share whole weights within the context, if they were captured so; weights must
-        not change before the last."""
-        return nullcontext() if self._gathered is None else self._gathered.step(micro_batches)
+    def sharing(self, micro_batches: int) -> AbstractContextManager[None]:
+        """Let so many micro-batches share whole weights within the context, if the pass gather_once is among the
+        passes; weights must not change before the last forward pass."""
+        return nullcontext() if self._shared is None else self._shared.sharing(micro_batches)
 
     def contract(self, on_recompile: OnRecompile) -> AbstractContextManager[None]:
         """Hold calls to the captured shapes within the context: another one is an error, or captured now

@@ -413,9 +413,9 @@ def as_boxed(run: Boxed) -> Boxed:
 
 
 def with_strides(compile_one: Callable[[], Boxed]) -> tuple[Boxed, list[Any]]:
-    """Compile a half, and return with it the strides that Inductor chose for its outputs, of which nobody else is told;
-    none of a graph that it did not compile."""
-    # Private (pytorch/pytorch#105010): AOTAutograd hears of them in this way, and refuses to hear of two graphs.
+    """Compile a half, and return with it the strides that Inductor chose for its outputs; an empty list if another
+    compiled it. AOTAutograd is not told of them: see report_strides."""
+    # Private (pytorch/pytorch#105010): Inductor reports them in this way, and refuses to report those of two graphs.
     with private("torch._guards", "TracingContext").report_output_strides() as strides:
         return compile_one(), strides
 
@@ -431,9 +431,11 @@ def report_strides(strides: Sequence[Any]) -> None:
 def kept_from_reuse(graph: GraphModule, names: Container[str]) -> Iterator[None]:
     """Keep Inductor from writing over these inputs of a backward half, which it otherwise does with all that the
     forward half made for it."""
-    # Private (pytorch/pytorch#130580): AOTAutograd lists the inputs that nobody else has, as it thinks.
+    # Private (pytorch/pytorch#130580): AOTAutograd lists the inputs which it believes nobody else reads. The list is
+    # not in the key of compiled code that Inductor keeps on disk, so the key gets a word of ours.
+    tag = f"{torch.compiler.config.cache_key_tag} sftkit: inputs are read again"
     metadata = private("torch._guards", "TracingContext").get().fw_metadata
     inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
     left = [at for at in metadata.bw_donated_idxs or () if inputs[at] not in names]
-    with replaced(metadata, "bw_donated_idxs", left):
+    with replaced(metadata, "bw_donated_idxs", left), replaced(torch.compiler.config, "cache_key_tag", tag):
         yield

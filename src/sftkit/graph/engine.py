@@ -198,13 +198,12 @@ class GraphEngine:
         losses: dict[tuple[int, int], float] = {}
         rt, model, layout = self._rt, self.model, self._layout
         run_shape = shape_runner(rt, self.captured, model, layout, losses)
-        # The second time is recorded, or takes weights of the first.
-        times = 1 if {"cuda_graphs", "gather_once"}.isdisjoint(self._cfg.graph.passes) else 2
+        times = 2 if "cuda_graphs" in self._cfg.graph.passes else 1  # the second time is recorded
         with random_state_kept():
             # Eagerly no shape has code of its own: the last, which is the largest, is enough for the peak of memory.
             for rows, row_length in layout.shapes if self.compiled else layout.shapes[-1:]:
-                with self.captured.step(times):
-                    for _ in range(times):
+                for _ in range(times):
+                    with self.captured.sharing(2):  # what run_shape has of a step with several micro-batches
                         run_shape(rows, row_length)
                 model.zero_grad(set_to_none=True)
         return losses
@@ -243,7 +242,7 @@ class GraphEngine:
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
         """Run the captured forward and backward passes, whose gradients are exchanged in each, and one update."""
-        with self.captured.step(len(batches.micro_batches)):
+        with self.captured.sharing(len(batches.micro_batches)):
             return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
 
     @property

@@ -39,9 +39,7 @@ def parse() -> tuple[Namespace, Config | None]:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
     blocks = whole_number("blocks", 1)
     parser.add_argument("--layers", type=blocks, metavar="N", help="the first N blocks of the model only; all")
-    parser.add_argument(
-        "--encoder", action="store_true", help="of a model with an encoder that one, in place of the decoder"
-    )
+    parser.add_argument("--encoder", action="store_true", help="examine the encoder in place of the decoder")
     parser.add_argument(
         "--bisect", action="store_true", help="find the smallest module at fault, and write it as a script"
     )
@@ -52,6 +50,8 @@ def parse() -> tuple[Namespace, Config | None]:
     parser.add_argument("--out", type=path, help="a folder (runs/explain/NAME-TIME)")
     args = parser.parse_intermixed_args()
     refuse_torch_logs()
+    if args.encoder and args.layers:
+        parser.error("--layers cuts the decoder, and --encoder examines the encoder: leave one out")
     if (args.subject is None) == (not args.labs):
         parser.error("name a recipe or FILE.py:FUNCTION, or take --labs alone")
     if args.labs and (args.bisect or args.kernels or args.layers or args.encoder):

@@ -87,7 +87,7 @@ def _bisected(subject: Subject, backend: str, out: Path) -> list[dict[str, Any]]
     """Return the section on the smallest modules at fault; differences are looked for with the recipe's backend, all
     else without generated code."""
     rows = []
-    # Of a module with inputs of one shape nothing can be asked about another.
+    # Where no other shape is known nothing can be asked about one.
     for question in (each for each in QUESTIONS if subject.other or each.name != "shapes"):
         used = backend if question.name == "differs" else "eager"
         with working(f"which module {question.title}?"):

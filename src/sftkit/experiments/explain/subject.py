@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import DTYPES, from_config, load_options, offline_help, scratch_config, trained_config
-from sftkit.models.structure import decoder, encoder, vocab_size
+from sftkit.models.structure import decoder, decoder_blocks, encoder, vocab_size
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.caption import Caption
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -84,7 +84,7 @@ class Subject:
     trained: ProfiledStep | None = None
     "None: not a recipe's"
     beside: str | None = None
-    "what of the model is not looked at, in words; None: nothing"
+    "which part of the model is examined, in words; None: all of it"
 
     def run(self, call: ModuleCall) -> Any:
         """Return what the module returns, as it is: compiled in place or eager."""
@@ -93,8 +93,8 @@ class Subject:
 
 
 def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool = False) -> Subject:
-    """Return the decoder of a recipe's model with random weights, and batches of the recipe's shape with random tokens:
-    neither weights nor data are read.
+    """Return the decoder, or encoder, of a recipe's model with random weights, and batches of the recipe's shape with
+    random tokens: neither weights nor data are read.
 
     Args:
         layers: the first so many blocks only; None: all.
@@ -130,7 +130,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
     batches = [batch_of(layout, orig_model, rows, columns, seed).to(rt.device) for columns, seed in kinds]
     calls = [_calls(model, batch) for batch in batches]
     call, again, other = (of_decoder for of_decoder, _ in calls)
-    name = f"{type(orig_model).__name__}, {counted(config.get_text_config().num_hidden_layers, 'block')}"
+    name = f"{type(orig_model).__name__}, {counted(len(decoder_blocks(orig_model)), 'block')}"
     subject = Subject(
         name,
         decoder(orig_model),
@@ -149,18 +149,25 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
     both = "--kernels measures a step of both"
     if not of_encoder:
         return replace(subject, beside=f"the decoder alone: --encoder examines {type(module).__name__}; {both}")
-    # Its inputs have one shape, whatever the length of rows: pictures, or texts that are padded to data.max_length.
-    flipped = {key: value.flip(-1) if torch.is_tensor(value) else value for key, value in given.kwargs.items()}
+    # Whatever the length of rows, a picture has one size, and a text is padded to data.max_length: only their
+    # number in a micro-batch may differ, from bucket to bucket.
+    others = [shape for shape in layout.shapes if shape[0] != rows]
+    batch = batch_of(layout, orig_model, *others[0], 1).to(rt.device) if others else None
     return replace(
         subject,
-        name=f"{name}: its encoder, {type(module).__name__}",
+        name=f"{type(orig_model).__name__}: its encoder, {type(module).__name__}",
         module=module,
         call=given,
-        again=replace(given, kwargs=flipped),
-        other=None,
+        again=replace(given, kwargs={key: _flipped(value) for key, value in given.kwargs.items()}),
+        other=None if batch is None else _calls(model, batch)[1],
         source=_source(config, cfg.model, orig_model, part=".get_encoder()"),
         beside=f"the encoder alone; {both}",
     )
+
+
+def _flipped(value: Any) -> Any:
+    """Return a tensor with its values in another order; a mask, or what is no tensor, as it is."""
+    return value.flip(-1) if torch.is_tensor(value) and value.dtype != torch.bool else value
 
 
 def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
@@ -182,9 +189,11 @@ def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
             raise offline_help(path, error) from error
     text = config.get_text_config()
     if layers is not None:
-        if layers > text.num_hidden_layers:
-            raise ConfigError(f"--layers: {layers}, but the model has {counted(text.num_hidden_layers, 'block')}")
-        text.num_hidden_layers = layers
+        # Where one config has both, the plain name is that of the encoder.
+        name = "num_decoder_layers" if hasattr(text, "num_decoder_layers") else "num_hidden_layers"
+        if layers > (blocks := getattr(text, name)):
+            raise ConfigError(f"--layers: {layers}, but the model has {counted(blocks, 'block')}")
+        setattr(text, name, layers)
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     return config
@@ -227,24 +236,24 @@ def _calls(model: ModelWithLoss, batch: Batch) -> tuple[ModuleCall, ModuleCall |
     of_encoder: list[ModuleCall] = []
 
     def listen(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        shape = " x ".join(map(str, next(iter(kwargs.values())).shape))
+        shape = " x ".join(map(str, (*args, *kwargs.values())[0].shape))
         of_encoder.append(ModuleCall(args, kwargs, shape))
 
     first = encoder(model.orig_model)
-    handle = first and first.register_forward_pre_hook(listen, with_kwargs=True)
-    with torch.no_grad(), kernel_order(model.backend):
-        kwargs = model.kind.decoder_inputs(model.orig_model, batch, model.backend)
-    if handle:
-        handle.remove()
+    with ExitStack() as stack:
+        if first is not None:
+            stack.callback(first.register_forward_pre_hook(listen, with_kwargs=True).remove)
+        with torch.no_grad(), kernel_order(model.backend):
+            kwargs = model.kind.decoder_inputs(model.orig_model, batch, model.backend)
     return ModuleCall((), kwargs, "{} x {}".format(*batch.shape)), of_encoder[0] if of_encoder else None
 
 
 def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrainedModel, part: str | None = None) -> str:
-    """Return Python that makes the same decoder from its config: by itself, or of code that comes with the model from
-    its folder.
+    """Return Python that makes the same decoder, or another part, from its config: by itself, or of code that comes
+    with the model from its folder.
 
     Args:
-        part: another part than the decoder, as an expression behind the model.
+        part: the other part, as an expression behind the model.
     """
     num_blocks = config.get_text_config().num_hidden_layers
     if model.trust_remote_code and model.path:

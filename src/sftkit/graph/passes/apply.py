@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from sftkit.config.graph_passes import PASSES, Pass
 from sftkit.graph import compat
 from sftkit.graph.graphs import Counts, counts_of, tensor_bytes
-from sftkit.graph.passes.gather_once import Gathered, compile_both, part
+from sftkit.graph.passes.gather_once import SharedWeights, compile_both, fork
 from sftkit.graph.passes.regions import flex_attention
 from sftkit.graph.passes.replay import RecordGraph, Replayed
 from sftkit.rundir.files import replace_text
@@ -45,12 +45,12 @@ class Passes:
     "whether the split keeps no more for the backward pass than torch's activation memory budget"
     recorder: RecordGraph | None = None
     "what records CUDA graphs; None: halves are called"
-    gathered: Gathered | None = None
-    "where the micro-batches of a step share whole weights; None: each gathers its own"
+    shared: SharedWeights | None = None
+    "where the micro-batches of a step share whole weights, as gather_once has it; None: each gathers its own"
     stages: list[Stage] = field(default_factory=list)
     "what the graphs were like, in order"
-    _shared: set[str] = field(default_factory=set)
-    "names of values that micro-batches share"
+    _aliases: set[str] = field(default_factory=set)
+    "names of values of the forward half that may share memory with a shared weight"
 
     def on_joint(self, graph: GraphModule) -> None:
         """Change the captured graph, in place."""
@@ -85,13 +85,13 @@ class Passes:
         """
         kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
-        if self.gathered is not None and half == "forward" and (parted := part(graph)) is not None:
-            self._shared = parted.kept
+        if self.shared is not None and half == "forward" and (forked := fork(graph)) is not None:
+            self._aliases = forked.aliases
             self._record("forward", "gather_once", graph)
-            self._record("later-forward", "gather_once", parted.later)
-            graphs = {"forward": graph, "later-forward": parted.later}
-            compiled = compile_both(parted, examples, lambda name, given: self._compiled(name, graphs[name], given))
-            return self.gathered.shared(parted.keys, *compiled)
+            self._record("later-forward", "gather_once", forked.later)
+            graphs = {"forward": graph, "later-forward": forked.later}
+            compiled = compile_both(forked, examples, lambda name, given: self._compiled(name, graphs[name], given))
+            return self.shared.half_of(forked.keys, *compiled)
         in_place = compat.in_place(graph, half)  # before Inductor owns the graph
         run = self._compiled(half, graph, examples, kept)
         if self.recorder is None:
@@ -105,8 +105,8 @@ class Passes:
         codegen = self._at("codegen")
         if not codegen:
             return compat.boxed(graph)
-        shared = half == "backward" and self._shared
-        with compat.kept_from_reuse(graph, shared) if shared else nullcontext():
+        aliases = half == "backward" and self._aliases
+        with compat.kept_from_reuse(graph, aliases) if aliases else nullcontext():
             return _function(codegen[0])(graph, examples, half)
 
     def _at(self, stage: str) -> list[Pass]:

@@ -1,8 +1,8 @@
 """Weights gathered by the first micro-batch of a step and taken by the others, in place of a gather in each.
 
-The first forward half also returns the whole weights. Later ones are a second graph, without the gathers, which is
-given them. So the gathers stay behind the compute of the first micro-batch. At the peak of memory whole weights are
-there anyway, since they are kept for the backward pass.
+The first forward half also returns whole weights. Later ones are a second graph, without their gathers, which is given
+them. So the gathers stay behind the compute of the first micro-batch. The peak of memory is where the loss is computed,
+and there they are anyway: those that the backward half reads, and the head. Others are gathered every time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
+from sftkit.graph.buckets import HEAD, bucket_of, weight_of
 from sftkit.graph.graphs import collective, gathered_from, waits_for
 
-Key = tuple[str, int]
-"A parameter by its name, and the how many-th of its gathers in a graph."
+Key = tuple[str, tuple[int, ...], str]
+"A whole weight: the parameter's name, shape and dtype."
 
 
-class Gathered:
+class SharedWeights:
     """The whole weights of a step, of all shapes that its micro-batches have."""
 
     def __init__(self) -> None:
@@ -29,8 +30,8 @@ class Gathered:
         self._left = 0
 
     @contextmanager
-    def step(self, micro_batches: int) -> Iterator[None]:
-        """Let so many forward passes share whole weights, within which weights do not change. Outside each one
+    def sharing(self, micro_batches: int) -> Iterator[None]:
+        """Let so many forward passes share whole weights, within which weights do not change. Outside, each one
         gathers its own."""
         self._left = micro_batches
         try:
@@ -39,7 +40,7 @@ class Gathered:
             self._left = 0
             self._whole.clear()
 
-    def shared(self, keys: Sequence[Key], first: compat.Boxed, later: compat.Boxed) -> compat.Boxed:
+    def half_of(self, keys: Sequence[Key], first: compat.Boxed, later: compat.Boxed) -> compat.Boxed:
         """Return a forward half that runs the later graph if all of its weights are here.
 
         Args:
@@ -66,81 +67,109 @@ class Gathered:
             self._whole.clear()
 
 
-class Parted(NamedTuple):
-    """What `part` makes of a forward half."""
+class Fork(NamedTuple):
+    """What `fork` makes of a forward half."""
 
     keys: list[Key]
     later: GraphModule
     whole: list[Node]
-    "of the first half: the waits, which are its last outputs"
-    kept: set[str]
-    "names of nodes that share memory with a whole weight"
+    "waits of the first graph, which are its last outputs"
+    aliases: set[str]
+    "names of nodes that may share memory with a whole weight"
 
 
-def part(graph: GraphModule) -> Parted | None:
-    """Let a forward half return its whole weights, in place, and make another of it that is given them; None: it
-    gathers none."""
-    of_weights = gathered_from(graph)
-    found = [(key, wait) for node, key in _keys(of_weights) for wait in waits_for(node)]
+def fork(graph: GraphModule) -> Fork | None:
+    """Let a forward half return whole weights, in place, and make another of it that is given them; None: it gathers
+    none that could be shared."""
+    tied = _gather_tied_weights_once(graph)
+    found = list(_shared(graph, tied))
     if not found:
         return None
-    whole, copies = [wait for _, wait in found], dict[Node, Node]()
-    alone = Graph()
-    output = alone.output(alone.graph_copy(graph.graph, copies))
+    of_weights, keys, whole = gathered_from(graph), [_key(*pair) for pair in found], [wait for _, wait in found]
+    copies: dict[Node, Node] = {}
+    later_graph = Graph()
+    output = later_graph.output(later_graph.graph_copy(graph.graph, copies))
     output.meta = dict(graph.graph.output_node().meta)
-    last = list(alone.find_nodes(op="placeholder"))[-1]
+    last = list(later_graph.find_nodes(op="placeholder"))[-1]
     for number, wait in enumerate(whole):
-        with alone.inserting_after(last):
-            last = alone.placeholder(f"whole_{number}")
+        with later_graph.inserting_after(last):
+            last = later_graph.placeholder(f"whole_{number}")
         last.meta = dict(wait.meta)
         copies[wait].replace_all_uses_with(last)
     # Not by eliminate_dead_code: torch keeps each wait, as one that nobody reads may be there for its effect.
     for node in reversed(of_weights):
         if not copies[node].users:
-            alone.erase_node(copies[node])
-    alone.lint()
-    last_outputs = graph.graph.output_node()
-    last_outputs.args = ((*last_outputs.args[0], *whole),)  # type: ignore[misc]
+            later_graph.erase_node(copies[node])
+    later_graph.lint()
+    of_first = graph.graph.output_node()
+    of_first.args = ((*of_first.args[0], *whole),)  # type: ignore[misc]
     graph.recompile()
-    keys = [key for key, _ in found]
-    return Parted(keys, GraphModule(graph, alone), whole, {node.name for node in of_weights})
+    return Fork(keys, GraphModule(graph, later_graph), whole, {node.name for node in of_weights})
 
 
-def _keys(of_weights: Sequence[Node]) -> Iterator[tuple[Node, Key]]:
-    """Yield the all-gathers among nodes of weights, and which parameter's they are."""
-    known: dict[str, int] = {}
+def _gather_tied_weights_once(graph: GraphModule) -> set[Key]:
+    """Let all that reads a weight take the first of its gathers, and return the weights that had several."""
+    first: dict[Key, Node] = {}
+    tied: set[Key] = set()
+    of_weights = gathered_from(graph)
     for node in of_weights:
-        if collective(node) != "all-gather":
-            continue
-        shard = node
-        while shard.op != "placeholder":
-            shard = shard.all_input_nodes[0]
-        name = str(compat.parameter_of(shard))
-        known[name] = known.get(name, -1) + 1
-        yield node, (name, known[name])
+        for wait in waits_for(node) if collective(node) == "all-gather" else ():
+            key = _key(node, wait)
+            if first.setdefault(key, wait) is not wait:
+                wait.replace_all_uses_with(first[key])
+                tied.add(key)
+    for node in reversed(of_weights):
+        if not node.users:
+            graph.graph.erase_node(node)
+    return tied
+
+
+def _shared(graph: GraphModule, tied: set[Key]) -> Iterator[tuple[Node, Node]]:
+    """Yield the all-gathers, with their waits, of weights that are there when the loss is computed: what the backward
+    half reads, the head, and a tied table."""
+    of_weights, outputs = set(gathered_from(graph)), set(graph.graph.output_node().all_input_nodes)
+    for node in graph.graph.nodes:
+        for wait in waits_for(node) if node in of_weights and collective(node) == "all-gather" else ():
+            if bucket_of(node) == HEAD or _forms(wait, of_weights) & outputs or _key(node, wait) in tied:
+                yield node, wait
+
+
+def _forms(wait: Node, forms: set[Node]) -> set[Node]:
+    """Return what is a form of this whole weight: itself, casts and views."""
+    found, waiting = {wait}, [wait]
+    while waiting:
+        users = forms.intersection(waiting.pop().users) - found
+        found |= users
+        waiting.extend(users)
+    return found
+
+
+def _key(gather: Node, wait: Node) -> Key:
+    """Return which whole weight an all-gather gives."""
+    value = wait.meta["val"]
+    return str(weight_of(gather)), tuple(value.shape), str(value.dtype)
 
 
 def compile_both(
-    parted: Parted, examples: Sequence[Any], compile_one: Callable[[str, Sequence[Any]], compat.Boxed]
+    forked: Fork, examples: Sequence[Any], compile_one: Callable[[str, Sequence[Any]], compat.Boxed]
 ) -> tuple[compat.Boxed, compat.Boxed]:
-    """Compile the first and the later half.
+    """Compile the first and the later forward half.
 
     Args:
         examples: of the inputs that both have.
         compile_one: takes the half's name and the examples of its inputs.
 
     Raises:
-        RuntimeError: the compiler lays out what they keep for the backward half in different ways.
+        RuntimeError: the compiler gives what both return, or whole weights, other strides in one than in the other.
     """
-    first, strides = compat.with_strides(lambda: compile_one("forward", examples))
-    given = [wait.meta["val"] for wait in parted.whole]
-    later, others = compat.with_strides(lambda: compile_one("later-forward", [*examples, *given]))
+    first, first_strides = compat.with_strides(lambda: compile_one("forward", examples))
+    given = [wait.meta["val"] for wait in forked.whole]
+    later, later_strides = compat.with_strides(lambda: compile_one("later-forward", [*examples, *given]))
     # The backward half is compiled once, for the strides of the first.
-    own = strides[: len(strides) - len(parted.keys)]
-    if others != own:
+    if first_strides and first_strides != [*later_strides, *(value.stride() for value in given)]:
         raise RuntimeError(
-            "gather_once: Inductor lays out what the first micro-batch of a step keeps in other ways than the others: "
-            "leave the pass out of graph.passes"
+            "gather_once: Inductor gives what the first micro-batch of a step keeps other strides than the others "
+            "need: leave the pass out of graph.passes"
         )
-    compat.report_strides(own)
+    compat.report_strides(later_strides)
     return first, later
