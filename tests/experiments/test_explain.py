@@ -446,7 +446,9 @@ def test_an_encoder_is_looked_at_with_what_a_step_gives_it(kind: str, tmp_path: 
     assert subject.again.kwargs[name].shape == subject.call.kwargs[name].shape
     assert not torch.equal(subject.again.kwargs[name], subject.call.kwargs[name])
     assert subject.other is None
-    bucketed = subject_of(CAPTIONING, *words[:1], *words[2:], "data.row_length=null", "data.layout=bucketed", of_encoder=True)
+    bucketed = subject_of(
+        CAPTIONING, *words[:1], *words[2:], "data.row_length=null", "data.layout=bucketed", of_encoder=True
+    )
     assert bucketed.other is not None
     assert len(bucketed.other.kwargs[name]) != len(bucketed.call.kwargs[name]), (
         "buckets of other lengths have other rows"

@@ -30,11 +30,12 @@ from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
 from sftkit.runtime.gloo import use_one_worker_per_group
-from sftkit.runtime.hardware import device_name, gpu_unavailable_reason
+from sftkit.runtime.hardware import device_name, gpu_unavailable_reason, num_cores
 from sftkit.runtime.launcher import check_group, check_variables
 from sftkit.runtime.ptxas import use_ptxas_of_workers
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 from sftkit.runtime.vectors import name_vector_width
+from sftkit.runtime.words import counted
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 10.0
@@ -294,7 +295,19 @@ def start(
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
     where += f" ({topology.describe()})" if rt.world_size > 1 else ""
     rt.print(f"running on {where}, {precision}, torch {torch.__version__}")
+    if rt.device.type == "cpu" and (told := crowded(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_cores())):
+        rt.print(told, "warning")
     return rt
+
+
+def crowded(processes: int, cores: int) -> str | None:
+    """Return a warning of more processes on the CPU of a machine than it has cores; None: there are enough."""
+    if processes <= cores:
+        return None
+    return (
+        f"{processes} processes on {counted(cores, 'CPU core')} wait for each other: accelerate_configs/cpu_*.yaml have "
+        "one or two"
+    )
 
 
 def quiet_libraries(level: int = logging.INFO) -> None:
