@@ -305,8 +305,8 @@ def crowded(processes: int, cores: int) -> str | None:
     if processes <= cores:
         return None
     return (
-        f"{processes} processes on {counted(cores, 'CPU core')} wait for each other: accelerate_configs/cpu_*.yaml have "
-        "one or two"
+        f"{processes} processes on {counted(cores, 'CPU core')} wait for each other: accelerate_configs/cpu_*.yaml "
+        "have one or two"
     )
 
 

@@ -18,7 +18,7 @@ from sftkit.graph import compat
 from sftkit.graph.buckets import HEAD, bucket_of, weight_of
 from sftkit.graph.graphs import collective, gathered_from, waits_for
 
-Key = tuple[str, tuple[int, ...], str]
+WeightKey = tuple[str, tuple[int, ...], str]
 "A whole weight: the parameter's name, shape and dtype."
 
 
@@ -26,7 +26,7 @@ class SharedWeights:
     """The whole weights of a step, of all shapes that its micro-batches have."""
 
     def __init__(self) -> None:
-        self._whole: dict[Key, Tensor] = {}
+        self._whole: dict[WeightKey, Tensor] = {}
         self._left = 0
 
     @contextmanager
@@ -40,7 +40,7 @@ class SharedWeights:
             self._left = 0
             self._whole.clear()
 
-    def half_of(self, keys: Sequence[Key], first: compat.Boxed, later: compat.Boxed) -> compat.Boxed:
+    def half_of(self, keys: Sequence[WeightKey], first: compat.Boxed, later: compat.Boxed) -> compat.Boxed:
         """Return a forward half that runs the later graph if all of its weights are here.
 
         Args:
@@ -70,7 +70,7 @@ class SharedWeights:
 class Fork(NamedTuple):
     """What `fork` makes of a forward half."""
 
-    keys: list[Key]
+    keys: list[WeightKey]
     later: GraphModule
     whole: list[Node]
     "waits of the first graph, which are its last outputs"
@@ -107,10 +107,10 @@ def fork(graph: GraphModule) -> Fork | None:
     return Fork(keys, GraphModule(graph, later_graph), whole, {node.name for node in of_weights})
 
 
-def _gather_tied_weights_once(graph: GraphModule) -> set[Key]:
+def _gather_tied_weights_once(graph: GraphModule) -> set[WeightKey]:
     """Let all that reads a weight take the first of its gathers, and return the weights that had several."""
-    first: dict[Key, Node] = {}
-    tied: set[Key] = set()
+    first: dict[WeightKey, Node] = {}
+    tied: set[WeightKey] = set()
     of_weights = gathered_from(graph)
     for node in of_weights:
         for wait in waits_for(node) if collective(node) == "all-gather" else ():
@@ -124,7 +124,7 @@ def _gather_tied_weights_once(graph: GraphModule) -> set[Key]:
     return tied
 
 
-def _shared(graph: GraphModule, tied: set[Key]) -> Iterator[tuple[Node, Node]]:
+def _shared(graph: GraphModule, tied: set[WeightKey]) -> Iterator[tuple[Node, Node]]:
     """Yield the all-gathers, with their waits, of weights that are there when the loss is computed: what the backward
     half reads, the head, and a tied table."""
     of_weights, outputs = set(gathered_from(graph)), set(graph.graph.output_node().all_input_nodes)
@@ -144,7 +144,7 @@ def _forms(wait: Node, forms: set[Node]) -> set[Node]:
     return found
 
 
-def _key(gather: Node, wait: Node) -> Key:
+def _key(gather: Node, wait: Node) -> WeightKey:
     """Return which whole weight an all-gather gives."""
     value = wait.meta["val"]
     return str(weight_of(gather)), tuple(value.shape), str(value.dtype)
