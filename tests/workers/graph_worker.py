@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from helpers import VOCAB_SIZE, make_examples, make_layout_of, over_ranks, tiny, tiny_llama
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
@@ -122,16 +123,31 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-class Gathers(TorchDispatchMode):
-    """Counts the tensors that all-gathers are given within it."""
+class StepMeasures(TorchDispatchMode):
+    """What a step within it gathers, and how much memory it makes."""
 
     supports_higher_order_operators = True  # FlexAttention is one
-    tensors = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = 0
+        "tensors that all-gathers were given"
+        self.peak = 0
+        "bytes of tensors that were there at a time and had been made since the beginning"
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "all_gather_into_tensor" in str(func):
-            self.tensors += len(args[0]) if isinstance(args[0], list) else 1
-        return func(*args, **(kwargs or {}))
+            self.gathered += len(args[0]) if isinstance(args[0], list) else 1
+        result = func(*args, **(kwargs or {}))
+        for value in torch.utils._pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                storage = value.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self._live[reference.cdata] = (reference, storage.nbytes())
+        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return result
 
 
 def made(rt: runtime.Runtime, model: str, cfg: Config) -> tuple[Engine, Batches]:
@@ -154,7 +170,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     losses = []
     with engine.guarded():
         for step in batches.steps(0, STEPS):
-            with Gathers() as gathers:
+            with StepMeasures() as measures:
                 outcome = engine.step(step, 1e-2)
             sums = over_ranks(rt, outcome.sums)
             losses.append(float(sums["nll"]) / step.num_targets)
@@ -164,7 +180,8 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     return {
         "gradients": found,
         "losses": losses,
-        "gathered": gathers.tensors,
+        "gathered": measures.gathered,
+        "peak": measures.peak,
         "micro_batches": len(step.micro_batches),
         "weights": {name: float(full(p).double().square().sum()) for name, p in orig_model.named_parameters()},
         "names": list(orig_model.state_dict()),
