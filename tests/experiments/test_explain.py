@@ -431,7 +431,7 @@ def test_the_decoder_of_a_captioning_recipe_looks_at_what_its_encoder_made() -> 
 
 
 @pytest.mark.parametrize("kind", ["pictures", "texts"])
-def test_an_encoder_is_looked_at_with_what_a_step_gives_it(kind: str, tmp_path: Path) -> None:
+def test_an_encoder_is_looked_at_with_what_a_step_gives_it(kind: str) -> None:
     words = ["train.micro_batch_size=2", "data.row_length=256"]
     if kind == "texts":
         sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}

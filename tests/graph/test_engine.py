@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 from graph_worker import MODELS, config, train
-from helpers import cpu_runtime, torchrun
+from helpers import cpu_runtime, make_examples, make_layout_of, torchrun
 from made_models import tiny_gemma2
 from transformers import T5Config
 
 from sftkit.config.topology import Topology
+from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.graph.distribute import check_possible
+from sftkit.objectives.next_token import NextToken
+from sftkit.train.assemble import make_engine
 
 BLOCKS = "reshard_after_forward,block_bucketing"
 FLEX = f"llama; flex; {BLOCKS}"
@@ -333,11 +336,19 @@ def test_the_micro_batches_of_a_step_gather_weights_once() -> None:
     assert passes["later-forward block_bucketing"] == {"all-gather": 1, "reduce-scatter": 1}
 
 
+def test_a_step_of_one_micro_batch_has_nothing_to_share_and_says_so(capsys) -> None:
+    examples, cfg = make_examples([30, 4, 25, 8, 31, 3, 17, 29]), config("graph", ("gather_once",))
+    layout = make_layout_of("packed", examples.lengths, micro=8)
+    assert layout.accumulation == 1
+    make_engine(cfg, cpu_runtime(), Path(), Training(MODELS["llama"](), NextToken(cfg.loss), layout)).close()
+    assert "gather_once: a step has one micro-batch, so there is nothing to share" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_tied_table_is_gathered_once_and_one_that_the_backward_pass_does_not_read_each_time() -> None:
     """So that the peak of memory, where the loss is computed, has no more whole weights than without the pass."""
-    tied, looked_up = ranks(2, *COMPILED)["qwen3; graph; gather_once,full_inductor"], ranks(2, *SLOW_TWO)[GATHERED]
-    assert (tied["gathered"], looked_up["gathered"]) == (13, 12 + 1)
+    tied, untied = ranks(2, *COMPILED)["qwen3; graph; gather_once,full_inductor"], ranks(2, *SLOW_TWO)[GATHERED]
+    assert (tied["gathered"], untied["gathered"]) == (13, 12 + 1)
 
 
 @pytest.mark.slow

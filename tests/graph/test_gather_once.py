@@ -88,4 +88,6 @@ def test_inductor_may_write_over_what_one_backward_pass_has_and_not_over_shared_
     with tracing(context):
         with compat.kept_from_reuse(graph, {"whole"}):
             assert context.fw_metadata.bw_donated_idxs == [2]
+            assert "read again" in torch.compiler.config.cache_key_tag, "code that may write over it is not taken"
         assert context.fw_metadata.bw_donated_idxs == [1, 2]
+        assert torch.compiler.config.cache_key_tag == ""

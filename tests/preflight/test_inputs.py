@@ -81,6 +81,16 @@ def problems(*words: str, stage: str | None = "sft", made: tuple[str, ...] | Non
     return []
 
 
+def test_what_is_no_checkpoint_is_told_from_a_run_that_has_one(here: Path) -> None:
+    run_dir = here / "runs/mine"
+    run_dir.mkdir(parents=True)
+    assert "runs/mine: no readable manifest.json" in refused("train.resume=runs/mine")
+    (run_dir / "LATEST").write_text("step-000002\n")
+    newest = "train.resume: runs/mine: a run, whose newest checkpoint is runs/mine/step-000002: name that"
+    assert refused("train.resume=runs/mine") == newest
+    assert refused("train.resume=yes").endswith("is neither auto, null nor the path of a step directory"), "said once"
+
+
 def refused(*words: str, stage: str | None = "sft") -> str:
     (problem,) = problems(*words, stage=stage)
     return problem

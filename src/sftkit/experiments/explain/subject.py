@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -108,16 +108,16 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
     # Model, layout, attention and loss as the run has them, but with made-up lengths of documents, from an eighth to
     # all of max_length, which decide the slots and buckets that a recipe leaves to its data.
     config = config_of(cfg.model, layers)
-    orig_model = _new_model(config, cfg.model, cfg.run.seed, rt)
-    length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
-    if length is None:
-        raise ConfigError(f"data.max_length: {unresolved_reason(cfg.model.path)}")
     encodes = config.is_encoder_decoder
     if of_encoder and not encodes:
         raise ConfigError(
             f"--encoder: the model of this recipe ({config.model_type}) has none: leave it out; "
             "recipes/captioning/caption.yaml has one"
         )
+    orig_model = _new_model(config, cfg.model, cfg.run.seed, rt)
+    length = cfg.data.max_length or (trained_length(Path(resolve(cfg.model.path))) if cfg.model.path else None)
+    if length is None:
+        raise ConfigError(f"data.max_length: {unresolved_reason(cfg.model.path)}")
     lengths = np.linspace(max(length // 8, 1), length, 64).astype(np.int64)
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, length, encoded=encodes))
     execution = Execution(cfg.compile.enabled, captured=cfg.train.engine == "graph")
@@ -141,26 +141,37 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
         around=partial(kernel_order, backend),
         trained=ProfiledStep(model, batches[0], layout.dynamic),
     )
-    module = encoder(orig_model)
-    if module is None:
+    if not encodes:
         return subject
-    given = calls[0][1]
-    assert given is not None
+    # What the encoder is given for another shape: whatever the length of rows, a picture has one size, and a text is
+    # padded to data.max_length, so only their number in a micro-batch may differ, from bucket to bucket.
+    others = [shape for shape in layout.shapes if of_encoder and shape[0] != rows][:1]
+    found = [_calls(model, batch_of(layout, orig_model, *shape, 1).to(rt.device))[1] for shape in others]
+    source = _source(config, cfg.model, orig_model, part=".get_encoder()")
+    return _with_encoder(subject, encoder(orig_model), (calls[0][1], *found), source, of_encoder=of_encoder)
+
+
+def _with_encoder(
+    subject: Subject, module: Any, calls: Sequence[ModuleCall | None], source: str, *, of_encoder: bool
+) -> Subject:
+    """Return the subject of a model with an encoder: the decoder, or the encoder in its place.
+
+    Args:
+        module: the encoder. calls: of it, and of it with another shape if one is known. source: Python that makes it.
+    """
     both = "--kernels measures a step of both"
     if not of_encoder:
         return replace(subject, beside=f"the decoder alone: --encoder examines {type(module).__name__}; {both}")
-    # Whatever the length of rows, a picture has one size, and a text is padded to data.max_length: only their
-    # number in a micro-batch may differ, from bucket to bucket.
-    others = [shape for shape in layout.shapes if shape[0] != rows]
-    batch = batch_of(layout, orig_model, *others[0], 1).to(rt.device) if others else None
+    call, *others = calls
+    assert call is not None
     return replace(
         subject,
-        name=f"{type(orig_model).__name__}: its encoder, {type(module).__name__}",
+        name=f"{subject.name.partition(',')[0]}: its encoder, {type(module).__name__}",
         module=module,
-        call=given,
-        again=replace(given, kwargs={key: _flipped(value) for key, value in given.kwargs.items()}),
-        other=None if batch is None else _calls(model, batch)[1],
-        source=_source(config, cfg.model, orig_model, part=".get_encoder()"),
+        call=call,
+        again=replace(call, kwargs={key: _flipped(value) for key, value in call.kwargs.items()}),
+        other=next(iter(others), None),
+        source=source,
         beside=f"the encoder alone; {both}",
     )
 

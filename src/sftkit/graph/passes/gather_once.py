@@ -82,10 +82,11 @@ def fork(graph: GraphModule) -> Fork | None:
     """Let a forward half return whole weights, in place, and make another of it that is given them; None: it gathers
     none that could be shared."""
     tied = _gather_tied_weights_once(graph)
-    found = list(_shared(graph, tied))
+    of_weights = gathered_from(graph)
+    found = list(_shared(graph, of_weights, tied))
     if not found:
         return None
-    of_weights, keys, whole = gathered_from(graph), [_key(*pair) for pair in found], [wait for _, wait in found]
+    keys, whole = [key for key, _ in found], [wait for _, wait in found]
     copies: dict[Node, Node] = {}
     later_graph = Graph()
     output = later_graph.output(later_graph.graph_copy(graph.graph, copies))
@@ -112,26 +113,31 @@ def _gather_tied_weights_once(graph: GraphModule) -> set[WeightKey]:
     first: dict[WeightKey, Node] = {}
     tied: set[WeightKey] = set()
     of_weights = gathered_from(graph)
-    for node in of_weights:
-        for wait in waits_for(node) if collective(node) == "all-gather" else ():
-            key = _key(node, wait)
-            if first.setdefault(key, wait) is not wait:
-                wait.replace_all_uses_with(first[key])
-                tied.add(key)
+    for _, key, wait in _gathers(of_weights):
+        if first.setdefault(key, wait) is not wait:
+            wait.replace_all_uses_with(first[key])
+            tied.add(key)
     for node in reversed(of_weights):
         if not node.users:
             graph.graph.erase_node(node)
     return tied
 
 
-def _shared(graph: GraphModule, tied: set[WeightKey]) -> Iterator[tuple[Node, Node]]:
-    """Yield the all-gathers, with their waits, of weights that are there when the loss is computed: what the backward
-    half reads, the head, and a tied table."""
-    of_weights, outputs = set(gathered_from(graph)), set(graph.graph.output_node().all_input_nodes)
-    for node in graph.graph.nodes:
-        for wait in waits_for(node) if node in of_weights and collective(node) == "all-gather" else ():
-            if bucket_of(node) == HEAD or _forms(wait, of_weights) & outputs or _key(node, wait) in tied:
-                yield node, wait
+def _shared(graph: GraphModule, of_weights: Sequence[Node], tied: set[WeightKey]) -> Iterator[tuple[WeightKey, Node]]:
+    """Yield those whole weights, each with its wait, that are there when the loss is computed: what the backward half
+    reads, the head, and a tied table."""
+    outputs, forms = set(graph.graph.output_node().all_input_nodes), set(of_weights)
+    for gather, key, wait in _gathers(of_weights):
+        if bucket_of(gather) == HEAD or key in tied or _forms(wait, forms) & outputs:
+            yield key, wait
+
+
+def _gathers(of_weights: Sequence[Node]) -> Iterator[tuple[Node, WeightKey, Node]]:
+    """Yield the all-gathers among nodes of weights, each with the whole weight that it gives and the wait for it."""
+    for node in of_weights:
+        for wait in waits_for(node) if collective(node) == "all-gather" else ():
+            value = wait.meta["val"]
+            yield node, (str(weight_of(node)), tuple(value.shape), str(value.dtype)), wait
 
 
 def _forms(wait: Node, forms: set[Node]) -> set[Node]:
@@ -142,12 +148,6 @@ def _forms(wait: Node, forms: set[Node]) -> set[Node]:
         found |= users
         waiting.extend(users)
     return found
-
-
-def _key(gather: Node, wait: Node) -> WeightKey:
-    """Return which whole weight an all-gather gives."""
-    value = wait.meta["val"]
-    return str(weight_of(gather)), tuple(value.shape), str(value.dtype)
 
 
 def compile_both(
