@@ -374,6 +374,16 @@ def test_the_order_of_a_bucketing_pass_is_written_down_for_inductor() -> None:
     assert all("control_deps(" in auto[half, "auto_bucketing"] for half in ("forward", "backward"))
 
 
+@pytest.mark.slow
+def test_inductor_computes_a_block_behind_each_reduction_of_gradients() -> None:
+    """Where weights are kept no gather of the backward pass holds the order, and all reductions could move to its end."""
+    found = ranks(2, *COMPILED)["deep llama; graph; gather_once,block_bucketing,full_inductor"]
+    before, *behind = found["products"]
+    of_block = 2 * 7  # the gradients of seven matrices, and of what each of them reads
+    # norm and head, two blocks, embedding; then the forward pass of the second micro-batch
+    assert behind == [of_block, of_block, 0, before, of_block, of_block, 0]
+
+
 def max_in_flight(text: str, operator: str) -> int:
     """Collectives of a kind that were started and not waited for, where there are most, in the text of a graph."""
     lines = text.splitlines()

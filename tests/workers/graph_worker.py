@@ -123,8 +123,11 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm}
+
+
 class StepMeasures(TorchDispatchMode):
-    """What a step within it gathers, and how much memory it makes."""
+    """What a step within it gathers, how much memory it makes, and what it computes beside which exchange."""
 
     supports_higher_order_operators = True  # FlexAttention is one
 
@@ -134,11 +137,18 @@ class StepMeasures(TorchDispatchMode):
         "tensors that all-gathers were given"
         self.peak = 0
         "bytes of tensors that were there at a time and had been made since the beginning"
+        self.products: list[int] = []
+        "matrix products before the first reduce-scatter, and after the start of each until the next one's"
+        self._since = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "all_gather_into_tensor" in str(func):
             self.gathered += len(args[0]) if isinstance(args[0], list) else 1
+        if "reduce_scatter" in str(func):
+            self.products.append(self._since)
+            self._since = 0
+        self._since += getattr(func, "overloadpacket", None) in PRODUCTS
         result = func(*args, **(kwargs or {}))
         for value in torch.utils._pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -182,6 +192,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
         "losses": losses,
         "gathered": measures.gathered,
         "peak": measures.peak,
+        "products": measures.products,
         "micro_batches": len(step.micro_batches),
         "weights": {name: float(full(p).double().square().sum()) for name, p in orig_model.named_parameters()},
         "names": list(orig_model.state_dict()),

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from sftkit.graph import compat
 from sftkit.graph.buckets import bucket_of
 from sftkit.graph.graphs import collective
-from sftkit.graph.passes.order import order_of_waits, overlap_buckets
+from sftkit.graph.passes.order import order_for_inductor, overlap_buckets
 
 
 def block_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
@@ -25,7 +25,7 @@ def block_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
         _merge(graph.graph, nodes)
     overlap_buckets(graph)
     if for_inductor:
-        compat.keep_order(graph, order_of_waits(graph))
+        compat.keep_order(graph, order_for_inductor(graph))
 
 
 def prefetching(graph: GraphModule, *, for_inductor: bool) -> None:

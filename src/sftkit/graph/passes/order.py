@@ -28,26 +28,38 @@ def overlap_buckets(graph: GraphModule) -> None:
     _sort(graph, index, _awaited_late(index, "all-reduce"))  # which follow reduce-scatters that have moved
 
 
-def order_of_waits(graph: GraphModule) -> dict[Node, list[Node]]:
-    """Return, of each wait for a bucket, what must come before it for the order of the graph to stay as it is:
-    collectives that start before it, and the last matrix product or attention."""
+def order_for_inductor(graph: GraphModule) -> dict[Node, list[Node]]:
+    """Return, of each node that has to wait for others than it reads, those others: Inductor orders anew what nothing
+    holds.
+
+    A wait for a bucket: what starts before it, and the last matrix product or attention, which hides the exchange.
+    The first products behind the start of a reduction: that start, as Inductor would else put it off, with the
+    gradients that it reads, to the end.
+    """
     after: dict[Node, list[Node]] = {}
     started: list[Node] = []
     computed: Node | None = None
+    reduction: Node | None = None
+    behind: set[Node] = set()  # the first products behind that start, and all that reads them
     of_buckets = {
         wait for node in graph.graph.nodes if bucket_of(node) and collective(node) for wait in waits_for(node)
     }
     for node in graph.graph.nodes:
-        # Inductor is free to move what nothing holds. Two ties hold the order: a bucket's wait comes after all that was
-        # to start before it, and after the compute that was to hide it.
+        follows = not behind.isdisjoint(node.all_input_nodes)
         if node in of_buckets:
             after[node] = [*started, *([computed] if computed else [])]
             started = [node]  # others of its bucket come with it
-        elif collective(node) is not None:
-            started += [next(iter(node.users))] if isinstance(node.meta["val"], list) else [node]
+        elif (kind := collective(node)) is not None:
+            started.append(next(iter(node.users)) if isinstance(node.meta["val"], list) else node)
+            if kind == "reduce-scatter" and bucket_of(node):
+                reduction, behind = started[-1], set()
         elif _computes(node):
             computed = node
-    return {wait: deps for wait, deps in after.items() if deps}
+            if reduction is not None and not follows:
+                after[node], follows = [reduction], True
+        if follows:
+            behind.add(node)
+    return {node: others for node, others in after.items() if others}
 
 
 def _computes(node: Node) -> bool:
