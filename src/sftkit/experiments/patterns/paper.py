@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT
-from sftkit.config.schema import TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout
 from sftkit.experiments.bench.plan import read_plan
 from sftkit.experiments.patterns.tables import Table
-from sftkit.launch.layouts import Machines, OnPaper, choice, layers_on_paper, on_paper, shape_of_fields, ways
+from sftkit.launch.layouts import Machines, OnPaper, choice, on_paper, shape_of_fields, ways
 from sftkit.memory.estimate import BUDGETS, GIB, EstimateInputs, Shape
 from sftkit.memory.traffic import traffic
 
@@ -44,7 +43,7 @@ PAPER_MODELS: dict[str, Callable[[Topology], bool]] = {
 
 MEASURED = {
     "h200_multi": ("plan", "plan_8b_x4", "quick"),
-    "h200_patterns": ("h100_layouts_0.6b", "h100_tensor_8b", "h100_pipeline", "h100_pipeline_1.7b"),
+    "h200_patterns": ("h100_layouts_0.6b", "h100_tensor_8b", "h100_pipeline_1.7b", "h200_pipeline"),
 }
 "Folders of benchmarks, and the results in them of several GPUs."
 
@@ -157,11 +156,7 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
     setup = _inputs(found, layout, topology, BUDGETS["speed"], row["set"].get("optim.name", DEFAULT))
     if topology.stages > 1:
         schedule = row["set"].get("train.pipeline_schedule", setup.schedule)
-        # A run of an earlier commit did not say its layers.
-        layers = row.get("pipeline_layers") or layers_on_paper(
-            found, TrainConfig(pipeline_schedule=schedule), topology.stages
-        )
-        setup = replace(setup, stage_layers=tuple(layers), schedule=schedule)
+        setup = replace(setup, stage_layers=tuple(row["pipeline_layers"]), schedule=schedule)
     return on_paper(setup, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
 
 
