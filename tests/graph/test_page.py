@@ -78,7 +78,11 @@ def test_the_table_of_the_debug_size_is_that_of_its_raw_file() -> None:
 
 @pytest.mark.parametrize(
     ("file", "heading"),
-    [("h200_8b.json", "**8 of the 32 blocks of a Llama 3.1 8B**"), ("h100_8b.json", "### On two H100")],
+    [
+        ("h200_8b.json", "**8 of the 32 blocks of a Llama 3.1 8B**"),
+        ("h100_8b.json", "### On two H100"),
+        ("h200_8b_kept.json", "### Weights kept, on two H200"),
+    ],
 )
 def test_the_tables_of_an_8b_are_those_of_their_raw_files(file: str, heading: str) -> None:
     found, passes = recorded(file), tuple[str, ...]()
