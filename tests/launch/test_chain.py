@@ -50,6 +50,12 @@ def test_a_chain_whose_stages_would_replace_one_another_is_refused() -> None:
         read_stages(Path("recipes/smoke"), ["run.dir=runs/mine"])
 
 
+def test_a_misspelt_folder_is_told_with_the_one_that_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match=f"no such folder. Did you mean {tmp_path}/mine\\? The chain takes one with"):
+        read_stages(tmp_path / "mne", [])
+
+
 @pytest.mark.parametrize(("before", "low", "told"), [(0.1, 0.05, True), (0.1, 0.7, False), (0.8, 0.7, True)])
 def test_a_model_that_learned_nothing_is_not_told_as_one_that_did(
     before: float, low: float, told: bool, tmp_path: Path

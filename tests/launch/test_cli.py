@@ -78,7 +78,7 @@ def test_the_version_is_told_with_that_of_torch_which_is_not_imported(
         (("sft", "recipes/smoke/sft.yaml", "optim.lrr=1"), 'Did you mean "optim.lr"?'),
         (
             ("chain", "recipes/nothing"),
-            "recipes/nothing: no such folder; the chain takes one with base.yaml, mid.yaml, sft.yaml, such as recipes/default",
+            "recipes/nothing: no such folder. The chain takes one with base.yaml, mid.yaml, sft.yaml, such as recipes/default",
         ),
     ],
 )

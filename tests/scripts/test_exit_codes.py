@@ -32,7 +32,7 @@ MISTAKES = {
     "a model that is not there": (("scripts/base_train.py", "DIR/sft.yaml", "model.path=DIR/lost"), "DIR/lost"),
     "a chain without recipes": (
         ("scripts/run_chain.py", "DIR/lost"),
-        "DIR/lost: no such folder; the chain takes one with base.yaml, mid.yaml, sft.yaml, such as ",
+        "DIR/lost: no such folder. The chain takes one with base.yaml, mid.yaml, sft.yaml, such as ",
     ),
     "the launcher without a script": (
         ("-m", "sftkit.launch", "DIR/lost.py", "DIR/sft.yaml", SCRATCH),

@@ -11,6 +11,7 @@ from typing import Any
 
 from sftkit.config.commands import invocation, shipped, shipped_recipes
 from sftkit.config.load import read_config
+from sftkit.config.paths import similar_paths
 from sftkit.config.rules import run_dir_can_be_made
 from sftkit.config.schema import Config, EvalConfig, RunConfig
 from sftkit.config.stages import CHAIN, STAGE_SCRIPTS
@@ -38,7 +39,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
         # A folder counts as complete by its first stage: examples for the message, no check.
         complete = [recipe.parent for recipe in map(Path, shipped_recipes()) if recipe.stem == CHAIN[0]]
         raise ConfigError(
-            f"{folder}: no such folder; the chain takes one with "
+            f"{folder}: no such folder{similar_paths(str(folder)) or '.'} The chain takes one with "
             f"{', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, such as {', '.join(map(str, complete))}"
         )
     # With one directory each stage would set aside the run before it, and start from an earlier chain's.
