@@ -28,7 +28,7 @@ from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_jobs
 from sftkit.experiments.bench.kept import keep, kept_results, not_measured, run_names
-from sftkit.experiments.bench.report import ahead_line, calls_line, loss_table, machine_lines, speed_table
+from sftkit.experiments.bench.report import ahead_line, calls_line, clock_line, loss_table, machine_lines, speed_table
 from sftkit.experiments.bench.run import bench, plan_name, read_bench_results
 from sftkit.launch.hardware import find_hardware
 from sftkit.runtime.script import script
@@ -116,6 +116,7 @@ def tables(lab: Path) -> str:
             calls_line(rows),
             ahead_line(rows),
             speed_table(rows, replaced),
+            clock_line(rows, results["machine"]),
             loss_table(rows, replaced),
         ]
     refused, missing = refused_in(lab), not_measured(lab, kept.values())

@@ -39,6 +39,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
         "cores": num_cores(),
         "memory_gib": torch.cuda.get_device_properties(device).total_memory / 2**30 if cuda else None,
         "driver": driver() if cuda else None,
+        "power_limit_w": power_limit() if cuda else None,
         "cuda": torch.version.cuda,
         "versions": {name: installed_version(name) for name in _PACKAGES},
         "git": git_state(),
@@ -91,6 +92,15 @@ def cpu_name() -> str:
 def driver() -> str | None:
     """Return the driver's version; None where nvidia-smi does not say."""
     return next(filter(None, nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), None)
+
+
+def power_limit() -> float | None:
+    """Return the watts that the first GPU may take; None where nvidia-smi does not say."""
+    said = nvidia_smi("--query-gpu=power.limit", "--format=csv,noheader,nounits")
+    try:
+        return float(said[0])
+    except (IndexError, ValueError):  # none, or [N/A]
+        return None
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ SEVERAL: tuple[tuple[str, Callable[[ResultRow, ResultRow | None], str]], ...] = 
 def markdown_report(results: dict[str, Any]) -> str:
     """Return the results as Markdown: machine, speeds, losses against a reference, graphs, failures, notes."""
     rows: list[ResultRow] = results["runs"]
-    tables = [speed_table(rows), loss_table(rows), graph_table(rows)]
+    tables = [speed_table(rows), clock_line(rows, results["machine"]), loss_table(rows), graph_table(rows)]
     parts = [machine_lines(results["machine"]), ahead_line(rows), *tables, failures(rows), notes(rows)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -95,6 +95,21 @@ def speed_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -
     known = [*good, *replaced]
     cells = [[cell(row, reference_row(row["baseline"], row, known)) for _, cell in columns] for row in good]
     return markdown_table([name for name, _ in columns], cells) if cells else ""
+
+
+def clock_line(rows: Sequence[ResultRow], machine: dict[str, Any]) -> str:
+    """Return the clock and the power of the GPUs of each run: at its power limit a GPU lowers its clock."""
+
+    def over(row: ResultRow, key: str) -> str:
+        # Results of earlier versions do not say it.
+        values = [rank[key] for rank in row.get("ranks", ()) if rank.get(key) is not None]
+        ends = dict.fromkeys(f"{value:,.0f}" for value in (min(values), max(values))) if values else {}
+        return " to ".join(ends)
+
+    limit = f" of {machine['power_limit_w']:,.0f}" if machine.get("power_limit_w") else ""
+    known = [(row["name"], over(row, "sm_clock_mhz"), over(row, "power_w")) for row in rows if not row["error"]]
+    runs = "; ".join(f"{name}: {clock} MHz, {power}{limit} W" for name, clock, power in known if clock)
+    return f"Clock and power of a GPU, medians of the timed steps: {runs}." if runs else ""
 
 
 def loss_table(rows: Sequence[ResultRow], replaced: Sequence[ResultRow] = ()) -> str:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.data.batches.loader import Batches
 from sftkit.data.tokens.stages import DATA_OF_STAGES
 from sftkit.errors import ConfigError
+from sftkit.experiments.bench.clock import ClockSamples
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import graphs_of, measured_row, over_ranks, run_job
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
@@ -72,11 +73,12 @@ class NoCheckpoints:
 
 class Probe(Tracker):
     """A tracker that also notes, on every rank, when the first steps have run on the device, the peak memory and the
-    compiler's counters."""
+    compiler's counters, and has the clock sampled when those steps are over."""
 
     noted: tuple[int, ...] = (1,)
     "steps whose end is noted"
     ended: dict[int, float]
+    clock: ClockSamples
     peak_memory_gib: float = 0.0
     compile: dict[str, float | None]
 
@@ -88,6 +90,8 @@ class Probe(Tracker):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.ended[step] = time.perf_counter()
+        if step == self.noted[-1]:
+            self.clock.start()
 
     def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
         """Keep the largest peak and the newest counters of the compiler."""
@@ -158,12 +162,13 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     started = time.perf_counter()
     engine = make_engine(cfg, rt, job.folder, Training(orig_model, objective, batches.layout))
     probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
-    probe.noted, probe.ended = (1, job.steps.warm_up), {}
-    with probe:
+    probe.noted, probe.ended, probe.clock = (1, job.steps.warm_up), {}, ClockSamples(rt.device)
+    with probe, probe.clock:
         services = TrainServices(lambda _: ({}, []), NoCheckpoints(job.folder), probe, resumed={"step": 0})
         trained = train(cfg, rt, engine, batches, services)
     reserved = torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else None
-    mine = {"peak_memory_gib": probe.peak_memory_gib, "reserved_memory_gib": reserved, "compile": probe.compile}
+    sizes = {"peak_memory_gib": probe.peak_memory_gib, "reserved_memory_gib": reserved}
+    mine = {**sizes, **probe.clock.medians(), "compile": probe.compile}
     waited = {step: ended - started for step, ended in probe.ended.items()}
     return {
         "parameters": parameters,
