@@ -21,6 +21,7 @@ def main() -> None:
     cfg, flags = parse(__doc__)  # refused here if wrong, before torch is imported
 
     from sftkit.config.stages import stage_of_recipe
+    from sftkit.config.topology import machines_of
     from sftkit.data.batches.epoch import plan_epoch
     from sftkit.data.batches.pack import DocumentLengths, make_layout
     from sftkit.launch.layouts import advice
@@ -51,8 +52,9 @@ def main() -> None:
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
     plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
     # One process has no accelerate config.
-    if plan and flags.config_file and (line := advice(cfg, flags.topology, plan.total_bytes, flags.config_file.name)):
-        console.print(line, markup=False, soft_wrap=True)
+    if plan and (file := flags.config_file):
+        line = advice(cfg, flags.topology, plan.total_bytes, file.name, machines_of(file))
+        console.print(line or "", markup=False, soft_wrap=True, end="\n" if line else "")
 
     data = preflight.DataOfRun(examples, validation, layout, epoch)
     found = preflight.analyse(cfg, tokenizer, data, preflight.PlannedModel(orig_model, plan))

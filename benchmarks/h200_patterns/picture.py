@@ -12,6 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 STRETCHES = (
     ("0.6b-x2-tp", "0.6B, tensor parallel, one row a micro-batch: the GPU waits for its host", 40.0),
+    ("0.6b-x2-cp-2-rows", "0.6B, context parallel, two rows a micro-batch: one exchange in a layer", 40.0),
     ("8b-x2-tp", "16 blocks of 8B, tensor parallel: the GPU computes, but for its exchanges", 40.0),
 )
 "Run, title, and milliseconds from the beginning of its excerpt."

@@ -22,6 +22,7 @@ from sftkit.experiments.validate.measure import Measured, measure
 from sftkit.experiments.validate.page import html, markdown_page
 from sftkit.experiments.validate.run import judged
 from sftkit.launch.hardware import Hardware
+from sftkit.launch.launch import Needs
 from sftkit.models.size import Replica
 
 
@@ -148,13 +149,13 @@ def test_a_model_whose_fp32_states_do_not_fit_a_gpu_has_no_reference() -> None:
     cfg = read_config(RECIPE, [], world_size=1)
     for gib, expected in ((40, True), (10, False)):
         hardware = Hardware(1, 2, "GPU", gib * 2**30)
-        kinds = [case.kind for case in cases(PLAN, cfg, hardware, Replica(10**9, "auto", 0), Path("out"))]
+        kinds = [case.kind for case in cases(PLAN, cfg, hardware, Needs(Replica(10**9, "auto", 0)), Path("out"))]
         assert ("reference" in kinds) is expected
 
 
 def test_the_reference_is_left_out_on_demand() -> None:
     every = cases(
-        replace(PLAN, reference=False), read_config(RECIPE, [], world_size=1), Hardware(0, 2), None, Path("out")
+        replace(PLAN, reference=False), read_config(RECIPE, [], world_size=1), Hardware(0, 2), Needs(), Path("out")
     )
     assert [case.kind for case in every] == ["eager", "eager, other seed", "compiled"]
 
@@ -204,7 +205,7 @@ def test_a_run_that_is_missing_fails_its_criteria() -> None:
 def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> None:
     cfg = read_config(RECIPE, [], world_size=1)
     plan = replace(PLAN, layouts=("packed", "bucketed"), processes=(1, 2))
-    every = cases(plan, cfg, Hardware(0, 2), None, Path("out"))
+    every = cases(plan, cfg, Hardware(0, 2), Needs(), Path("out"))
     assert [case.kind for case in every] == [
         "eager",
         "eager, other seed",
@@ -233,7 +234,7 @@ def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> N
         *("optim.name=adamw", "attention.backend=auto", "model.gradient_checkpointing=false"),
     }
     muon = read_config(RECIPE, ["optim.name=muon"], world_size=1)
-    assert "reference" not in [case.kind for case in cases(plan, muon, Hardware(0, 2), None, Path("out"))]
+    assert "reference" not in [case.kind for case in cases(plan, muon, Hardware(0, 2), Needs(), Path("out"))]
     for case in every:  # every one of them is a recipe that can be run
         read_config(RECIPE, [w for w in case.command if "=" in w and not w.startswith("from")], world_size=1)
 
@@ -241,7 +242,7 @@ def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> N
 def test_eager_runs_of_a_graph_recipe_have_no_passes_and_its_reference_no_graph() -> None:
     words = ["train.engine=graph", "graph.passes=[block_bucketing]", "graph.dump=true"]
     cfg = read_config(RECIPE, words, world_size=1)
-    every = cases(replace(PLAN, overrides=tuple(words)), cfg, Hardware(0, 2), None, Path("out"))
+    every = cases(replace(PLAN, overrides=tuple(words)), cfg, Hardware(0, 2), Needs(), Path("out"))
     read = [
         (case.kind, read_config(RECIPE, [w for w in case.command if "=" in w], world_size=1))
         for case in every
@@ -258,7 +259,7 @@ def test_eager_runs_of_a_graph_recipe_have_no_passes_and_its_reference_no_graph(
 def test_the_reference_of_a_pipeline_has_no_stages() -> None:
     words = ["train.engine=pipeline", "train.pipeline_schedule=gpipe", "train.pipeline_layers=[1,1]"]
     cfg = read_config(RECIPE, words, world_size=1)
-    every = cases(replace(PLAN, overrides=tuple(words)), cfg, Hardware(0, 2), None, Path("out"))
+    every = cases(replace(PLAN, overrides=tuple(words)), cfg, Hardware(0, 2), Needs(), Path("out"))
     (reference,) = (case for case in every if case.kind == "reference")
     assert read_config(RECIPE, [w for w in reference.command if "=" in w], world_size=1).train.engine == "reference"
 

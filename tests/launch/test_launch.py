@@ -15,7 +15,7 @@ from sftkit.config.commands import program_path
 from sftkit.errors import ConfigError
 from sftkit.launch import launch
 from sftkit.launch.hardware import Hardware
-from sftkit.launch.launch import choose
+from sftkit.launch.launch import Needs, choose
 from sftkit.models.size import GIB, Replica
 from sftkit.rundir import lock
 from sftkit.runtime.launcher import signal_env
@@ -110,14 +110,14 @@ H200_BYTES = 143_771 * 2**20
 
 
 def test_a_model_that_does_not_fit_one_of_several_gpus_is_cut_over_them_and_the_summary_says_why():
-    chosen = choose(Hardware(8, 96, "NVIDIA H200", H200_BYTES), 32, {}, BIG)
+    chosen = choose(Hardware(8, 96, "NVIDIA H200", H200_BYTES), 32, {}, Needs(BIG))
     assert (chosen.config_file.name, chosen.num_processes) == ("fsdp2.yaml", 8)
     assert chosen.config_file.is_file()
     assert chosen.summary == (
         "hardware: 8 GPUs (NVIDIA H200), 96 CPU cores -> accelerate_configs/fsdp2.yaml, 8 processes: "
         "32.8 billion parameters need about 305 GiB as a replica (optim.name auto), a GPU has 140 GiB"
     )
-    six = choose(Hardware(8, 96, "NVIDIA H200", H200_BYTES), 30, {}, BIG)
+    six = choose(Hardware(8, 96, "NVIDIA H200", H200_BYTES), 30, {}, Needs(BIG))
     assert (six.config_file.name, six.num_processes) == ("fsdp2.yaml", 6)
     assert "the most that divide train.global_batch_size 30; 32.8 billion" in six.summary
 
@@ -128,9 +128,9 @@ def test_what_all_gpus_together_cannot_hold_is_refused() -> None:
         with pytest.raises(
             ConfigError, match=rf"64 GiB of it .* {gpus} GPUs? of 24 GiB cannot .* take at least 3 of them"
         ):
-            choose(Hardware(gpus, 16, None, 24 * GIB), 32, {}, model)
-    assert choose(Hardware(4, 16, None, 24 * GIB), 32, {}, model).config_file.name == "fsdp2.yaml"
-    assert choose(Hardware(0, 16), 32, {}, model).config_file.name == "cpu.yaml"
+            choose(Hardware(gpus, 16, None, 24 * GIB), 32, {}, Needs(model))
+    assert choose(Hardware(4, 16, None, 24 * GIB), 32, {}, Needs(model)).config_file.name == "fsdp2.yaml"
+    assert choose(Hardware(0, 16), 32, {}, Needs(model)).config_file.name == "cpu.yaml"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,19 @@ def test_what_all_gpus_together_cannot_hold_is_refused() -> None:
 def test_replicas_stay_where_they_fit_or_nothing_is_known(
     gpus: int, memory: int | None, replica: Replica | None, name: str
 ):
-    assert choose(Hardware(gpus, 16, None, memory), 32, {}, replica).config_file.name == name
+    assert choose(Hardware(gpus, 16, None, memory), 32, {}, Needs(replica)).config_file.name == name
+
+
+@pytest.mark.parametrize(("fits", "name"), [({1: False, 4: True}, "fsdp2.yaml"), ({1: False, 4: False}, "ddp.yaml")])
+def test_shards_are_taken_where_rows_do_not_fit_beside_a_replica_and_do_beside_a_shard(
+    fits: dict[int, bool], name: str
+) -> None:
+    needs = Needs(Replica(1, "auto", 1), lambda topology: fits[topology.shards])
+    chosen = choose(Hardware(4, 16, None, H200_BYTES), 32, {}, needs)
+    assert chosen.config_file.name == name
+    assert ("beside a replica its rows do not fit a GPU" in chosen.summary) == (name == "fsdp2.yaml")
+    unknown = Needs(Replica(1, "auto", 1))
+    assert choose(Hardware(4, 16, None, H200_BYTES), 32, {}, unknown).config_file.name == "ddp.yaml"
 
 
 def test_the_recipe_and_the_hardware_decide_together(

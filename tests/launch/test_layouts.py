@@ -15,6 +15,7 @@ from sftkit.launch.layouts import (
     Machines,
     advice,
     choice,
+    has_room,
     layers_on_paper,
     on_paper,
     setups,
@@ -156,3 +157,43 @@ def test_of_a_pipeline_its_own_stages_and_schedule_are_counted() -> None:
     line = advice(recipe(262144, engine="pipeline"), Topology(stages=2, replicas=4), 80 * GIB, "pp.yaml")
     assert line is not None
     assert line.startswith("on paper: rows of 262,144 positions do not fit with pp.yaml; ")
+
+
+def small_recipe(rows: int, micro: int, row_length: int) -> Config:
+    cfg = recipe(row_length)
+    return replace(cfg, train=replace(cfg.train, global_batch_size=rows, micro_batch_size=micro))
+
+
+def test_a_pipeline_with_fewer_micro_batches_than_stages_is_never_named() -> None:
+    """As config.engine_rules refuses it."""
+    for setup, _ in setups(shape("8B"), [Topology(stages=4)], 8, 512, [4]):
+        assert setup.layout.accumulation == 2
+    assert not any(way.setup.topology.stages == 4 for way in ways(shape("8B"), Machines(4), 8, 512, [4]))
+    assert any(way.setup.topology.stages == 4 for way in ways(shape("8B"), Machines(4), 8, 512, [2]))
+    line = advice(small_recipe(8, 4, 512), Topology(shards=4, sharded=True), 28 * GIB, "fsdp2.yaml")
+    assert line is not None
+    assert line.startswith("on paper: 2 rows of 512 positions in a micro-batch do not fit with fsdp2.yaml; ")
+    assert "pipeline" not in line
+
+
+def test_fewer_rows_in_a_micro_batch_are_tried_before_more_gpus_are_asked_for() -> None:
+    line = advice(small_recipe(16, 4, 4096), FSDP2, 24 * GIB, "fsdp2.yaml")
+    assert line is not None
+    assert "train.micro_batch_size=1" in line
+
+
+def test_gpus_of_several_machines_are_no_single_machine() -> None:
+    topology = Topology(replicas=16)
+    cfg = small_recipe(16, 1, 65536)
+    one, two = (advice(cfg, topology, 80 * GIB, "ddp.yaml", machines) for machines in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert "; fsdp2.yaml takes " not in two
+    assert one != two
+
+
+def test_a_layout_has_room_or_not_or_nothing_is_known() -> None:
+    cfg = recipe(16384)
+    assert has_room(cfg, FSDP2, 140 * GIB) is True
+    assert has_room(cfg, Topology(replicas=8), 60 * GIB) is False
+    assert has_room(cfg, FSDP2, None) is None

@@ -137,7 +137,7 @@ def train(
     backend: str = "eager",
     option: str = "",
 ) -> dict[str, Any]:
-    """A few compiled steps, a validation and a greedy answer. `option`: the schedule of a pipeline, or checkpointing."""
+    """A few compiled steps and a validation. `option`: the schedule of a pipeline, or checkpointing."""
     torch._dynamo.reset()
     layout, batches = some_batches(rt)
     orig_model, schedule = MODELS[model_name](), option if option in SCHEDULES else "1f1b"

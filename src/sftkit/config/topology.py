@@ -210,6 +210,11 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
     return read_topology(environ, number, stages)
 
 
+def machines_of(config_file: Path) -> int:
+    """Return the machines of an accelerate config that topology_of can read."""
+    return int(yaml.safe_load(config_file.read_text()).get("num_machines") or 1)
+
+
 def _refuse(environ: Mapping[str, str]) -> None:
     """Refuse settings of an accelerate config that would silently have no effect."""
     instead = {

@@ -13,22 +13,24 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from sftkit.config.commands import invocation, running, shipped, typed
 from sftkit.config.load import fail, read_config
 from sftkit.config.rules import run_dir_can_be_made
-from sftkit.config.schema import num_stages
+from sftkit.config.schema import Config, num_stages
 from sftkit.config.stages import STAGE_SCRIPTS, stage_of_script
 from sftkit.config.terminal import leave_lost_terminal, print_text
-from sftkit.config.topology import topology_of
+from sftkit.config.topology import Topology, topology_of
 from sftkit.errors import ConfigError
 from sftkit.launch.finished import finished
 from sftkit.launch.hardware import Hardware, find_hardware
-from sftkit.launch.layouts import advice
+from sftkit.launch.layouts import advice, has_room
 from sftkit.memory.estimate import USABLE
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.preflight.inputs import input_rules
@@ -54,21 +56,40 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)
 
 
+class Needs(NamedTuple):
+    """What a run needs of its GPUs."""
+
+    replica: Replica | None = None
+    "what a copy of the model takes; None: unknown, taken to fit"
+    rows_fit: Callable[[Topology], bool | None] = lambda _: None
+    "whether a layout has room for the rows; None: unknown, taken to have it"
+
+
+_UNKNOWN = Needs()
+
+
+def needs_of(cfg: Config, hardware: Hardware) -> Needs:
+    """Return what a recipe needs of these GPUs."""
+    rows_fit = partial(has_room, cfg, memory_bytes=hardware.gpu_memory_bytes)
+    return Needs(replica_of(cfg.model, cfg.optim, cfg.train), rows_fit)
+
+
 def choose(
     hardware: Hardware,
     global_batch_size: int,
     environ: Mapping[str, str],
-    replica: Replica | None = None,
+    needs: Needs = _UNKNOWN,
     stages: int | None = 1,
 ) -> Launch:
     """Choose how to start: the most GPUs that share the global batch equally; without a GPU one CPU process with a
     thread for each core that is free, as threads that share cores with others wait for each other.
 
-    Several GPUs get replicas (DDP), or shards of the model (FSDP2) where a replica does not fit one of them.
+    Several GPUs get replicas (DDP), or shards of the model (FSDP2) where a replica, or the rows beside it, do not fit
+    one of them.
 
     Args:
         global_batch_size: rows of an optimizer step, over all processes.
-        replica: what a copy of the model needs; None: unknown, taken to fit.
+        needs: what is known of them.
         stages: of a pipeline; None: all GPUs.
 
     Raises:
@@ -103,7 +124,7 @@ def choose(
             note = f", {processes} of {hardware.gpus} GPUs: the most that {pipelines}"
             note += f"divide train.global_batch_size {global_batch_size}"
         # Shards only where a replica has no room: replicas exchange less.
-        reason = _sharding_reason(hardware, processes, replica)
+        reason = _sharding_reason(hardware, processes, needs)
         several = "pp.yaml" if stages != 1 else "fsdp2.yaml" if reason else "ddp.yaml"
         name = "single_gpu.yaml" if processes == 1 else several
         if name == "fsdp2.yaml":
@@ -118,15 +139,18 @@ def _shares(global_batch_size: int, processes: int, stages: int | None) -> bool:
     return rest == 0 and global_batch_size % row_ranks == 0
 
 
-def _sharding_reason(hardware: Hardware, processes: int, replica: Replica | None) -> str | None:
-    """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica, as far as is known.
+def _sharding_reason(hardware: Hardware, processes: int, needs: Needs) -> str | None:
+    """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica and its rows, as far as
+    is known.
 
     Raises:
         ConfigError: weights, gradients and optimizer states are more than the GPUs that are taken hold together; with
             how many it would take.
     """
-    memory = hardware.gpu_memory_bytes
+    memory, (replica, rows_fit) = hardware.gpu_memory_bytes, needs
     if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
+        if rows_fit(Topology(replicas=processes)) is False and rows_fit(Topology(shards=processes, sharded=True)):
+            return "beside a replica its rows do not fit a GPU (docs/parallelism.md)"
         return None
     if replica.held_bytes > processes * memory:
         raise ConfigError(
@@ -222,8 +246,8 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         return 0
     # What the machine has decides the Accelerate config and the number of processes.
     hardware = find_hardware()
-    replica = replica_of(cfg.model, cfg.optim, cfg.train)
-    launch = choose(hardware, cfg.train.global_batch_size, os.environ, replica, num_stages(cfg.train))
+    needs = needs_of(cfg, hardware)
+    launch = choose(hardware, cfg.train.global_batch_size, os.environ, needs, num_stages(cfg.train))
     if not launch.config_file.is_file():
         raise ConfigError(
             f"{launch.config_file}: no such file. `sftkit init` copies the whole folder that it belongs to"

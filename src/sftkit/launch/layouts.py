@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
 from sftkit.config.schema import Config, LossConfig, TrainConfig
@@ -22,6 +22,8 @@ from sftkit.models.size import fields_of, of_fields, size_of
 
 SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose matrices and layers can be spread over GPUs, as parallel.tensor and parallel.balance say."
+DATASHEET = 989e12
+"bf16 operations per second of an H100 or H200."
 NEARLY = 0.97
 "A simpler layout is taken before one that is faster by less than this."
 
@@ -34,7 +36,7 @@ class Machines:
     gpus: int
     per_machine: int = 8
     memory_bytes: int = 140 * GIB
-    flops: float = 0.5 * 989e12
+    flops: float = 0.5 * DATASHEET
     "that one GPU reaches of a model, per second: half of the datasheet's bf16 rate"
     inside: float = 360e9
     "bytes per second that a GPU sends in a collective within its machine"
@@ -223,7 +225,9 @@ def _divide(topology: Topology, rows: int, row_length: int) -> bool:
 def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Sequence[int] = (1,)) -> list[OnPaper]:
     """Return each topology that fits, the simplest first, with the settings that leave it most speed. The
     arguments are those of `setups`."""
-    return _fitting(setups(shape, topologies(machines, shape), rows, row_length, micro), machines)
+    found = setups(shape, topologies(machines, shape), rows, row_length, micro)
+    # A pipeline of this schedule, 1f1b, has as many micro-batches in flight as stages (config.engine_rules).
+    return _fitting((each for each in found if each[0].layout.accumulation >= each[0].topology.stages), machines)
 
 
 def _fitting(found: Iterable[tuple[EstimateInputs, str]], machines: Machines) -> list[OnPaper]:
@@ -269,24 +273,26 @@ def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) ->
     )
 
 
-def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str) -> str | None:
-    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits where that
-    does not; None: sizes are unknown, or there is one process.
+class _Asked(NamedTuple):
+    """A recipe on some GPUs: what fits of the layout that it is started in."""
 
-    Args:
-        topology: of the run.
-        memory_bytes: of a GPU; None: unknown.
-        taken: the accelerate config.
-    """
+    shape: Shape
+    machines: Machines
+    row_length: int
+    fitting: list[OnPaper]
+
+
+def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machines: int = 1) -> _Asked | None:
+    """Return what fits of a layout; None: sizes are unknown, or there is one process."""
     fields, row_length = fields_of(cfg.model), cfg.data.row_length or cfg.data.max_length
     if fields is None or row_length is None or memory_bytes is None or topology.world_size == 1:
         return None
-    size, rows, micro = size_of(cfg.model), cfg.train.global_batch_size, [cfg.train.micro_batch_size]
+    size, rows = size_of(cfg.model), cfg.train.global_batch_size
     shape = shape_of_fields(fields, size and size.parameters)
     if shape is None or not _divide(topology, rows, row_length):
         return None
-    machines = Machines(topology.world_size, topology.world_size, memory_bytes)
-    own = setups(shape, [topology], rows, row_length, micro)
+    machines = Machines(topology.world_size, topology.world_size // num_machines, memory_bytes)
+    own = setups(shape, [topology], rows, row_length, [cfg.train.micro_batch_size])
     if topology.stages > 1:
         layers = layers_on_paper(shape, cfg.train, topology.stages)
         schedule = cfg.train.pipeline_schedule
@@ -294,16 +300,45 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
         if sum(layers) != shape.blocks or not stages_fit(len(layers), schedule, topology.stages):
             return None
         own = ((replace(setup, stage_layers=layers, schedule=schedule), memory) for setup, memory in own)
-    if fitting := _fitting(own, machines):
-        return f"on paper: {taken} {_takes(fitting[0], memory_bytes)}"
-    found = ways(shape, machines, rows, row_length, micro)
+    return _Asked(shape, machines, row_length, _fitting(own, machines))
+
+
+def has_room(cfg: Config, topology: Topology, memory_bytes: int | None) -> bool | None:
+    """Return whether a layout of one machine has room for the rows of a recipe, with whatever train.memory and
+    optimizer; None: sizes are unknown, or there is one process."""
+    asked = _asked(cfg, topology, memory_bytes)
+    return None if asked is None else bool(asked.fitting)
+
+
+def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str, num_machines: int = 1) -> str | None:
+    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits where that
+    does not; None: sizes are unknown, or there is one process.
+
+    Args:
+        topology: of the run.
+        memory_bytes: of a GPU; None: unknown.
+        taken: the accelerate config.
+        num_machines: over which the GPUs are spread equally.
+    """
+    asked = _asked(cfg, topology, memory_bytes, num_machines)
+    if asked is None or memory_bytes is None:
+        return None
+    if asked.fitting:
+        return f"on paper: {taken} {_takes(asked.fitting[0], memory_bytes)}"
+    rows, positions = cfg.train.global_batch_size, f"rows of {asked.row_length:,} positions"
+    micro = largest_divisor(rows // topology.row_ranks, cfg.train.micro_batch_size)
+    fewer = range(cfg.train.micro_batch_size, 0, -1)  # as they are, if possible
+    found = ways(asked.shape, asked.machines, rows, asked.row_length, fewer)
     # Of other architectures neither matrices nor layers can be spread: layouts that do are no advice.
-    if fields["model_type"] not in SHARDABLE:
+    fields = fields_of(cfg.model)
+    if fields is None or fields["model_type"] not in SHARDABLE:
         found = [each for each in found if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
     instead = "nor does another layout; take shorter rows or more GPUs"
     if best := choice(found):
-        instead = f"{best.config} {_takes(best, memory_bytes)}"
-    return f"on paper: rows of {row_length:,} positions do not fit with {taken}; {instead} (docs/parallelism.md)"
+        less = best.setup.layout.micro_batch_size
+        instead = f"{best.config} {_takes(best, memory_bytes)}" + f", train.micro_batch_size={less}" * (less < micro)
+    batch = f"{micro} {positions} in a micro-batch" if micro > 1 else positions
+    return f"on paper: {batch} do not fit with {taken}; {instead} (docs/parallelism.md)"
 
 
 def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:

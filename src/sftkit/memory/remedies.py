@@ -48,7 +48,7 @@ def remedies(
         return []
     s, ways = replace(plan.setup, layout=layout), []
     tried = (_smaller_batch(s, data), _recompute(s, compile, optim), smaller_states(s), _chunk(s), _more_shards(s))
-    for options in tried:
+    for options in (*tried, _schedule(s)):
         saved = [(text, plan.estimate.total - estimate(after).total, after) for text, after in options]
         # What is less than the last digit that is printed, 0.1 GiB when rounded, is no advice.
         saved = [one for one in saved if one[1] >= 0.05 * GIB]
@@ -133,6 +133,13 @@ def _more_shards(s: EstimateInputs) -> list[Option]:
     after = replace(s, layout=layout, topology=Topology(shards=number, sharded=True), sharding=SHARDINGS[-1])
     engine = "train.engine=blocks and " if s.topology.stages > 1 else ""
     return [(f"{engine}accelerate_configs/fsdp2.yaml on {number} GPUs", after)]
+
+
+def _schedule(s: EstimateInputs) -> list[Option]:
+    """Return the schedule of a pipeline that keeps the activations of as many micro-batches as stages, and not of
+    all."""
+    fewer = s.schedule == "gpipe" and s.layout.accumulation >= s.topology.stages > 1
+    return [("train.pipeline_schedule=1f1b", replace(s, schedule="1f1b"))] if fewer else []
 
 
 def _chunk(s: EstimateInputs) -> list[Option]:

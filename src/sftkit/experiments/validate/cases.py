@@ -15,7 +15,7 @@ from sftkit.config.schema import Config, DataConfig, EvalConfig, OptimConfig, Tr
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import own_caches
 from sftkit.launch.hardware import Hardware
-from sftkit.launch.launch import CONFIGS, USABLE, Launch, choose, command
+from sftkit.launch.launch import CONFIGS, USABLE, Launch, Needs, choose, command
 from sftkit.models.size import Replica
 from sftkit.runtime.launcher import signal_env
 
@@ -114,21 +114,19 @@ def check_plan(
         raise ConfigError("\n".join(problems))
 
 
-def cases(
-    plan: ValidationPlan, cfg: Config, hardware: Hardware, replica: Replica | None, out: Path
-) -> list[ValidationRun]:
+def cases(plan: ValidationPlan, cfg: Config, hardware: Hardware, needs: Needs, out: Path) -> list[ValidationRun]:
     """Return for each layout and number of processes an eager and a compiled run; with the fewest also a second eager
     seed, and the reference engine where it has the recipe's optimizer."""
     made = []
-    reference = ["reference"] if plan.reference and has_reference(cfg.optim, hardware, replica) else []
+    reference = ["reference"] if plan.reference and has_reference(cfg.optim, hardware, needs.replica) else []
     for layout, count in product(plan.layouts, plan.processes):
         # How far two seeds differ is the measure for all others, and needs to be known once: it does not depend on the
         # number of processes. Nor does the reference, which is slow.
         fewest = count == plan.processes[0]
         kinds = ["eager", "eager, other seed", "compiled", *reference] if fewest else ["eager", "compiled"]
         for kind in kinds:
-            # Without the size of a replica no sharded start is chosen: the reference engine keeps the model whole.
-            launch = launch_of(count, cfg.train, hardware, None if kind == "reference" else replica)
+            # Without needs no sharded start is chosen: the reference engine keeps the model whole.
+            launch = launch_of(count, cfg.train, hardware, Needs() if kind == "reference" else needs)
             slug = f"{layout}-{count}-{kind.replace(', ', '-').replace(' ', '-')}"
             folder = out / "runs" / slug
             words = command(launch, plan.script, [plan.recipe, *_settings_of(plan, cfg, layout, kind, folder)])
@@ -145,10 +143,10 @@ def has_reference(optim: OptimConfig, hardware: Hardware, replica: Replica | Non
     return known and (hardware.gpu_memory_bytes is None or needed <= USABLE * hardware.gpu_memory_bytes)
 
 
-def launch_of(processes: int, train: TrainConfig, hardware: Hardware, replica: Replica | None) -> Launch:
+def launch_of(processes: int, train: TrainConfig, hardware: Hardware, needs: Needs) -> Launch:
     """Return how so many processes are started here: as `make` does on a machine with so many GPUs."""
     if hardware.gpus or processes == 1:
-        return choose(replace(hardware, gpus=processes if hardware.gpus else 0), train.global_batch_size, {}, replica)
+        return choose(replace(hardware, gpus=processes if hardware.gpus else 0), train.global_batch_size, {}, needs)
     # Processes share the cores, where each would otherwise start a thread for all of them.
     threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_cores // processes)), "ACCELERATE_USE_CPU": "true"}
     return Launch(CONFIGS / "cpu_ddp.yaml", processes, "", threads)

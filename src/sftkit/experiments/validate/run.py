@@ -20,7 +20,7 @@ from sftkit.experiments.validate.ledger import Ledger, as_in_ledger, check_porta
 from sftkit.experiments.validate.measure import Measured, format_spread, measure
 from sftkit.experiments.validate.page import html, markdown_page
 from sftkit.launch.hardware import find_hardware
-from sftkit.models.size import replica_of
+from sftkit.launch.launch import needs_of
 from sftkit.rundir.files import read_object
 
 LOGITS_TIMEOUT_SECONDS = 600
@@ -43,7 +43,7 @@ def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out: {out} is not empty: name a new folder")
     out.mkdir(parents=True, exist_ok=True)
-    every = cases(plan, cfg, hardware, replica_of(cfg.model, cfg.optim, cfg.train), out)
+    every = cases(plan, cfg, hardware, needs_of(cfg, hardware), out)
     print_text(
         f"{len(every)} runs of {plan.steps} steps; the first {plan.warm_up} are warm-up and count in no speed and no "
         "loss"
