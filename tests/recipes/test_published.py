@@ -25,11 +25,11 @@ from sftkit.data.tokens import stages
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
 from sftkit.launch.hardware import Hardware
-from sftkit.launch.launch import choose
+from sftkit.launch.launch import choose, needs_of
 from sftkit.memory.estimate import GIB, held_bytes
 from sftkit.memory.plan import MemoryPlan, fits
 from sftkit.models.load import empty_model
-from sftkit.models.size import replica_of, size_of
+from sftkit.models.size import size_of
 from sftkit.models.structure import positions
 from sftkit.parallel.tensor import TENSOR_MODEL_TYPES
 from sftkit.preflight import prepare
@@ -224,7 +224,7 @@ def test_make_starts_a_recipe_as_its_header_says(recipe: Path) -> None:
     cfg = read(recipe, f"model.path={PUBLISHED / published(read(recipe))}")
     for size, (number, _, _) in estimates(recipe).items():
         hardware = Hardware(number, 16, None, int(GPU_GIB[size] * GIB))
-        launch = choose(hardware, cfg.train.global_batch_size, {}, replica_of(cfg.model, cfg.optim, cfg.train))
+        launch = choose(hardware, cfg.train.global_batch_size, {}, needs_of(cfg, hardware))
         assert launch.num_processes == number
         assert launch.config_file.name == ("fsdp2.yaml" if number > 1 else "single_gpu.yaml")
 
