@@ -4,6 +4,7 @@ python benchmarks/h200_decode/tables.py
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ def cells(run: dict[str, Any]) -> list[str]:
 
 
 def won(number: float | None) -> str:
-    """Return a number of steps or tokens; never, where nothing is won."""
-    return "never" if number is None else f"{number:,.0f}"
+    """Return the first whole number of steps or tokens that wins; never, where nothing is won."""
+    return "never" if number is None else f"{math.ceil(number):,}"
 
 
 def failed(run: dict[str, Any]) -> str:

@@ -112,13 +112,13 @@ def test_outside_the_contract_another_shape_runs_eagerly_and_nobody_is_told(capt
 
 
 def test_a_name_that_this_torch_lacks_is_an_error_that_says_which_and_what_was_run() -> None:
-    with pytest.raises(ConfigError, match=r"has no torch\.fx\.graph\._NoSuchCodeGen.*2\.11 and 2\.13.*blocks"):
+    with pytest.raises(ConfigError, match=r"has no torch\.fx\.graph\._NoSuchCodeGen.*2\.11, 2\.13.*blocks"):
         compat.private("torch.fx.graph", "_NoSuchCodeGen")
     with pytest.raises(ConfigError, match=r"has no torch\.no_such_module\.name"):
         compat.private("torch.no_such_module", "name")
     other = SimpleNamespace(overloadpacket=SimpleNamespace(__name__="send_by_pigeon"))
     with pytest.raises(
-        ConfigError, match=r"has no torch\.ops\._c10d_functional\.send_by_pigeon_coalesced.*2\.11 and 2\.13"
+        ConfigError, match=r"has no torch\.ops\._c10d_functional\.send_by_pigeon_coalesced.*2\.11, 2\.13"
     ):
         compat.coalesced(other)
 

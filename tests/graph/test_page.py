@@ -60,7 +60,7 @@ def named(text: str, before: Key) -> Key:
 def test_the_table_of_the_debug_size_is_that_of_its_raw_file() -> None:
     found, passes = recorded("h200_debug.json"), tuple[str, ...]()
     eager = {key: row for key, row in found.items() if key[-1] == "eager"}
-    shown = table("**Every configuration at debug size**")
+    shown = table("**The other configurations at debug size**")
     assert len(shown) == len(found) - 2, "all but the two that others are compared with"
     for where, text, speed, first, difference in shown:
         passes = named(text, passes)

@@ -50,6 +50,11 @@ def test_a_chain_whose_stages_would_replace_one_another_is_refused() -> None:
         read_stages(Path("recipes/smoke"), ["run.dir=runs/mine"])
 
 
+def test_a_recipe_in_the_place_of_a_folder_is_told_with_its_folder() -> None:
+    with pytest.raises(ConfigError, match=r"^recipes/smoke/base\.yaml: a recipe, .*: name recipes/smoke$"):
+        read_stages(Path("recipes/smoke/base.yaml"), [])
+
+
 def test_a_misspelt_folder_is_told_with_the_one_that_is_meant(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigError, match=f"no such folder. Did you mean {tmp_path}/mine\\? The chain takes one with"):

@@ -24,7 +24,7 @@ from sftkit.errors import ConfigError
 from sftkit.ops import flex
 from sftkit.runtime.replaced import replaced
 
-TESTED = ("2.11", "2.13")
+TESTED = ("2.11", "2.13", "2.15")
 "Versions of torch that the engine was run on."
 Boxed = Callable[[list[Any]], Any]
 "A function of one list, which it empties, so that what is in it is freed as soon as it is used."
@@ -47,7 +47,7 @@ def missing_name_error(name: str) -> ConfigError:
     """Return the error of a name that this torch does not have."""
     return ConfigError(
         f"train.engine=graph: torch {torch.__version__} has no {name}, which it stands on; it was run on torch "
-        f"{' and '.join(TESTED)}: install one of them, or set train.engine=blocks"
+        f"{', '.join(TESTED)}: install one of them, or set train.engine=blocks"
     )
 
 

@@ -35,6 +35,8 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     Raises:
         ConfigError: what is wrong with, and missing for, any of the three.
     """
+    if folder.is_file() or Path(shipped(str(folder))).is_file():
+        raise ConfigError(f"{folder}: a recipe, and a chain runs those of a folder: name {folder.parent}")
     if not folder.is_dir() and not Path(shipped(str(folder))).is_dir():
         # A folder counts as complete by its first stage: examples for the message, no check.
         complete = [recipe.parent for recipe in map(Path, shipped_recipes()) if recipe.stem == CHAIN[0]]

@@ -52,7 +52,7 @@ def order_for_inductor(graph: GraphModule) -> dict[Node, list[Node]]:
         elif (kind := collective(node)) is not None:
             started.append(next(iter(node.users)) if isinstance(node.meta["val"], list) else node)
             if kind == "reduce-scatter" and bucket_of(node):
-                reduction, behind = started[-1], set()
+                reduction, behind, follows = started[-1], set(), False
         elif _computes(node):
             computed = node
             if reduction is not None and not follows:
