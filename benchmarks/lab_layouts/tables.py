@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sftkit.experiments.bench.kept import kept_results, not_measured
 from sftkit.experiments.bench.report import (
+    ahead_line,
     format_number,
     machine_lines,
     markdown_table,
@@ -113,10 +114,10 @@ def tables(folder: Path) -> tuple[str, dict[str, str]]:
         name = "tokens.svg" if file.name == "results.json" else f"tokens-{file.stem}.svg"
         figures[name] = figure(rows, machine["device"])
         shown = f"![useful tokens/s of each layout, eager and compiled, {machine['device']}]({name})"
-        parts += [machine_lines(machine), shown, table(rows)]
+        parts += [machine_lines(machine), ahead_line(list(rows.values())), shown, table(rows)]
     missing = not_measured(folder, kept.values())
     parts += [f"Not measured: {', '.join(missing)}."] if missing else []
-    return "\n\n".join(parts) + "\n", figures
+    return "\n\n".join(part for part in parts if part) + "\n", figures
 
 
 def main() -> None:
