@@ -1,0 +1,57 @@
+"""The table and the picture of benchmarks/h200_patterns are those of its raw files."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks/h200_patterns"
+RUNS = {
+    "1.7B, one GPU": "1.7b-x1",
+    "ddp": "1.7b-x2-ddp",
+    "fsdp2": "1.7b-x2-fsdp2",
+    "1f1b": "1.7b-x2-1f1b",
+    "interleaved": "1.7b-x2-interleaved",
+    "gpipe, two H200": "1.7b-x2-gpipe",
+    "8B, fsdp2, two H200": "8b-x2-fsdp2",
+    "8B, ddp": "8b-x2-ddp",
+    "8B, 1f1b": "8b-x2-1f1b",
+}
+
+
+def rows_of(name: str) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads((FOLDER / "results" / name).read_text())["runs"]}
+
+
+def test_the_timeline_is_drawn_from_the_traces() -> None:
+    drawing = runpy.run_path(str(FOLDER / "picture.py"))["drawing"]
+    traces = json.loads((FOLDER / "results/h100_traces.json").read_text())["runs"]
+    assert drawing(traces) == (FOLDER / "timeline.svg").read_text()
+
+
+def test_the_table_of_pipelines_is_that_of_its_raw_files() -> None:
+    one, two = rows_of("h100_pipeline_1.7b.json"), rows_of("h200_pipeline.json")
+    page = (FOLDER / "README.md").read_text().partition("## A pipeline beside")[2]
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", page, re.M)][2:]
+    assert [cells[0] for cells in shown] == list(RUNS)
+    for text, layers, speed, share, waits, _, peak, loss in shown:
+        found = two if "H200" in text or text.startswith("8B") else one
+        row = found[RUNS[text]]
+        base = found.get(row["baseline"] or "")
+        tokens = row["tok_per_sec_per_gpu"]["median"]
+        assert int(speed.replace(",", "")) == round(tokens), text
+        assert layers == " + ".join(map(str, row["pipeline_layers"] or ())), text
+        assert float(peak) == pytest.approx(row["peak_memory_gib"], abs=0.051), text
+        if base:
+            expected = 100 * tokens / base["tok_per_sec_per_gpu"]["median"]
+            assert float(share.removesuffix(" %")) == pytest.approx(expected, abs=0.051), text
+            theirs = base["losses"]
+            largest = max(abs(value - theirs[step]) for step, value in row["losses"].items())
+            assert float(loss) == pytest.approx(largest, rel=0.08), text
+        if waits:
+            assert float(waits.removesuffix(" %")) == pytest.approx(row["pipeline_bubble_pct"], abs=0.051), text
