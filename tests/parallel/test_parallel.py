@@ -37,7 +37,7 @@ QUICK = tuple(name for name in TWO_RANKS if name not in SLOW)
 def results(processes: int, *names: str) -> dict[str, dict[str, Any]]:
     """What parallel_worker found of these cases with so many gloo ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        torchrun(processes, "parallel_worker.py", f"{folder}/found.json", *names, timeout=400)
+        torchrun(processes, "parallel_worker.py", f"{folder}/found.json", *names, timeout=600)
         return json.loads(Path(folder, "found.json").read_text())
 
 

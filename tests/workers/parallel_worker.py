@@ -67,10 +67,11 @@ MODELS = {
     "deep": lambda: tiny_llama(layers=5),
     "deeper": lambda: tiny_llama(layers=9),
     "qwen3": lambda: small(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),  # norms of heads
+    "tied": lambda: small(Qwen3Config(**{**SIZES, "num_hidden_layers": 5}, head_dim=8, tie_word_embeddings=True)),
     "mistral": lambda: small(MistralConfig(**SIZES, sliding_window=9)),
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
 }
-LEARNING_RATES = {"deep": 3e-4, "deeper": 3e-4}
+LEARNING_RATES = {"deep": 3e-4, "deeper": 3e-4, "tied": 3e-4}
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
@@ -101,6 +102,8 @@ FOUR_RANKS = {
     "deep pipeline of 4": ("deep", Topology(stages=4), Sharding(), "adamw"),
     "deep pipeline of 4, gpipe": ("deep", Topology(stages=4), Sharding(), "adamw"),
     "deeper pipeline of 4, interleaved": ("deeper", Topology(stages=4), Sharding(), "adamw"),
+    "tied pipeline, interleaved": ("tied", Topology(stages=2, replicas=2), Sharding(), "adamw"),
+    "tied pipeline of 4": ("tied", Topology(stages=4), Sharding(), "adamw"),
     "qwen3 pipeline x ddp, gpipe": ("qwen3", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "mistral pipeline x ddp": ("mistral", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "qwen2 pipeline x ddp": ("qwen2", Topology(stages=2, replicas=2), Sharding(), "adamw"),
