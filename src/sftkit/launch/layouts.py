@@ -291,7 +291,7 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machin
     shape = shape_of_fields(fields, size and size.parameters)
     if shape is None or not _divide(topology, rows, row_length):
         return None
-    machines = Machines(topology.world_size, topology.world_size // num_machines, memory_bytes)
+    machines = Machines(topology.world_size, max(1, topology.world_size // num_machines), memory_bytes)
     own = setups(shape, [topology], rows, row_length, [cfg.train.micro_batch_size])
     if topology.stages > 1:
         layers = layers_on_paper(shape, cfg.train, topology.stages)
