@@ -197,3 +197,8 @@ def test_a_layout_has_room_or_not_or_nothing_is_known() -> None:
     assert has_room(cfg, FSDP2, 140 * GIB) is True
     assert has_room(cfg, Topology(replicas=8), 60 * GIB) is False
     assert has_room(cfg, FSDP2, None) is None
+
+
+def test_tensor_ranks_need_rows_of_a_multiple_of_their_number_and_context_ranks_of_twice_that() -> None:
+    for topology, said in ((Topology(tensor=2, sharded=True), True), (Topology(context=2, sharded=True), False)):
+        assert (advice(small_recipe(8, 1, 8194), topology, 140 * GIB, "x.yaml") is not None) is said

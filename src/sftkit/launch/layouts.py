@@ -218,7 +218,7 @@ def setups(
 def _divide(topology: Topology, rows: int, row_length: int) -> bool:
     """Return whether the ranks can share the rows of a step equally."""
     # Context ranks take two pieces of a row each, one from either end, so that a causal mask leaves all the same work.
-    parts = 2 * topology.ranks_per_row if topology.ranks_per_row > 1 else 1
+    parts = topology.tensor * (2 * topology.context if topology.context > 1 else 1)
     return rows % topology.row_ranks == row_length % parts == 0
 
 
