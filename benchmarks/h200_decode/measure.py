@@ -1,7 +1,7 @@
 """Decoding speed of evaluation, answers of a causal model and captions of pictures: transformers' own generate, eager steps,
 steps replayed as a CUDA graph, and steps and encoder compiled with reduce-overhead.
 
-python benchmarks/h200_decode/measure.py TOKENIZER_FOLDER QUESTIONS.jsonl[.gz] OUT.json [--tiny]
+python benchmarks/h200_decode/measure.py TOKENIZER_FOLDER QUESTIONS.jsonl[.gz] OUT.json [--seconds 130] [--tiny]
 
 The models are the Qwen3 0.6B shape, asked questions of GSM8K through the chat template, and ViT-base with GPT-2 small, which
 describe pictures of data/demo/pictures.py; their weights are random (speed does not depend on them; no text ends by itself).
@@ -11,7 +11,8 @@ same is asked of the same shapes with fewer layers in fp32 (`exact`), and of the
 Every step is timed by itself. `warm_up_seconds` is what the first call took longer than later ones, compiling included;
 `recording_seconds` what the first two steps of a batch took longer than two others; `pays_from_steps` how many steps of a
 batch win that back, `pays_from_tokens` how many tokens in all win back the warm-up. Parts that fail leave their error behind,
-and all end within ENDS_WITHIN seconds. --tiny: two small layers, to try the script, however long it takes.
+and all end within --seconds; compiled answers take more than the 130 that the others need. --tiny: two small layers, to try the
+script, however long it takes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ from ways import COMPILE, COMPILED, DEVICE, EAGER, PLAIN, Way
 
 from sftkit.runtime.hardware import environment
 
-ENDS_WITHIN = 130
-"Seconds for all parts; what is under way then is broken off, what comes after it left out."
 SHOWN = 80
 "Characters of an error."
 MAX_RUNS, RUN_SECONDS = 3, 2.0
@@ -97,8 +96,8 @@ def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[
         started = time.perf_counter()
         run: dict[str, Any] = {"task": name, "rows": rows, "way": way.name, "exact": exact, "error": None}
         try:
-            if started - began > ENDS_WITHIN and not sizes.tiny:
-                raise TimeoutError(f"left out: {ENDS_WITHIN} s were over")
+            if started - began > sizes.seconds and not sizes.tiny:
+                raise TimeoutError(f"left out: {sizes.seconds} s were over")
             if exact:
                 found, _ = written(built(name, exact), way, rows, sizes.exact_tokens)
             else:
@@ -123,9 +122,14 @@ def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[
     return results
 
 
-def break_off(*_: Any) -> None:
-    """End a job that takes too long."""
-    raise TimeoutError(f"broken off: {ENDS_WITHIN} s were over")
+def break_off_after(seconds: int) -> None:
+    """End what is under way when so many seconds are over."""
+
+    def break_off(*_: Any) -> None:
+        raise TimeoutError(f"broken off: {seconds} s were over")
+
+    signal.signal(signal.SIGALRM, break_off)
+    signal.alarm(seconds)
 
 
 def main() -> None:
@@ -134,19 +138,19 @@ def main() -> None:
     words.add_argument("tokenizer")
     words.add_argument("questions", type=Path)
     words.add_argument("out", type=Path)
+    words.add_argument("--seconds", type=int, default=Sizes.seconds)
     words.add_argument("--tiny", action="store_true")
     args = words.parse_args()
     torch.backends.cudnn.allow_tf32 = False
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    sizes = TINY if args.tiny else Sizes()
+    sizes = TINY if args.tiny else Sizes(seconds=args.seconds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
     def keep(results: dict[str, Any]) -> None:
         args.out.write_text(json.dumps(results, indent=1))
 
     if not args.tiny:
-        signal.signal(signal.SIGALRM, break_off)
-        signal.alarm(ENDS_WITHIN)
+        break_off_after(args.seconds)
     results = measure(tokenizer, args.questions, sizes, keep)
     print(table(results))
 

@@ -41,6 +41,8 @@ class Sizes:
     exact_tokens: int = 32
     exact_rows: int = 16
     exact_layers: int = 2
+    seconds: int = 130
+    "for all parts; what is under way then is broken off, what comes after it left out"
     tiny: bool = False
 
 
