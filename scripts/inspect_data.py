@@ -24,7 +24,7 @@ def main() -> None:
     from sftkit.config.topology import machines_of
     from sftkit.data.batches.epoch import plan_epoch
     from sftkit.data.batches.pack import DocumentLengths, make_layout
-    from sftkit.launch.layouts import advice
+    from sftkit.launch.advice import advice
     from sftkit.preflight import analysis as preflight
     from sftkit.preflight import prepare
     from sftkit.preflight import terminal as inspection
@@ -51,10 +51,10 @@ def main() -> None:
     )
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
     plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
+    file, gpu_bytes = flags.config_file, plan and plan.total_bytes
     # One process has no accelerate config.
-    if plan and (file := flags.config_file):
-        line = advice(cfg, flags.topology, plan.total_bytes, file.name, machines_of(file))
-        console.print(line or "", markup=False, soft_wrap=True, end="\n" if line else "")
+    if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):
+        console.print(line, markup=False, soft_wrap=True)
 
     data = preflight.DataOfRun(examples, validation, layout, epoch)
     found = preflight.analyse(cfg, tokenizer, data, preflight.PlannedModel(orig_model, plan))

@@ -88,9 +88,8 @@ def test_states_are_two_moments_and_what_is_saved_depends_on_the_layout() -> Non
 def test_a_pipeline_waits_as_long_as_its_timestamps_say() -> None:
     passes = [rank["passes"] for rank in measured(2, *QUICK)["cases"]["2 pp, 1f1b"]]
     assert [len(rank) for rank in passes] == [8, 8]  # four micro-batches, forward and backward
-    assert (
-        0.5 * bubble_by_formula(2, 4, 1) < measured_bubble(passes) < 0.4
-    )  # without overlap two ranks wait half of the time
+    without_overlap = 0.5  # of the time one of two ranks waits
+    assert 0.5 * bubble_by_formula(2, 4, 1) < measured_bubble(passes) < 0.8 * without_overlap
 
 
 def one(micro_batch: int, forward: bool, start: float, end: float) -> dict[str, Any]:

@@ -28,9 +28,9 @@ from sftkit.config.stages import STAGE_SCRIPTS, stage_of_script
 from sftkit.config.terminal import leave_lost_terminal, print_text
 from sftkit.config.topology import Topology, topology_of
 from sftkit.errors import ConfigError
+from sftkit.launch.advice import advice, has_room
 from sftkit.launch.finished import finished
 from sftkit.launch.hardware import Hardware, find_hardware
-from sftkit.launch.layouts import advice, has_room
 from sftkit.memory.estimate import USABLE
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.preflight.inputs import input_rules

@@ -10,15 +10,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
-from sftkit.config.schema import Config, LossConfig, TrainConfig
-from sftkit.config.topology import Topology, balanced, slowest_rank, stages_fit
+from sftkit.config.schema import LossConfig
+from sftkit.config.topology import Topology, balanced, slowest_rank
 from sftkit.data.batches.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
 from sftkit.memory.traffic import traffic
-from sftkit.models.size import fields_of, of_fields, size_of
+from sftkit.models.size import of_fields
 
 SHARDABLE = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose matrices and layers can be spread over GPUs, as parallel.tensor and parallel.balance say."
@@ -193,7 +193,7 @@ def setups(
         micro: the most rows of a micro-batch, those that may be chosen.
     """
     for topology in of:
-        if not _divide(topology, rows, row_length):
+        if not divides(topology, rows, row_length):
             continue
         share = rows // topology.row_ranks
         # By the parameters that a token passes, as parallel.balance does.
@@ -215,7 +215,7 @@ def setups(
                 yield setup, memory
 
 
-def _divide(topology: Topology, rows: int, row_length: int) -> bool:
+def divides(topology: Topology, rows: int, row_length: int) -> bool:
     """Return whether the ranks can share the rows of a step equally."""
     # Context ranks take two pieces of a row each, one from either end, so that a causal mask leaves all the same work.
     parts = topology.tensor * (2 * topology.context if topology.context > 1 else 1)
@@ -227,10 +227,10 @@ def ways(shape: Shape, machines: Machines, rows: int, row_length: int, micro: Se
     arguments are those of `setups`."""
     found = setups(shape, topologies(machines, shape), rows, row_length, micro)
     # A pipeline of this schedule, 1f1b, has as many micro-batches in flight as stages (config.engine_rules).
-    return _fitting((each for each in found if each[0].layout.accumulation >= each[0].topology.stages), machines)
+    return best_fitting((each for each in found if each[0].layout.accumulation >= each[0].topology.stages), machines)
 
 
-def _fitting(found: Iterable[tuple[EstimateInputs, str]], machines: Machines) -> list[OnPaper]:
+def best_fitting(found: Iterable[tuple[EstimateInputs, str]], machines: Machines) -> list[OnPaper]:
     """Return of each topology that fits the setup that leaves it most speed."""
     best: dict[Topology, OnPaper] = {}
     for setup, memory in found:
@@ -271,83 +271,3 @@ def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) ->
         head_dim=head_dim,
         vocab=fields["vocab_size"],
     )
-
-
-class _Asked(NamedTuple):
-    """A recipe on some GPUs: what fits of the layout that it is started in."""
-
-    shape: Shape
-    machines: Machines
-    row_length: int
-    fitting: list[OnPaper]
-
-
-def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machines: int = 1) -> _Asked | None:
-    """Return what fits of a layout; None: sizes are unknown, or there is one process."""
-    fields, row_length = fields_of(cfg.model), cfg.data.row_length or cfg.data.max_length
-    if fields is None or row_length is None or memory_bytes is None or topology.world_size == 1:
-        return None
-    size, rows = size_of(cfg.model), cfg.train.global_batch_size
-    shape = shape_of_fields(fields, size and size.parameters)
-    if shape is None or not _divide(topology, rows, row_length):
-        return None
-    machines = Machines(topology.world_size, max(1, topology.world_size // num_machines), memory_bytes)
-    own = setups(shape, [topology], rows, row_length, [cfg.train.micro_batch_size])
-    if topology.stages > 1:
-        layers = layers_on_paper(shape, cfg.train, topology.stages)
-        schedule = cfg.train.pipeline_schedule
-        # Which is refused when the model is there.
-        if sum(layers) != shape.blocks or not stages_fit(len(layers), schedule, topology.stages):
-            return None
-        own = ((replace(setup, stage_layers=layers, schedule=schedule), memory) for setup, memory in own)
-    return _Asked(shape, machines, row_length, _fitting(own, machines))
-
-
-def has_room(cfg: Config, topology: Topology, memory_bytes: int | None) -> bool | None:
-    """Return whether a layout of one machine has room for the rows of a recipe, with whatever train.memory and
-    optimizer; None: sizes are unknown, or there is one process."""
-    asked = _asked(cfg, topology, memory_bytes)
-    return None if asked is None else bool(asked.fitting)
-
-
-def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str, num_machines: int = 1) -> str | None:
-    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits where that
-    does not; None: sizes are unknown, or there is one process.
-
-    Args:
-        topology: of the run.
-        memory_bytes: of a GPU; None: unknown.
-        taken: the accelerate config.
-        num_machines: over which the GPUs are spread equally.
-    """
-    asked = _asked(cfg, topology, memory_bytes, num_machines)
-    if asked is None or memory_bytes is None:
-        return None
-    if asked.fitting:
-        return f"on paper: {taken} {_takes(asked.fitting[0], memory_bytes)}"
-    rows, positions = cfg.train.global_batch_size, f"rows of {asked.row_length:,} positions"
-    micro = largest_divisor(rows // topology.row_ranks, cfg.train.micro_batch_size)
-    fewer = range(cfg.train.micro_batch_size, 0, -1)  # as they are, if possible
-    found = ways(asked.shape, asked.machines, rows, asked.row_length, fewer)
-    # Of other architectures neither matrices nor layers can be spread: layouts that do are no advice.
-    fields = fields_of(cfg.model)
-    if fields is None or fields["model_type"] not in SHARDABLE:
-        found = [each for each in found if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
-    instead = "nor does another layout; take shorter rows or more GPUs"
-    if best := choice(found):
-        less = best.setup.layout.micro_batch_size
-        instead = f"{best.config} {_takes(best, memory_bytes)}" + f", train.micro_batch_size={less}" * (less < micro)
-    batch = f"{micro} {positions} in a micro-batch" if micro > 1 else positions
-    return f"on paper: {batch} do not fit with {taken}; {instead} (docs/parallelism.md)"
-
-
-def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
-    """Return the layers of each stage: the recipe's, else as parallel.balance has them, with as many stages
-    as the schedule needs."""
-    stages = pipeline_size * (2 if train.pipeline_schedule == "interleaved" else 1)
-    return train.pipeline_layers or balanced(shape.blocks, *work_of(shape), stages)
-
-
-def _takes(way: OnPaper, memory_bytes: int) -> str:
-    settings = f"train.memory={way.memory}, optim.name={way.setup.optimizer}"
-    return f"takes {way.estimate.total / GIB:.0f} of {memory_bytes / GIB:.0f} GiB on each GPU with {settings}"

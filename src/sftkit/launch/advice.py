@@ -1,0 +1,107 @@
+"""What a start says before it: whether the layout that it takes has room for a recipe on paper, and which one has. No
+torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from sftkit.config.schema import Config, TrainConfig
+from sftkit.config.topology import Topology, balanced, stages_fit
+from sftkit.data.batches.pack import largest_divisor
+from sftkit.launch.layouts import (
+    SHARDABLE,
+    Machines,
+    OnPaper,
+    best_fitting,
+    choice,
+    divides,
+    setups,
+    shape_of_fields,
+    ways,
+    work_of,
+)
+from sftkit.memory.estimate import GIB, Shape
+from sftkit.models.size import fields_of, size_of
+
+
+class _Asked(NamedTuple):
+    """A recipe on some GPUs: what fits of the layout that it is started in."""
+
+    shape: Shape
+    machines: Machines
+    row_length: int
+    shardable: bool
+    "whether its matrices and layers can be spread"
+    fitting: list[OnPaper]
+
+
+def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machines: int = 1) -> _Asked | None:
+    """Return what fits of a layout; None: sizes are unknown, or there is one process."""
+    fields, row_length = fields_of(cfg.model), cfg.data.row_length or cfg.data.max_length
+    if fields is None or row_length is None or memory_bytes is None or topology.world_size == 1:
+        return None
+    size, rows = size_of(cfg.model), cfg.train.global_batch_size
+    shape = shape_of_fields(fields, size and size.parameters)
+    if shape is None or not divides(topology, rows, row_length):
+        return None
+    machines = Machines(topology.world_size, max(1, topology.world_size // num_machines), memory_bytes)
+    own = setups(shape, [topology], rows, row_length, [cfg.train.micro_batch_size])
+    if topology.stages > 1:
+        layers = layers_on_paper(shape, cfg.train, topology.stages)
+        schedule = cfg.train.pipeline_schedule
+        # Which is refused when the model is there.
+        if sum(layers) != shape.blocks or not stages_fit(len(layers), schedule, topology.stages):
+            return None
+        own = ((replace(setup, stage_layers=layers, schedule=schedule), memory) for setup, memory in own)
+    return _Asked(shape, machines, row_length, fields["model_type"] in SHARDABLE, best_fitting(own, machines))
+
+
+def has_room(cfg: Config, topology: Topology, memory_bytes: int | None) -> bool | None:
+    """Return whether a layout of one machine has room for the rows of a recipe, with whatever train.memory and
+    optimizer; None: sizes are unknown, or there is one process."""
+    asked = _asked(cfg, topology, memory_bytes)
+    return None if asked is None else bool(asked.fitting)
+
+
+def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str, num_machines: int = 1) -> str | None:
+    """Return a line about the memory of the layout that is taken, and which layout of as many GPUs fits where that
+    does not; None: sizes are unknown, or there is one process.
+
+    Args:
+        topology: of the run.
+        memory_bytes: of a GPU; None: unknown.
+        taken: the accelerate config.
+        num_machines: over which the GPUs are spread equally.
+    """
+    asked = _asked(cfg, topology, memory_bytes, num_machines)
+    if asked is None:
+        return None
+    if asked.fitting:
+        return f"on paper: {taken} {_takes(asked.fitting[0])}"
+    rows, positions = cfg.train.global_batch_size, f"rows of {asked.row_length:,} positions"
+    micro = largest_divisor(rows // topology.row_ranks, cfg.train.micro_batch_size)
+    fewer = range(cfg.train.micro_batch_size, 0, -1)  # as they are, if possible
+    found = ways(asked.shape, asked.machines, rows, asked.row_length, fewer)
+    if not asked.shardable:  # layouts that spread them are no advice
+        found = [each for each in found if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
+    instead = "nor does another layout; take shorter rows or more GPUs"
+    if best := choice(found):
+        less = best.setup.layout.micro_batch_size
+        instead = f"{best.config} {_takes(best)}" + f", train.micro_batch_size={less}" * (less < micro)
+    batch = f"{micro} {positions} in a micro-batch" if micro > 1 else positions
+    return f"on paper: {batch} do not fit with {taken}; {instead} (docs/parallelism.md)"
+
+
+def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
+    """Return the layers of each stage: the recipe's, else as parallel.balance has them, with as many stages
+    as the schedule needs."""
+    stages = pipeline_size * (2 if train.pipeline_schedule == "interleaved" else 1)
+    return train.pipeline_layers or balanced(shape.blocks, *work_of(shape), stages)
+
+
+def _takes(way: OnPaper) -> str:
+    settings = f"train.memory={way.memory}, optim.name={way.setup.optimizer}"
+    return (
+        f"takes {way.estimate.total / GIB:.0f} of {way.machines.memory_bytes / GIB:.0f} GiB on each GPU with {settings}"
+    )
