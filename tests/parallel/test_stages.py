@@ -14,7 +14,7 @@ from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.shapes import shape_of
 from sftkit.models.structure import Work, stage_flops, train_flops
-from sftkit.parallel.balance import bubble, describe_seconds, layers_of_stages
+from sftkit.parallel.balance import PipelineStep, StageTimes, bubble, describe_times, layers_of_stages
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,49 @@ def test_the_embedding_is_work_of_the_first_stage() -> None:
     assert balanced(12, 1.0, 0.0, 3, embedding=3.0) == (2, 5, 5)
 
 
+def step(layers: tuple[int, ...], micro_batches: int = 8, schedule: str = "1f1b") -> PipelineStep:
+    return PipelineStep(layers, schedule, micro_batches, pipeline_size=2)
+
+
+def times(*seconds: float) -> list[StageTimes]:
+    """What stages take, a third of it forward."""
+    return [StageTimes(each / 3, 2 * each / 3) for each in seconds]
+
+
 def test_measured_seconds_name_a_more_even_split() -> None:
-    line = describe_seconds((14, 14), (0.14, 0.24), 8, 2)
+    line = describe_times(step((14, 14)), times(0.14, 0.24))
     assert line.startswith(
         "stages take 0.14 + 0.24 s a micro-batch: with 8 of them in a step a process waits 30% of it"
     )
     assert line.endswith("; train.pipeline_layers=[19,9] would be more even")
-    assert "more even" not in describe_seconds((19, 9), (0.19, 0.19), 8, 2)
-    assert "more even" not in describe_seconds(
-        (1, 1, 1, 1), (0.03, 0.05, 0.02, 0.1), 1, 2
-    )  # layers that differ by chance
-    assert "waits 11% of it" in describe_seconds((19, 9), (0.19, 0.19), 8, 2)  # 1 of 9
-    assert bubble((19, 9), (0.19, 0.19), 8, 2) == pytest.approx(1 / 9)
-    assert "waits 6% of it" in describe_seconds((7, 7, 7, 7), (0.1, 0.1, 0.1, 0.1), 8, 2)  # interleaved: half of it
+    even, by_chance = times(0.19, 0.19), times(0.03, 0.05, 0.02, 0.1)
+    assert "more even" not in describe_times(step((19, 9)), even)
+    assert "more even" not in describe_times(step((1, 1, 1, 1), micro_batches=1), by_chance)
+    assert "waits 11% of it" in describe_times(step((19, 9)), even)  # 1 of 9
+    assert bubble(step((19, 9)), even) == pytest.approx(1 / 9)
+    # interleaved: half of it
+    assert "waits 6% of it" in describe_times(step((7, 7, 7, 7), schedule="interleaved"), times(0.1, 0.1, 0.1, 0.1))
+
+
+def test_stages_that_take_equally_long_wait_alike_with_gpipe_and_1f1b() -> None:
+    even = times(0.3, 0.3)
+    assert bubble(step((5, 3), schedule="gpipe"), even) == pytest.approx(bubble(step((5, 3)), even)) == 1 / 9
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_gpipe_waits_for_the_slowest_stage_of_each_phase(micro_batches: int) -> None:
+    found = [StageTimes(1.0, 2.0), StageTimes(1.9, 1.1), StageTimes(0.5, 0.7)]
+    # One micro-batch after the other through the stages, as late as its own stage before it and the one before on it are.
+    ends = [0.0] * len(found)
+    for _ in range(micro_batches):
+        for stage, each in enumerate(found):
+            ends[stage] = max(ends[stage], ends[stage - 1] if stage else 0.0) + each.forward
+    for _ in range(micro_batches):
+        for stage in reversed(range(len(found))):
+            given = ends[stage + 1] if stage + 1 < len(found) else 0.0
+            ends[stage] = max(ends[stage], given) + found[stage].backward
+    waits = 1 - micro_batches * sum(each.both for each in found) / (len(found) * ends[0])
+    assert bubble(PipelineStep((1, 1, 1), "gpipe", micro_batches, 3), found) == pytest.approx(waits)
 
 
 def pipeline(**train: Any) -> TrainConfig:

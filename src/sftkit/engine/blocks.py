@@ -39,7 +39,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import Execution, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
-from sftkit.parallel.balance import bubble, describe_seconds
+from sftkit.parallel.balance import PipelineStep, bubble, describe_times
 from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.tensor import tensor_group
@@ -156,7 +156,7 @@ class Blocks:
         seconds = time.perf_counter() - started
         print_line(self._line(self.watch.counts(), seconds))
         if isinstance(self._wrapped, Pipelined):
-            print_line(self._stage_seconds(self._wrapped))
+            print_line(self._time_stages(self._wrapped))
         if rt.device.type == "cuda":
             print_line(against_measured(self._plan, peak_memory_gib(rt.device)))
         # Before any step, so that a run that dies early leaves it to the next start.
@@ -171,14 +171,15 @@ class Blocks:
         checks += [gradients_check(same, allowed, used), compared]
         return WarmUp(self.compiled, seconds, checks)
 
-    def _stage_seconds(self, pipelined: Pipelined) -> str:
+    def _time_stages(self, pipelined: Pipelined) -> str:
         """Time the stages of a pipeline, note how long they wait, and return a line about them for the console."""
         batch = worst_case_batch(self._rt, self.model.orig_model, self._layout, *self._layout.shapes[-1])
         with random_state_kept():
-            seconds = pipelined.seconds(batch, self.model.objective.count(batch))
-        of_step = (pipelined.placement.layers, seconds, self._layout.accumulation, self._rt.topology.stages)
-        self._own_metrics = {"perf/pipeline_bubble_pct": 100.0 * bubble(*of_step)}
-        return describe_seconds(*of_step)
+            times = pipelined.times(batch, self.model.objective.count(batch))
+        stages = self._rt.topology.stages
+        step = PipelineStep(pipelined.placement.layers, pipelined.schedule, self._layout.accumulation, stages)
+        self._own_metrics = {"perf/pipeline_bubble_pct": 100.0 * bubble(step, times)}
+        return describe_times(step, times)
 
     def _line(self, counts: dict[str, float], seconds: float) -> str:
         """Return a line for the console about what the warm-up built."""

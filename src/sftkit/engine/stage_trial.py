@@ -18,7 +18,7 @@ from sftkit.engine.warmup import worst_case_batch
 from sftkit.memory.plan import activation_budget
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.parallel.balance import layers_of_stages
-from sftkit.parallel.pipeline import stage_seconds
+from sftkit.parallel.pipeline import stage_times
 from sftkit.parallel.stages import StageModule
 from sftkit.runtime.progress import working
 from sftkit.runtime.start import Runtime
@@ -79,7 +79,7 @@ def _seconds(compile: CompileConfig, train: TrainConfig, training: Training, bac
         batch = worst_case_batch(rt, orig_model, layout, *layout.shapes[-1])
         stages = [StageModule(model, ONE_EACH, number) for number in range(len(ONE_EACH))]
         try:
-            return [stage_seconds(stage, model, batch, objective.count(batch)) for stage in stages]
+            return [stage_times(stage, model, batch, objective.count(batch)).both for stage in stages]
         finally:
             # The warm-up counts its own graphs: forget these. The generated code stays in the compiler's cache.
             torch.compiler.reset()

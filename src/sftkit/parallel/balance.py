@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
@@ -69,35 +70,61 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int, pipe
         )
 
 
-def bubble(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, pipeline_size: int) -> float:
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds that a stage takes for a micro-batch."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        """Return the seconds of the two together."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """How a step passes through the stages of a pipeline."""
+
+    layers: tuple[int, ...]
+    "of each stage"
+    schedule: str
+    micro_batches: int
+    pipeline_size: int
+    "ranks that the rows pass through"
+
+
+def bubble(step: PipelineStep, times: Sequence[StageTimes]) -> float:
     """Return the share of a step in which a process of a pipeline waits, on average, from what each stage took for a
     micro-batch (GPipe, arXiv 1811.06965; with several stages on each rank Megatron-LM, arXiv 2104.04473)."""
-    slowest = slowest_rank(seconds, pipeline_size)
+    computed = step.micro_batches * sum(each.both for each in times) / step.pipeline_size
+    if step.schedule == "gpipe":
+        # All forward passes, then all backward passes: each of the two is as slow as its own slowest stage. The head's
+        # gradients are computed with the loss, in the forward pass, so that is not the same stage in both.
+        phases = ([each.forward for each in times], [each.backward for each in times])
+        return 1.0 - computed / sum(sum(phase) + (step.micro_batches - 1) * max(phase) for phase in phases)
+    slowest = slowest_rank([each.both for each in times], step.pipeline_size)
     # A pipeline fills and drains once a step, in (ranks - 1) micro-batches of its slowest rank; with several stages on
     # each rank in that fraction of it.
-    filling = (pipeline_size - 1) * pipeline_size / len(layers)
-    return 1.0 - micro_batches * sum(seconds) / pipeline_size / (slowest * (micro_batches + filling))
+    filling = (step.pipeline_size - 1) * step.pipeline_size / len(step.layers)
+    return 1.0 - computed / (slowest * (step.micro_batches + filling))
 
 
-def describe_seconds(layers: Sequence[int], seconds: Sequence[float], micro_batches: int, pipeline_size: int) -> str:
+def describe_times(step: PipelineStep, times: Sequence[StageTimes]) -> str:
     """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if
-    there is one.
-
-    Args:
-        seconds: of each stage.
-    """
+    there is one."""
     # The head is known only by what the last stage takes longer than its layers would; below 0 is noise.
-    *others, last = seconds
-    layer = sum(others) / sum(layers[:-1])
-    head = max(last - layer * layers[-1], 0.0)
-    idle = bubble(layers, seconds, micro_batches, pipeline_size)
+    *others, last = seconds = [each.both for each in times]
+    layer = sum(others) / sum(step.layers[:-1])
+    head = max(last - layer * step.layers[-1], 0.0)
     line = (
-        f"stages take {' + '.join(f'{each:.3g}' for each in seconds)} s a micro-batch: with {micro_batches} of them "
-        f"in a step a process waits {idle:.0%} of it"
+        f"stages take {' + '.join(f'{each:.3g}' for each in seconds)} s a micro-batch: with {step.micro_batches} of "
+        f"them in a step a process waits {bubble(step, times):.0%} of it"
     )
-    better = balanced(sum(layers), layer, head, len(layers))
-    costs = [layer * count + head * (stage == len(layers) - 1) for stage, count in enumerate(better)]
-    evenest = slowest_rank(costs, pipeline_size)
-    if better != tuple(layers) and evenest < WORTH_SAYING * slowest_rank(seconds, pipeline_size):
+    better = balanced(sum(step.layers), layer, head, len(step.layers))
+    costs = [layer * count + head * (stage == len(step.layers) - 1) for stage, count in enumerate(better)]
+    evenest = slowest_rank(costs, step.pipeline_size)
+    if better != step.layers and evenest < WORTH_SAYING * slowest_rank(seconds, step.pipeline_size):
         line += f"; train.pipeline_layers=[{','.join(map(str, better))}] would be more even"
     return line

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from sftkit.models.weights import fill_with_memory, load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
+from sftkit.parallel.balance import StageTimes
 from sftkit.parallel.fsdp import without_one_replica
 from sftkit.parallel.stages import StageModule, Stages, shard_stage, split_layers
 from sftkit.runtime.start import Runtime
@@ -49,7 +51,7 @@ class Pipelined(torch.nn.Module):
         self.model, self.placement, self.stages = model, placement, stages
         self.exchanges = True
         "whether gradients are added up over ranks that hold the same layers"
-        self._schedule = schedule
+        self.schedule = schedule
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._sums: dict[torch.nn.Parameter, Tensor] = {}
         self._sums_up = False
@@ -96,24 +98,24 @@ class Pipelined(torch.nn.Module):
             totals.add_(each)
         return torch.stack([each[LOSS] for each in found]) if found else totals.vector.new_zeros(count)
 
-    def seconds(self, batch: Batch, divisor: int) -> list[float]:
-        """Return the seconds that each stage of the pipeline takes for a micro-batch, forward and backward, without the
-        others: the best of a few times, on every rank; every rank calls it. Gradients are dropped."""
+    def times(self, batch: Batch, divisor: int) -> list[StageTimes]:
+        """Return what each stage of the pipeline takes for a micro-batch without the others (`stage_times`), on every
+        rank; every rank calls it. Gradients are dropped."""
         # A sum over ranks, each with zeros for the stages of others.
-        found = torch.zeros(len(self.placement.layers), dtype=torch.float64, device=next(self.held()).device)
+        found = torch.zeros(len(self.placement.layers), 2, dtype=torch.float64, device=next(self.held()).device)
         for stage in self.stages:
-            found[stage.number] = stage_seconds(stage, self.model, batch, divisor)
+            found[stage.number] = found.new_tensor(astuple(stage_times(stage, self.model, batch, divisor)))
         dist.all_reduce(found, group=self.placement.group)
-        return found.tolist()
+        return [StageTimes(forward, backward) for forward, backward in found.tolist()]
 
     def _schedule_of(self, batch: Batch, num_micro_batches: int) -> Any:
         """Return torch's schedule for so many micro-batches of this shape; it has the memory for what arrives."""
         key = (*batch.shape, num_micro_batches)
         if key not in self._schedules:
             stages = [self._torch_stage(stage, batch) for stage in self.stages]
-            what = stages if self._schedule == "interleaved" else stages[0]
+            what = stages if self.schedule == "interleaved" else stages[0]
             # Gradients stay sums: the divisor is that of the global batch (StageModule.begin).
-            made = SCHEDULES[self._schedule](what, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
+            made = SCHEDULES[self.schedule](what, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
             self._schedules[key] = made
         return self._schedules[key]
 
@@ -162,10 +164,9 @@ class Pipelined(torch.nn.Module):
             p.grad = total.to(p.dtype)
 
 
-def stage_seconds(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> float:
-    """Return the seconds that a stage takes for a micro-batch, forward and backward: the best of a few times.
-    Gradients are dropped."""
-    weight, device, best = embedding_of(model.orig_model), batch.targets.device, float("inf")
+def stage_times(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> StageTimes:
+    """Return what a stage takes for a micro-batch, the fastest of a few. Gradients are dropped."""
+    weight, device, found = embedding_of(model.orig_model), batch.targets.device, list[StageTimes]()
     # Random states in place of those of the stage before, whose values no time depends on. The first stage does
     # not read them.
     given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
@@ -174,11 +175,13 @@ def stage_seconds(stage: StageModule, model: ModelWithLoss, batch: Batch, diviso
         _wait_for(device)
         started = time.perf_counter()
         out = stage(given.detach().requires_grad_())
+        _wait_for(device)
+        between = time.perf_counter()
         out.backward(torch.ones_like(out))
         _wait_for(device)
-        best = min(best, time.perf_counter() - started)
+        found.append(StageTimes(between - started, time.perf_counter() - between))
         model.zero_grad(set_to_none=True)
-    return best
+    return min(found, key=lambda each: each.both)
 
 
 def _wait_for(device: torch.device) -> None:
