@@ -1,7 +1,7 @@
 """Decoding speed of evaluation, answers of a causal model and captions of pictures: transformers' own generate, eager steps,
 steps replayed as a CUDA graph, and steps and encoder compiled with reduce-overhead.
 
-python benchmarks/h200_decode/measure.py TOKENIZER_FOLDER QUESTIONS.jsonl[.gz] OUT.json [--seconds 130] [--tiny]
+python benchmarks/h200_decode/measure.py TOKENIZER_FOLDER QUESTIONS.jsonl[.gz] OUT.json [--seconds 300] [--tiny]
 
 The models are the Qwen3 0.6B shape, asked questions of GSM8K through the chat template, and ViT-base with GPT-2 small, which
 describe pictures of data/demo/pictures.py; their weights are random (speed does not depend on them; no text ends by itself).
@@ -11,7 +11,7 @@ same is asked of the same shapes with fewer layers in fp32 (`exact`), and of the
 Every step is timed by itself. `warm_up_seconds` is what the first call took longer than later ones, compiling included;
 `recording_seconds` what the first two steps of a batch took longer than two others; `pays_from_steps` how many steps of a
 batch win that back, `pays_from_tokens` how many tokens in all win back the warm-up. Parts that fail leave their error behind,
-and all end within --seconds; compiled answers take more than the 130 that the others need. --tiny: two small layers, to try the
+and all end within --seconds. --tiny: two small layers, to try the
 script, however long it takes.
 """
 

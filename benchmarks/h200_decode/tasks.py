@@ -41,7 +41,7 @@ class Sizes:
     exact_tokens: int = 32
     exact_rows: int = 16
     exact_layers: int = 2
-    seconds: int = 130
+    seconds: int = 300
     "for all parts; what is under way then is broken off, what comes after it left out"
     tiny: bool = False
 

@@ -120,10 +120,10 @@ CHECKS = {
 
 
 @cache
-def ranks(processes: int, *cases: str) -> dict[str, dict[str, Any]]:
-    """What graph_worker found of these cases with so many gloo ranks."""
+def ranks(processes: int, *cases: str, gpus: bool = False) -> dict[str, dict[str, Any]]:
+    """What graph_worker found of these cases with so many ranks, gloo or each with a GPU."""
     with tempfile.TemporaryDirectory() as folder:
-        torchrun(processes, "graph_worker.py", f"{folder}/found.json", *cases, timeout=1500)
+        torchrun(processes, "graph_worker.py", f"{folder}/found.json", *cases, timeout=1500, gpus=gpus)
         return json.loads(Path(folder, "found.json").read_text())
 
 
@@ -359,8 +359,23 @@ def test_moving_and_merging_collectives_change_no_bit(cases: tuple[str, ...]) ->
     if cases == SAME_BITS_KEPT:
         assert changed[-1]["peak"] == plain["peak"]
     for found in changed:
-        assert found["losses"] == plain["losses"]
-        assert found["gradients"] == plain["gradients"]
+        same_bits(found, plain)
+
+
+def same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    for what in ("losses", "gradients", "weights"):
+        assert actual[what] == expected[what]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype", ["", "bf16 "])
+@pytest.mark.parametrize("cases", [SAME_BITS, SAME_BITS_KEPT])
+def test_moving_and_merging_collectives_change_no_bit_on_two_gpus(cases: tuple[str, ...], dtype: str) -> None:
+    """Where the kernels of attention and cuBLAS are asked for the same bits each time."""
+    plain, *changed = ranks(2, *(f"{dtype}{case}" for case in cases), gpus=True).values()
+    for found in changed:
+        same_bits(found, plain)
 
 
 @pytest.mark.slow

@@ -57,11 +57,19 @@ def named(text: str, before: Key) -> Key:
     return tuple(dict.fromkeys(["reshard_after_forward", *names]))
 
 
-def test_the_table_of_the_debug_size_is_that_of_its_raw_file() -> None:
-    found, passes = recorded("h200_debug.json"), tuple[str, ...]()
+@pytest.mark.parametrize(
+    ("file", "heading", "rows"),
+    [
+        # All but the two that others are compared with.
+        ("h200_debug.json", "**The other configurations at debug size**", 27),
+        ("h200_debug_flex_block.json", "Configuration 6 in a later call", 2),
+    ],
+)
+def test_the_tables_of_the_debug_size_are_those_of_their_raw_files(file: str, heading: str, rows: int) -> None:
+    found, passes = recorded(file), tuple[str, ...]()
     eager = {key: row for key, row in found.items() if key[-1] == "eager"}
-    shown = table("**The other configurations at debug size**")
-    assert len(shown) == len(found) - 2, "all but the two that others are compared with"
+    shown = table(heading)
+    assert len(shown) == rows
     for where, text, speed, first, difference in shown:
         passes = named(text, passes)
         model, mesh = where.split()[0].partition("-")[0].strip(",").lower(), "tp" if "parallel" in where else "fsdp2"
@@ -82,16 +90,18 @@ def test_the_table_of_the_debug_size_is_that_of_its_raw_file() -> None:
         ("h200_8b.json", "**8 of the 32 blocks of a Llama 3.1 8B**"),
         ("h100_8b.json", "### On two H100"),
         ("h200_8b_kept.json", "### Weights kept, on two H200"),
+        ("h200_8b_eager.json", "### Without Inductor, and FlexAttention, on two H200"),
     ],
 )
 def test_the_tables_of_an_8b_are_those_of_their_raw_files(file: str, heading: str) -> None:
-    found, passes = recorded(file), tuple[str, ...]()
+    found = {key: row for key, row in recorded(file).items() if row["name"].startswith("8b")}
+    passes = tuple[str, ...]()
     best = found["llama", "fsdp2", "varlen", "blocks"]
     shown = table(heading)
     assert len(shown) == len(found)
     for text, tokens, mfu, peak, first, loss in shown:
         passes = of_8b(text, passes)
-        row = found["llama", "fsdp2", "varlen", *passes]
+        row = found["llama", "fsdp2", "flex" if "FlexAttention" in text else "varlen", *passes]
         assert int(tokens.split()[0].replace(",", "")) == round(row["tok_per_sec_per_gpu"]["median"])
         if ratio := re.search(r"\((.*) x\)", tokens):
             expected = row["tok_per_sec"]["median"] / best["tok_per_sec"]["median"]

@@ -170,9 +170,12 @@ def cpu_runtime() -> Runtime:
     return Runtime(Accelerator(cpu=True), "fp32")
 
 
-def torchrun(processes: int, file: str, *args: str, timeout: float = 200) -> None:
-    """Run a file of tests/workers/ on so many gloo ranks, as under torchrun. Ranks that wait for each other for good fail."""
-    env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+def torchrun(processes: int, file: str, *args: str, timeout: float = 200, gpus: bool = False) -> None:
+    """Run a file of tests/workers/ on so many ranks, gloo or each with a GPU, as under torchrun. Ranks that wait for each
+    other for good fail."""
+    # What cuBLAS needs to give the same bits, where a worker asks for them.
+    device = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if gpus else {"ACCELERATE_USE_CPU": "true"}
+    env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1", **device}
     done = preloaded.run([f"tests/workers/{file}", *args], processes, env, timeout)
     crashes = re.findall(r"^(?:Fatal Python error|\w+\(\): |terminate called).*", done.stderr, re.MULTILINE)
     assert done.returncode == 0, "\n".join([*crashes, done.stderr[-6000:]])

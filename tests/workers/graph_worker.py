@@ -81,6 +81,7 @@ MODELS = {
     # one layer with a window and one without, scores capped
     "gemma2": partial(tiny, Gemma2Config, query_pre_attn_scalar=8, sliding_window=6, attn_logit_softcapping=2.0),
     "bf16 llama": partial(bf16, partial(tiny_llama, layers=1)),
+    "bf16 deep llama": partial(bf16, tiny_llama),
     "bf16 wide llama": partial(bf16, wide_llama),
     "deepseek_v3": deepseek_v3,
     "lopsided deepseek_v3": lopsided_deepseek_v3,
@@ -163,7 +164,8 @@ class StepMeasures(TorchDispatchMode):
 def made(rt: runtime.Runtime, model: str, cfg: Config) -> tuple[Engine, Batches]:
     """An engine of a model, and its rows."""
     layout, batches = rows_of(rt, cfg.data.layout)
-    return make_engine(cfg, rt, Path(), Training(MODELS[model](), NextToken(cfg.loss), layout)), batches
+    orig_model = MODELS[model]().to(rt.device)
+    return make_engine(cfg, rt, Path(), Training(orig_model, NextToken(cfg.loss), layout)), batches
 
 
 def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
@@ -210,6 +212,8 @@ def main(out: str, *cases: str) -> None:
     Tensor parallelism is over two ranks; of four without it two copies have two shards each. `tp alltoall`: tokens are sent to
     the experts that they visit, and not gathered."""
     rt = runtime.start(RunConfig(dir="."), TrainConfig(max_steps=1))
+    # On Hopper cuDNN's attention, which torch takes, adds gradients in no fixed order otherwise.
+    torch.use_deterministic_algorithms(rt.device.type == "cuda")
     results = {}
     for case in cases:
         model, how, *rest = (word.strip() for word in case.split(";"))

@@ -21,7 +21,7 @@ from sftkit.models.structure import EXPERT_COUNTS, decoder
 from sftkit.ops.attention import implementation, mixes_tokens, relative_positions
 from sftkit.ops.cached_attention import IMPLEMENTATION, attend_cached
 
-PAYS_FROM = 4
+PAYS_FROM = 7
 "Steps of a batch from which a GPU has replayed them sooner than computed them one by one, recording included \
 (benchmarks/h200_decode)."
 GROWING_ROPES = ("dynamic", "longrope")
