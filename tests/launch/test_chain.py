@@ -38,6 +38,8 @@ def test_the_summary_counts_the_checks_of_each_stage_and_names_the_report(tmp_pa
     text = summary(trained_runs(tmp_path, before=0.1, low=0.7), 60.0)
     (line,) = [line.split() for line in text.splitlines() if "checks passed / failed" in line]
     assert line[4:] == ["2", "/", "0", "0", "/", "1", "2", "/", "0"]
+    (line,) = [line.split() for line in text.splitlines() if "checks not made" in line]
+    assert line[3:] == ["1", "0", "1"]
     assert f"{tmp_path}/sft/report.html\n" in text
     others = [line for line in text.splitlines() if str(tmp_path) not in line]
     assert max(map(len, others)) < 80, "a terminal of 80 columns breaks no line but long paths"

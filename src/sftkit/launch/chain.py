@@ -116,6 +116,9 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     def metric(section: str, key: str, form: str) -> Callable[[dict[str, Any]], str]:
         return lambda stage: "-" if (value := stage[section].get(key)) is None else format(value, form)
 
+    # None: not made, such as that of a resume in a run that did not resume.
+    proofs = [[row.get("ok") for row in read_object(run_dir / PROOF).get("rows", [])] for run_dir in runs.values()]
+
     # A table with a column for each stage, then scores and samples of the last one, and where things are.
     checkpoint = trained["sft"]["checkpoint"]
     lines = [
@@ -131,7 +134,8 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("seconds in steps", lambda s: f"{s['train_seconds']:.0f}"),
         row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
         row("graphs / recompiles", lambda s: "{compile/graphs:.0f} / {compile/recompiles:.0f}".format(**s["metrics"])),
-        f"  {'checks passed / failed':<28}" + "".join(f"{checks(run_dir):>12}" for run_dir in runs.values()),
+        f"  {'checks passed / failed':<28}" + "".join(f"{checks(found):>12}" for found in proofs),
+        f"  {'checks not made':<28}" + "".join(f"{found.count(None):>12}" for found in proofs),
         "",
         f"  held-out accuracy, mean of families, {families['examples']} instances:",
         f"    {before} before SFT, {families['value']:.3f} after (95 % interval {families['low']:.3f} to "
@@ -150,9 +154,8 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def checks(run_dir: Path) -> str:
+def checks(found: list[bool | None]) -> str:
     """Return how many of the checks that a run has made of itself passed and failed."""
-    found = [row.get("ok") for row in read_object(run_dir / PROOF).get("rows", [])]
     return f"{found.count(True)} / {found.count(False)}"
 
 
