@@ -28,7 +28,15 @@ from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_jobs
 from sftkit.experiments.bench.kept import keep, kept_results, not_measured, run_names
-from sftkit.experiments.bench.report import ahead_line, calls_line, clock_line, loss_table, machine_lines, speed_table
+from sftkit.experiments.bench.report import (
+    ahead_line,
+    calls_line,
+    clock_line,
+    failures,
+    loss_table,
+    machine_lines,
+    speed_table,
+)
 from sftkit.experiments.bench.run import bench, plan_name, read_bench_results
 from sftkit.launch.hardware import find_hardware
 from sftkit.runtime.script import script
@@ -121,7 +129,10 @@ def tables(lab: Path) -> str:
         ]
     refused, missing = refused_in(lab), not_measured(lab, kept.values())
     others = [name for name in missing if name.rpartition(" ")[0] not in refused]
+    failed = [row for results in kept.values() for row in results["runs"] if row["name"] in others]
+    others = [name for name in others if name not in {row["name"] for row in failed}]
     parts += [f"Not measured: {', '.join(others)}."] if others else []
+    parts += [failures(failed)]
     parts += [f"{name}: {why}." for name, why in refused.items()]
     raw = ", ".join(f"[{file.name}]({folder}/results/{file.name})" for file in kept)
     parts += [f"Raw: {raw}; [plan]({folder}/plan.yaml)."]

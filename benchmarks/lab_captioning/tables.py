@@ -96,7 +96,9 @@ def tables(folder: Path) -> str:
         seconds = {row["name"]: f"{row['first_steps_seconds']:.0f}" for row in rows if not row["error"]}
         lines = [[what, run, published, seconds[run]] for what, (run, published) in WARM_UPS.items() if run in seconds]
         parts += [markdown_table(("warm-up", "run", "published, s", "measured, s"), lines)] if lines else []
-    missing = not_measured(folder, kept.values())
+    # What failed stands in the table, with why.
+    failed = {row["name"] for results in kept.values() for row in results["runs"] if row["error"]}
+    missing = [name for name in not_measured(folder, kept.values()) if name not in failed]
     missing = [f"{name} (published: {PUBLISHED[name]})" if name in PUBLISHED else name for name in missing]
     parts += [f"Not measured: {', '.join(missing)}."] if missing else []
     return "\n\n".join(part for part in parts if part) + "\n"

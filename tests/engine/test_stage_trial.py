@@ -15,7 +15,7 @@ from sftkit.config.topology import Topology
 from sftkit.engine import stage_trial
 from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
-from sftkit.parallel.balance import layers_of_stages
+from sftkit.parallel.balance import StageTimes, layers_of_stages
 
 CONFIG = Config(
     run=RunConfig(dir="unused"),
@@ -42,15 +42,16 @@ def measured(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel | None = No
 
 
 def test_what_was_timed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_trial, "_seconds", lambda *_, **__: [3.0, 1.0, 5.0])  # embedding 2, layer 1, head 4
+    times = [StageTimes(each / 2, each / 2) for each in (3.0, 1.0, 5.0)]  # embedding 2, layer 1, head 4
+    monkeypatch.setattr(stage_trial, "_times", lambda *_, **__: times)
     assert measured(monkeypatch) == (7, 5)
 
 
 def test_layers_are_spread_by_parameters_where_nothing_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> list[float]:
+    def fails(*_: Any) -> list[StageTimes]:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(stage_trial, "_seconds", fails)
+    monkeypatch.setattr(stage_trial, "_times", fails)
     assert measured(monkeypatch) == layers_of_stages(tiny_llama(layers=12), CONFIG.train, 2)
 
 
@@ -58,9 +59,9 @@ def test_layers_are_spread_by_parameters_where_nothing_can_be_timed(monkeypatch:
 def test_a_layer_the_embedding_and_the_head_are_timed_and_nothing_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, kind: type[LlamaConfig | Qwen3Config]
 ) -> None:
-    seen: list[list[float]] = []
-    timed = stage_trial._seconds
-    monkeypatch.setattr(stage_trial, "_seconds", lambda *args, **_: seen.append(timed(*args)) or seen[-1])  # type: ignore[func-returns-value]
+    seen: list[list[StageTimes]] = []
+    timed = stage_trial._times
+    monkeypatch.setattr(stage_trial, "_times", lambda *args, **_: seen.append(timed(*args)) or seen[-1])  # type: ignore[func-returns-value]
     states: list[torch.Tensor] = []
     made = stage_trial.layers_of_stages
     monkeypatch.setattr(
@@ -69,4 +70,4 @@ def test_a_layer_the_embedding_and_the_head_are_timed_and_nothing_is_left_behind
     assert sum(measured(monkeypatch, tiny(kind))) == 2  # a model of fewer layers than are timed
     assert torch.equal(torch.get_rng_state(), states[0])
     assert len(seen[0]) == 3
-    assert min(seen[0]) > 0.0
+    assert min(min(each.forward, each.backward) for each in seen[0]) > 0.0

@@ -437,6 +437,13 @@ def test_a_machine_is_named_with_its_host() -> None:
     assert "host" not in machine_lines(known)
 
 
+def test_ceilings_are_of_the_newest_of_several_calls() -> None:
+    known = {"device": "H200", "driver": "1", "cuda": "13", "versions": {}, "git": None}
+    known |= {"matmul_tflops": 680.0, "datasheet_tflops": 990.0, "copy_tb_per_sec": 4.3}
+    assert "Ceilings measured in the same call: matrix products 680 TFLOP/s" in machine_lines(known)
+    assert "Ceilings measured in the newest call: " in machine_lines(known | {"earlier": {}})
+
+
 def test_a_rank_is_compared_with_a_rank_and_the_table_shows_ranks_where_there_are_several() -> None:
     one = row("one", [100.0], {"1": 2.5}, world_size=1)
     four = row("four", [360.0], {"1": 2.5}, world_size=4, baseline="one", topology="fsdp2")

@@ -81,11 +81,15 @@ def lab(tmp_path: Path) -> Path:
 def test_a_lab_without_results_says_so_and_one_with_some_names_those_that_are_not_measured(lab: Path) -> None:
     assert "Not measured yet: none of the 3 runs" in tables(lab)
     compared = row("compiled", baseline="eager", same_loss_as="eager", losses={"1": 2.0, "2": 1.25})
-    keep(lab, made_results(row("eager"), compared, row("two", error="out of memory")))
+    keep(lab, made_results(row("eager"), compared))
     text = tables(lab)
     assert "1.00 x eager" in text
     assert "2.50e-01 (step 2)" in text
     assert "Not measured: two." in text
+    keep(lab, made_results(row("two", error="out of memory"), started="2026-01-03"))
+    text = tables(lab)
+    assert "Failed:\n\n- two: out of memory\n" in text
+    assert "Not measured" not in text
     assert "| two |" not in text
 
 

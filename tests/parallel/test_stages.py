@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.shapes import shape_of
 from sftkit.models.structure import Work, stage_flops, train_flops
-from sftkit.parallel.balance import PipelineStep, StageTimes, bubble, describe_times, layers_of_stages
+from sftkit.parallel.balance import (
+    PartTimes,
+    PipelineStep,
+    StageTimes,
+    bubble,
+    describe_times,
+    fastest_split,
+    layers_of_stages,
+    step_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +58,7 @@ def test_the_embedding_is_work_of_the_first_stage() -> None:
 
 
 def step(layers: tuple[int, ...], micro_batches: int = 8, schedule: str = "1f1b") -> PipelineStep:
-    return PipelineStep(layers, schedule, micro_batches, pipeline_size=2)
+    return PipelineStep(layers, schedule, micro_batches, pipeline_size=len(layers) if schedule == "gpipe" else 2)
 
 
 def times(*seconds: float) -> list[StageTimes]:
@@ -90,6 +100,30 @@ def test_gpipe_waits_for_the_slowest_stage_of_each_phase(micro_batches: int) -> 
             ends[stage] = max(ends[stage], given) + found[stage].backward
     waits = 1 - micro_batches * sum(each.both for each in found) / (len(found) * ends[0])
     assert bubble(PipelineStep((1, 1, 1), "gpipe", micro_batches, 3), found) == pytest.approx(waits)
+
+
+def test_gpipe_is_split_between_the_evenest_forward_and_the_evenest_backward_passes() -> None:
+    parts = PartTimes(StageTimes(1.0, 2.0), StageTimes(12.0, 0.0))
+
+    def seconds(layers: tuple[int, ...]) -> float:
+        return step_seconds(step(layers, schedule="gpipe"), parts.of_stages(layers))
+
+    assert fastest_split(step((14, 14)), parts) == (16, 12), "1f1b: both passes together"
+    found = fastest_split(step((14, 14), schedule="gpipe"), parts)
+    assert found == (14, 14)
+    assert seconds(found) == min(seconds((count, 28 - count)) for count in range(1, 28)) < seconds((16, 12))
+    line = describe_times(step((20, 8), schedule="gpipe"), parts.of_stages((20, 8)))
+    assert line.endswith("; train.pipeline_layers=[14,14] would be more even")
+    assert "more even" not in describe_times(step((14, 14), schedule="gpipe"), parts.of_stages((14, 14)))
+
+
+@pytest.mark.parametrize("head", [StageTimes(3.0, 0.0), StageTimes(9.0, 1.0), StageTimes(1.0, 4.0)])
+@pytest.mark.parametrize("embedding", [StageTimes(), StageTimes(0.2, 1.5)])
+def test_no_split_of_a_gpipe_over_three_stages_is_much_faster(head: StageTimes, embedding: StageTimes) -> None:
+    parts, of = PartTimes(StageTimes(1.0, 2.0), head, embedding), partial(step, schedule="gpipe")
+    every = [(i, j, 16 - i - j) for i in range(1, 15) for j in range(1, 16 - i)]
+    seconds = {layers: step_seconds(of(layers), parts.of_stages(layers)) for layers in every}
+    assert seconds[fastest_split(of((6, 5, 5)), parts)] <= 1.02 * min(seconds.values())
 
 
 def pipeline(**train: Any) -> TrainConfig:

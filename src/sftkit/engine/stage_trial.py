@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,11 @@ import torch.distributed as dist
 from sftkit.compile.contract import compile_model, random_state_kept
 from sftkit.compile.switches import compiler_switches
 from sftkit.config.schema import CompileConfig, TrainConfig
-from sftkit.config.topology import balanced
 from sftkit.engine.engine import Training
 from sftkit.engine.warmup import worst_case_batch
 from sftkit.memory.plan import activation_budget
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.parallel.balance import layers_of_stages
+from sftkit.parallel.balance import PartTimes, PipelineStep, StageTimes, fastest_split, layers_of_stages
 from sftkit.parallel.pipeline import stage_times
 from sftkit.parallel.stages import StageModule
 from sftkit.runtime.progress import working
@@ -31,7 +30,7 @@ ONE_EACH = (1, 1, 1)
 def measured_layers(
     compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime
 ) -> tuple[int, ...]:
-    """Return the layers of each stage such that the slowest stage takes least, by measured times of the model's parts.
+    """Return the layers of each stage such that a step takes least, by measured times of the model's parts.
 
     The parts are compiled as in a step and run the largest batch; the slowest rank's times count, so that all
     ranks find the same. Where they cannot be timed, layers are spread by their parameters. Every rank calls it;
@@ -43,10 +42,11 @@ def measured_layers(
     by_parameters = layers_of_stages(training.orig_model, train, rt.topology.stages)
     # A rank that fails must still take part in the exchange below, or the others would wait for it forever.
     error: Exception | None = None
-    seconds = torch.zeros(3, dtype=torch.float64, device=rt.device)
+    seconds = torch.zeros(len(ONE_EACH), 2, dtype=torch.float64, device=rt.device)
     try:
         with working("timing a layer, the embedding and the head"):
-            seconds += torch.tensor(_seconds(compile, train, training, backend, rt)).to(seconds)
+            times = _times(compile, train, training, backend, rt)
+            seconds += torch.tensor([astuple(each) for each in times]).to(seconds)
     except torch.OutOfMemoryError:
         raise
     except Exception as caught:  # the warm-up will report a compiler that does not work
@@ -56,14 +56,20 @@ def measured_layers(
         return by_parameters
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     # Each stage has a layer, so what the outer ones take beyond that is the embedding's, and the head's with its loss.
-    first, layer, last = seconds.tolist()
-    embedding, head = max(first - layer, 0.0), max(last - layer, 0.0)
-    rt.print(f"a layer takes {layer:.3g} s a micro-batch, the embedding {embedding:.3g} s, head and loss {head:.3g} s")
-    return balanced(sum(by_parameters), layer, head, len(by_parameters), embedding)
+    first, layer, last = (StageTimes(*each) for each in seconds.tolist())
+    parts = PartTimes(layer, last.plus(layer, -1), first.plus(layer, -1))
+    rt.print(
+        f"a layer takes {layer.both:.3g} s a micro-batch, the embedding {parts.embedding.both:.3g} s, head and loss "
+        f"{parts.head.both:.3g} s"
+    )
+    accumulation = training.layout.accumulation
+    return fastest_split(PipelineStep(by_parameters, train.pipeline_schedule, accumulation, rt.topology.stages), parts)
 
 
-def _seconds(compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime) -> list[float]:
-    """Return the seconds of three stages of one layer each: with the embedding, alone, and with norm, head and loss."""
+def _times(
+    compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime
+) -> list[StageTimes]:
+    """Return what three stages of one layer each take: with the embedding, alone, and with norm, head and loss."""
     orig_model, objective, layout = training.orig_model, training.objective, training.layout
     config = copy.deepcopy(orig_model.config)
     config.num_hidden_layers = len(ONE_EACH)
@@ -79,7 +85,7 @@ def _seconds(compile: CompileConfig, train: TrainConfig, training: Training, bac
         batch = worst_case_batch(rt, orig_model, layout, *layout.shapes[-1])
         stages = [StageModule(model, ONE_EACH, number) for number in range(len(ONE_EACH))]
         try:
-            return [stage_times(stage, model, batch, objective.count(batch)).both for stage in stages]
+            return [stage_times(stage, model, batch, objective.count(batch)) for stage in stages]
         finally:
             # The warm-up counts its own graphs: forget these. The generated code stays in the compiler's cache.
             torch.compiler.reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
@@ -15,7 +15,9 @@ from sftkit.models.structure import attention_windows, count_parameters, decoder
 PIPELINE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose decoder is an embedding, layers that are alike, and a norm."
 WORTH_SAYING = 0.97
-"Another split is named if its slowest stage takes less than this share of the present slowest stage's time."
+"Another split is named if a step takes less than this share of its time with it."
+PROPORTIONS = 16
+"Steps between the evenest split of the backward passes and that of the forward passes."
 
 
 def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
@@ -72,15 +74,35 @@ def _check_model(orig_model: PreTrainedModel, num_layers: int, stages: int, pipe
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds that a stage takes for a micro-batch."""
+    """Seconds that a stage, or a part of one, takes for a micro-batch."""
 
-    forward: float
-    backward: float
+    forward: float = 0.0
+    backward: float = 0.0
 
     @property
     def both(self) -> float:
         """Return the seconds of the two together."""
         return self.forward + self.backward
+
+    def plus(self, other: StageTimes, times: int = 1) -> StageTimes:
+        """Return what this and so many of another take; below 0 is noise."""
+        forward, backward = self.forward + times * other.forward, self.backward + times * other.backward
+        return StageTimes(max(forward, 0.0), max(backward, 0.0))
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """What the parts of a model take for a micro-batch; the head with its loss."""
+
+    layer: StageTimes
+    head: StageTimes
+    embedding: StageTimes = StageTimes()
+
+    def of_stages(self, layers: Sequence[int]) -> list[StageTimes]:
+        """Return what each of these stages takes."""
+        first, *between = [StageTimes().plus(self.layer, count) for count in layers]
+        *between, last = [first.plus(self.embedding), *between]
+        return [*between, last.plus(self.head)]
 
 
 @dataclass(frozen=True)
@@ -95,36 +117,57 @@ class PipelineStep:
     "ranks that the rows pass through"
 
 
-def bubble(step: PipelineStep, times: Sequence[StageTimes]) -> float:
-    """Return the share of a step in which a process of a pipeline waits, on average, from what each stage took for a
-    micro-batch (GPipe, arXiv 1811.06965; with several stages on each rank Megatron-LM, arXiv 2104.04473)."""
-    computed = step.micro_batches * sum(each.both for each in times) / step.pipeline_size
+def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
+    """Return how long a step takes, from what each stage takes for a micro-batch (GPipe, arXiv 1811.06965; with several
+    stages on each rank Megatron-LM, arXiv 2104.04473)."""
     if step.schedule == "gpipe":
         # All forward passes, then all backward passes: each of the two is as slow as its own slowest stage. The head's
         # gradients are computed with the loss, in the forward pass, so that is not the same stage in both.
         phases = ([each.forward for each in times], [each.backward for each in times])
-        return 1.0 - computed / sum(sum(phase) + (step.micro_batches - 1) * max(phase) for phase in phases)
-    slowest = slowest_rank([each.both for each in times], step.pipeline_size)
+        return sum(sum(phase) + (step.micro_batches - 1) * max(phase) for phase in phases)
     # A pipeline fills and drains once a step, in (ranks - 1) micro-batches of its slowest rank; with several stages on
     # each rank in that fraction of it.
     filling = (step.pipeline_size - 1) * step.pipeline_size / len(step.layers)
-    return 1.0 - computed / (slowest * (step.micro_batches + filling))
+    return slowest_rank([each.both for each in times], step.pipeline_size) * (step.micro_batches + filling)
+
+
+def bubble(step: PipelineStep, times: Sequence[StageTimes]) -> float:
+    """Return the share of a step in which a process of a pipeline waits, on average."""
+    computed = step.micro_batches * sum(each.both for each in times) / step.pipeline_size
+    return 1.0 - computed / step_seconds(step, times)
+
+
+def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
+    """Return how the layers of all stages are spread so that a step takes least."""
+    num_layers, stages = sum(step.layers), len(step.layers)
+    # What gpipe waits for lies between the evenest split of the forward and that of the backward passes.
+    proportions = [part / PROPORTIONS for part in range(PROPORTIONS + 1)] if step.schedule == "gpipe" else [0.5]
+
+    def split(proportion: float) -> tuple[int, ...]:
+        layer, head, embedding = (
+            proportion * part.forward + (1.0 - proportion) * part.backward
+            for part in (parts.layer, parts.head, parts.embedding)
+        )
+        return balanced(num_layers, layer, head, stages, embedding)
+
+    splits = [split(each) for each in proportions]
+    return min(splits, key=lambda layers: step_seconds(replace(step, layers=layers), parts.of_stages(layers)))
 
 
 def describe_times(step: PipelineStep, times: Sequence[StageTimes]) -> str:
     """Return a line about what each stage took for a micro-batch, forward and backward, and about a better split if
     there is one."""
-    # The head is known only by what the last stage takes longer than its layers would; below 0 is noise.
-    *others, last = seconds = [each.both for each in times]
-    layer = sum(others) / sum(step.layers[:-1])
-    head = max(last - layer * step.layers[-1], 0.0)
+    # The head is known only by what the last stage takes longer than its layers would.
+    *others, last = times
+    count = sum(step.layers[:-1])
+    layer = StageTimes(sum(each.forward for each in others) / count, sum(each.backward for each in others) / count)
+    parts = PartTimes(layer, last.plus(layer, -step.layers[-1]))
     line = (
-        f"stages take {' + '.join(f'{each:.3g}' for each in seconds)} s a micro-batch: with {step.micro_batches} of "
+        f"stages take {' + '.join(f'{each.both:.3g}' for each in times)} s a micro-batch: with {step.micro_batches} of "
         f"them in a step a process waits {bubble(step, times):.0%} of it"
     )
-    better = balanced(sum(step.layers), layer, head, len(step.layers))
-    costs = [layer * count + head * (stage == len(step.layers) - 1) for stage, count in enumerate(better)]
-    evenest = slowest_rank(costs, step.pipeline_size)
-    if better != step.layers and evenest < WORTH_SAYING * slowest_rank(seconds, step.pipeline_size):
-        line += f"; train.pipeline_layers=[{','.join(map(str, better))}] would be more even"
+    better = replace(step, layers=fastest_split(step, parts))
+    seconds = step_seconds(better, parts.of_stages(better.layers))
+    if better != step and seconds < WORTH_SAYING * step_seconds(step, times):
+        line += f"; train.pipeline_layers=[{','.join(map(str, better.layers))}] would be more even"
     return line

@@ -165,23 +165,26 @@ class Pipelined(torch.nn.Module):
 
 
 def stage_times(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> StageTimes:
-    """Return what a stage takes for a micro-batch, the fastest of a few. Gradients are dropped."""
-    weight, device, found = embedding_of(model.orig_model), batch.targets.device, list[StageTimes]()
+    """Return what a stage takes for a micro-batch, the best of a few times. Gradients are dropped."""
+    weight, device, infinity = embedding_of(model.orig_model), batch.targets.device, float("inf")
     # Random states in place of those of the stage before, whose values no time depends on. The first stage does
     # not read them.
     given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
-    for _ in range(TIMES):
+    forward = both = infinity
+    # The two together without a wait between them, in which the host could not go ahead of its GPU.
+    for halfway in [True, False] * TIMES:
         stage.begin([batch], 1.0 / max(divisor, 1))
         _wait_for(device)
         started = time.perf_counter()
         out = stage(given.detach().requires_grad_())
-        _wait_for(device)
-        between = time.perf_counter()
+        if halfway:
+            _wait_for(device)
+            forward = min(forward, time.perf_counter() - started)
         out.backward(torch.ones_like(out))
         _wait_for(device)
-        found.append(StageTimes(between - started, time.perf_counter() - between))
+        both = min(both, infinity if halfway else time.perf_counter() - started)
         model.zero_grad(set_to_none=True)
-    return min(found, key=lambda each: each.both)
+    return StageTimes(min(forward, both), max(both - forward, 0.0))
 
 
 def _wait_for(device: torch.device) -> None:

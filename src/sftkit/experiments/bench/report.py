@@ -59,7 +59,8 @@ def machine_lines(machine: dict[str, Any]) -> str:
     # Results of several calls have the newest one's machine, with those of the others under it.
     here, *others = dict.fromkeys(host(each) for each in (machine, *machine.get("earlier", {}).values()))
     lines = [f"Machine: {here}" + (f"; in earlier calls: {'; '.join(others)}" if others else "")]
-    lines += [f"Ceilings measured in the same call: {', '.join(ceilings)}"] if machine["matmul_tflops"] else []
+    call = "the newest" if "earlier" in machine else "the same"
+    lines += [f"Ceilings measured in {call} call: {', '.join(ceilings)}"] if machine["matmul_tflops"] else []
     # Two spaces at the end of a line break it in Markdown.
     return "  \n".join([*lines, f"Versions: {', '.join(known)}; commit {machine['git'] or '-'}"])
 
