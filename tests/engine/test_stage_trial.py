@@ -70,4 +70,4 @@ def test_a_layer_the_embedding_and_the_head_are_timed_and_nothing_is_left_behind
     assert sum(measured(monkeypatch, tiny(kind))) == 2  # a model of fewer layers than are timed
     assert torch.equal(torch.get_rng_state(), states[0])
     assert len(seen[0]) == 3
-    assert min(min(each.forward, each.backward) for each in seen[0]) > 0.0
+    assert min(min(each.forward, each.both) for each in seen[0]) > 0.0
