@@ -59,4 +59,6 @@ def test_the_table_of_pipelines_is_that_of_its_raw_files() -> None:
             largest = max(abs(value - theirs[step]) for step, value in row["losses"].items())
             assert float(loss) == pytest.approx(largest, rel=0.08), text
         if waits:
-            assert float(waits.removesuffix(" †").removesuffix(" %")) == pytest.approx(row["pipeline_bubble_pct"], abs=0.051), text
+            assert float(waits.removesuffix(" †").removesuffix(" %")) == pytest.approx(
+                row["pipeline_bubble_pct"], abs=0.051
+            ), text
