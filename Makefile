@@ -68,7 +68,7 @@ else
 	$(PY) scripts/run_chain.py recipes/default $(ARGS)
 endif
 
-eval: install ## measure a run: make eval ARGS="runs/x/sft mmlu gsm8k --data DIR"; alone: the newest, held-out tasks
+eval: install ## measure a run: make eval ARGS="runs/x/sft mmlu gsm8k --data DIR"; alone: the newest, by its recipe
 	$(PY) scripts/evaluate.py $(ARGS)
 
 chat: install ## talk to the newest run

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import preloaded
@@ -93,6 +94,44 @@ def test_flags_become_settings_and_families_are_run_unless_validation_is_asked_f
     )
 
 
+def test_a_run_is_evaluated_on_what_it_was_unless_something_else_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tmp_path / "step-000010"
+    step.mkdir()
+    (step / "config.json").write_text("{}")
+    (tmp_path / "LATEST").write_text(step.name)
+    (tmp_path / "rows.jsonl").write_text("")
+    rows = SourceConfig(path=str(tmp_path / "rows.jsonl"), max_rows=5)
+
+    def written(text: str, *words: str, path: Path = tmp_path) -> tuple[EvalConfig, tuple[SourceConfig, ...]]:
+        (tmp_path / "config.yaml").write_text(text)
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", str(path), *words])
+        args = parse("about")
+        check_arguments(args)
+        return eval_config(args), args.val
+
+    evaluated = (
+        "eval: {every: 5, at_start: true, tasks: [piqa, gsm8k], shots: 2, format: chat, batch_size: 8, "
+        f"allow_code_execution: true}}\ndata: {{val: [{{path: {rows.path}, max_rows: 5}}]}}\n"
+    )
+    own = EvalConfig(tasks=("piqa", "gsm8k"), shots=2, format="chat", batch_size=8, samples=0)
+    assert written(evaluated) == written(evaluated, path=step) == (own, (rows,))
+    assert written(evaluated, "--shots", "0", "--batch-size", "4") == (replace(own, shots=0, batch_size=4), (rows,))
+    assert written(evaluated, "mmlu") == (EvalConfig(tasks=("mmlu",), samples=0), ())
+    assert written(evaluated, "--val", "builtin:docs[heldout]")[0].tasks == ()
+    assert written(f"eval: {{}}\ndata: {{val: [{{path: {rows.path}, max_rows: 5}}]}}\n")[0].tasks == ()
+    assert written("wandb_version: 1\n")[0].tasks == ("families",), "not a recipe's"
+    for text, message in (
+        ("eval: {}\ndata: {}\n", r"config\.yaml: this run was evaluated on nothing .*: name tasks, or --val$"),
+        ("eval: {tasks: 3}\ndata: {}\n", r"cannot be read \(another version\): name tasks, or --val$"),
+        ("eval: {\n", r"cannot be read \(config\.yaml: .*not valid YAML"),
+        ("eval: {tasks: [humaneval], allow_code_execution: true}\ndata: {}\n", "^--allow-code-execution: needed by"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            written(text)
+
+
 def test_a_source_may_name_its_split() -> None:
     assert as_source("a/b[train[:10]]") == SourceConfig(path="a/b", split="train[:10]")
     assert as_source("a/b") == SourceConfig(path="a/b")
@@ -130,7 +169,9 @@ def test_validation_data_is_made_as_the_run_made_its_own(tmp_path: Path, make_to
             (checkpoint / TRAINING_STATE).parent.mkdir(parents=True)
             (checkpoint / TRAINING_STATE).write_text(json.dumps(state))
         source = ModelConfig(path=str(checkpoint))
-        examples, layout = load_validation([str(tmp_path / "a.jsonl")], source, 500, tokenizer, cpu_runtime())
+        examples, layout = load_validation(
+            [SourceConfig(path=str(tmp_path / "a.jsonl"))], source, 500, tokenizer, cpu_runtime()
+        )
         (example,) = (one[0] for one in examples.values())
         learned[name] = tokenizer.decode(example.ids[example.is_target].tolist())
         assert layout is not None

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from sftkit.config.command_line import Parser, path_or_id
@@ -18,6 +19,7 @@ from sftkit.data.reading import hub
 from sftkit.data.reading.origin import find_here
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
+from sftkit.evals.own import own_evaluation
 from sftkit.models.auto_classes import CAUSAL, auto_class, not_causal
 from sftkit.rundir.files import read_object
 from sftkit.rundir.names import newest_run
@@ -36,7 +38,8 @@ def parse(description: str | None) -> Namespace:
     parser.add_argument(
         "tasks",
         nargs="*",
-        help="default: families, the held-out built-in tasks, unless --val is given; docs/evaluation.md lists all",
+        help="default, unless --val is given: what the run was evaluated on; families, the held-out built-in tasks, if "
+        "the model is of no run; docs/evaluation.md lists all",
     )
     parser.add_argument(
         "--val",
@@ -45,40 +48,44 @@ def parse(description: str | None) -> Namespace:
         default=(),
         help="loss and bits per byte of these: files, folders or hub ids, or ID[SPLIT]",
     )
-    parser.add_argument("--backend", choices=("sftkit", "lm_eval"), default="sftkit", help="who runs the tasks")
+    parser.add_argument("--backend", choices=("sftkit", "lm_eval"), help="who runs the tasks; default: sftkit")
     parser.add_argument("--data", type=path_or_id, help="folder with the rows of the tasks; default: the hub")
     parser.add_argument(
         "--shots",
         type=int,
         help="worked examples before each question, of tasks that take any; default: the task's own number",
     )
-    parser.add_argument("--format", choices=("completion", "chat"), default="completion", help="how questions are put")
+    parser.add_argument("--format", choices=("completion", "chat"), help="how questions are put; default: completion")
     parser.add_argument(
-        "--allow-code-execution", action="store_true", help="humaneval, mbpp: run the model's programs, sandboxed"
+        "--allow-code-execution",
+        action="store_const",
+        const=True,
+        help="humaneval, mbpp: run the model's programs, sandboxed",
     )
     parser.add_argument("--max-examples", type=int, help="examples per task, and per family of families; default: all")
-    parser.add_argument("--batch-size", type=int, default=64, help="prompts that go through the model together")
+    parser.add_argument("--batch-size", type=int, help="prompts that go through the model together; default: 64")
     parser.add_argument("--max-new-tokens", type=int, help="longest answer in tokens; default: the task's own")
     parser.add_argument(
         "--out", type=path_or_id, help="folder for results.json, validation.json and TASK.jsonl with every example"
     )
+    parser.set_defaults(own=None)
     parser.refuse_secrets(sys.argv[1:])
     return parser.parse_args()
 
 
 def eval_config(args: Namespace) -> EvalConfig:
-    """Return the settings that the flags stand for. Without tasks: the held-out built-in
-    ones, unless --val is given."""
-    return EvalConfig(
-        tasks=tuple(args.tasks or (() if args.val else ("families",))),
-        samples=0,
-        **{name: getattr(args, name) for name in FLAGS},
-    )
+    """Return the settings that the flags stand for. Without tasks: those of the run, or the held-out built-in ones,
+    unless --val is given."""
+    given = {name: value for name in FLAGS if (value := getattr(args, name)) is not None}
+    if args.own is not None:
+        return replace(args.own.config, **given)
+    return EvalConfig(tasks=tuple(args.tasks or (() if args.val else ("families",))), samples=0, **given)
 
 
 def check_arguments(args: Namespace) -> None:
     """Refuse numbers below 1, unknown tasks, a model or data that do not exist, and an --out that is not a folder.
-    Creates that folder, and replaces args.path by the folder or hub id of the model.
+    Creates that folder, and replaces args.path by the folder or hub id of the model, and args.val by sources. If
+    neither tasks nor --val are named, args.own has what the run was evaluated on, and args.val its validation data.
 
     Raises:
         ConfigError: which of them.
@@ -91,16 +98,19 @@ def check_arguments(args: Namespace) -> None:
         raise ConfigError(
             f"{args.path} is a task: name the model before it, {invocation('scripts/evaluate.py', 'PATH', args.path)}"
         )
+    args.path, args.val = args.path or newest_run(), tuple(map(as_source, args.val))
+    if not args.tasks and not args.val and (own := own_evaluation(args.path)) is not None:
+        args.own, args.val = own, own.validation
     with flags_named():
         tasks.check_names(eval_config(args))
-    args.path = find_model(args.path or newest_run())
+    args.path = find_model(args.path)
     config = read_object(Path(args.path) / "config.json")
     if config and auto_class(config) != CAUSAL:  # whatever data it is given
         raise ConfigError(not_causal(str(config.get("model_type")), "scripts/evaluate.py"))
     if args.data is not None and not Path(args.data).is_dir():
         where = f"(looked in {Path.cwd()}){similar_paths(args.data)}"
         raise ConfigError(f"--data {args.data}: no such folder {where}")
-    for source in map(as_source, args.val):
+    for source in args.val:
         if find_here(source) is None:
             hub.check_dataset(source)
     if args.out is not None:

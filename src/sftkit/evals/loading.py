@@ -12,12 +12,11 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from sftkit.config.schema import DataConfig, LossConfig, ModelConfig, TrainConfig
+from sftkit.config.schema import DataConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
 from sftkit.data.batches import loader
 from sftkit.data.batches.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.data.tokens import chat, text
 from sftkit.data.types import Examples
-from sftkit.evals.flags import as_source
 from sftkit.evals.scoring import longest_input
 from sftkit.models.kinds import check_causal
 from sftkit.models.load import load_model, load_options
@@ -65,7 +64,7 @@ def longest_of(source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def load_validation(
-    paths: Sequence[str], source: ModelConfig, longest: int, tokenizer: PreTrainedTokenizerBase, rt: Runtime
+    sources: Sequence[SourceConfig], source: ModelConfig, longest: int, tokenizer: PreTrainedTokenizerBase, rt: Runtime
 ) -> tuple[dict[str, Examples], Layout | None]:
     """Return (documents of each source, their layout). Targets are the answers of conversations, and all of plain text.
 
@@ -74,9 +73,9 @@ def load_validation(
     long documents are, they have as many tokens as the model reads, up to VALIDATION_LENGTH.
 
     Args:
-        paths: like data.val.N.path, with [split] after it if that is not train.
+        sources: like data.val.
     """
-    if not paths:
+    if not sources:
         return {}, None
     # A document that is cut at another length has another loss, so the run's own settings come before today's defaults.
     trained = trained_with(source)
@@ -86,7 +85,7 @@ def load_validation(
     tokenize = partial(
         text.tokenize_any, tokenizer=tokenizer, max_length=max_length, too_long=too_long, learning=learning
     )
-    chosen = tuple(as_source(path) for path in paths)
+    chosen = tuple(sources)
     # all together say how rows are laid out
     data = DataConfig(train=chosen, val=chosen, layout="dynamic", pad_multiple=math.gcd(max_length, PAD_MULTIPLE))
     # The main rank tokenizes first, into the cache that the others read.
