@@ -122,6 +122,10 @@ def test_a_run_is_evaluated_on_what_it_was_unless_something_else_is_named(
     assert written(evaluated, "--val", "builtin:docs[heldout]")[0].tasks == ()
     assert written(f"eval: {{}}\ndata: {{val: [{{path: {rows.path}, max_rows: 5}}]}}\n")[0].tasks == ()
     assert written("wandb_version: 1\n")[0].tasks == ("families",), "not a recipe's"
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    assert written(evaluated, path=model)[0].tasks == ("families",), "what lies beside a run's recipe is not of the run"
     for text, message in (
         ("eval: {}\ndata: {}\n", r"config\.yaml: this run was evaluated on nothing .*: name tasks, or --val$"),
         ("eval: {tasks: 3}\ndata: {}\n", r"cannot be read \(another version\): name tasks, or --val$"),

@@ -78,14 +78,14 @@ def eval_config(args: Namespace) -> EvalConfig:
     unless --val is given."""
     given = {name: value for name in FLAGS if (value := getattr(args, name)) is not None}
     if args.own is not None:
-        return replace(args.own.config, **given)
+        return replace(args.own, **given)
     return EvalConfig(tasks=tuple(args.tasks or (() if args.val else ("families",))), samples=0, **given)
 
 
 def check_arguments(args: Namespace) -> None:
     """Refuse numbers below 1, unknown tasks, a model or data that do not exist, and an --out that is not a folder.
     Creates that folder, and replaces args.path by the folder or hub id of the model, and args.val by sources. If
-    neither tasks nor --val are named, args.own has what the run was evaluated on, and args.val its validation data.
+    neither tasks nor --val are named, args.own has the settings that the run was evaluated by, args.val its data.
 
     Raises:
         ConfigError: which of them.
@@ -100,7 +100,7 @@ def check_arguments(args: Namespace) -> None:
         )
     args.path, args.val = args.path or newest_run(), tuple(map(as_source, args.val))
     if not args.tasks and not args.val and (own := own_evaluation(args.path)) is not None:
-        args.own, args.val = own, own.validation
+        args.own, args.val = own.config, own.validation
     with flags_named():
         tasks.check_names(eval_config(args))
     args.path = find_model(args.path)

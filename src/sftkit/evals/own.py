@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from sftkit.config.schema import EvalConfig, SourceConfig
 from sftkit.config.yaml_text import parse
 from sftkit.errors import ConfigError
-from sftkit.rundir.names import CONFIG
+from sftkit.rundir.names import CONFIG, step_of
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ def own_evaluation(path: str) -> OwnEvaluation | None:
     Raises:
         ConfigError: its recipe evaluates nothing, or cannot be read.
     """
-    folders = (Path(path), Path(path).parent)
-    file = next((folder / CONFIG for folder in folders if (folder / CONFIG).is_file()), None)
-    if file is None:
+    folder = Path(path)
+    file = (folder if step_of(folder.name) is None else folder.parent) / CONFIG
+    if not file.is_file():
         return None
     problems: list[str] = []
     # By the parser of recipes, which has limits.
