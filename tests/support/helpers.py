@@ -176,6 +176,6 @@ def torchrun(processes: int, file: str, *args: str, timeout: float = 200, gpus: 
     # What cuBLAS needs to give the same bits, where a worker asks for them.
     device = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if gpus else {"ACCELERATE_USE_CPU": "true"}
     env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1", **device}
-    done = preloaded.run([f"tests/workers/{file}", *args], processes, env, timeout)
+    done = preloaded.run([f"tests/workers/{file}", *args], processes, env, timeout, forked=not gpus)
     crashes = re.findall(r"^(?:Fatal Python error|\w+\(\): |terminate called).*", done.stderr, re.MULTILINE)
     assert done.returncode == 0, "\n".join([*crashes, done.stderr[-6000:]])

@@ -54,17 +54,21 @@ class Process:
         ranks: int = 1,
         env: Mapping[str, str] | None = None,
         terminal: str | None = None,
+        *,
+        forked: bool = True,
     ) -> None:
         """Args:
         words: what comes after `python`: a script, -m and a module, or -c and code; then its arguments.
         ranks: how many processes; one is told nothing of ranks.
         env: the whole environment; None: that of this process.
         terminal: the device that it writes to, and that hangs up on it; None: files.
+        forked: False: it starts anew, as what uses a GPU must: no process forked from one that asked for GPUs may.
         """
+        self._forked = FORKS and forked
         self.words = [str(word) for word in words]
         self._streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         order = {"words": self.words, "ranks": ranks, "env": dict(os.environ if env is None else env)}
-        if FORKS:
+        if self._forked:
             streams = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._streams]
             self.pid = server().start({**order, "streams": [terminal, terminal] if terminal else streams})
             return
@@ -75,7 +79,7 @@ class Process:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = server().code(self.pid) if FORKS else self._own.poll()
+            self.returncode = server().code(self.pid) if self._forked else self._own.poll()
         return self.returncode
 
     def communicate(self, timeout: float = 200) -> tuple[str, str]:
@@ -100,10 +104,15 @@ class Process:
 
 
 def run(
-    words: Sequence[str | Path], ranks: int = 1, env: Mapping[str, str] | None = None, timeout: float = 200
+    words: Sequence[str | Path],
+    ranks: int = 1,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 200,
+    *,
+    forked: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end, as subprocess.run does."""
-    process = Process(words, ranks, env)
+    process = Process(words, ranks, env, forked=forked)
     out, err = process.communicate(timeout)
     assert process.returncode is not None
     return subprocess.CompletedProcess(process.words, process.returncode, out, err)
