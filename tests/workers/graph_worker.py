@@ -29,7 +29,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.batches.loader import Batches, StepDataset, StepBatches
 from sftkit.data.batches.pack import Layout
 from sftkit.data.batches.shard import RankRows, row_shard
 from sftkit.engine.engine import Engine, Training
@@ -119,6 +119,10 @@ def rows_of(rt: runtime.Runtime, kind: str) -> tuple[Layout, Batches]:
     return layout, Batches(StepDataset(examples, layout, RankRows(rt.data_rank, shard)), seed=0)
 
 
+def on_device(rt: runtime.Runtime, step: StepBatches) -> StepBatches:
+    return replace(step, micro_batches=[batch.to(rt.device) for batch in step.micro_batches])
+
+
 def full(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -173,7 +177,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     engine, batches = made(rt, model, cfg)
     checks = engine.warm_up(lambda _: None).checks
     orig_model, parameters = engine.model.orig_model, list(parameters_of(engine.optimizer.param_groups))
-    first = next(iter(batches.steps(0, 1)))
+    first = on_device(rt, next(iter(batches.steps(0, 1))))
     step_model = engine.captured if isinstance(engine, GraphEngine) else engine.model
     totals = Totals.zeros(engine.model.objective.measured, rt.device)
     gradients(step_model, parameters, MicroBatches(first.micro_batches, first.divisor), totals, rt)
@@ -183,7 +187,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     with engine.guarded():
         for step in batches.steps(0, STEPS):
             with StepMeasures() as measures:
-                outcome = engine.step(step, 1e-2)
+                outcome = engine.step(on_device(rt, step), 1e-2)
             sums = over_ranks(rt, outcome.sums)
             losses.append(float(sums["nll"]) / step.num_targets)
     report = engine.report()
