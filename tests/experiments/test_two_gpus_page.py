@@ -17,12 +17,14 @@ RUNS = {
     "fsdp2": "1.7b-x2-fsdp2",
     "1f1b": "1.7b-x2-1f1b",
     "interleaved": "1.7b-x2-interleaved",
-    "gpipe": "1.7b-x2-gpipe kept",
+    "gpipe +": "1.7b-x2-gpipe kept",
     "gpipe, most activations recomputed *": "1.7b-x2-gpipe",
     "8B, one GPU": "whole-8b-x1",
     "8B, ddp": "whole-8b-x2-ddp",
     "8B, fsdp2": "whole-8b-x2-fsdp2",
     "8B, 1f1b": "whole-8b-x2-1f1b",
+    "8B, interleaved +": "whole-8b-x2-interleaved",
+    "8B, tp +": "whole-8b-x2-tp",
     "16 blocks, fsdp2 *": "8b-x2-fsdp2",
     "16 blocks, ddp *": "8b-x2-ddp",
     "16 blocks, 1f1b *": "8b-x2-1f1b",
@@ -40,12 +42,14 @@ def test_the_timeline_is_drawn_from_the_traces() -> None:
 
 
 def test_the_table_of_pipelines_is_that_of_its_raw_files() -> None:
-    small, large, marked = map(rows_of, ("h200_pipeline_1.7b.json", "h200_pipeline_8b.json", "h200_pipeline.json"))
-    page = (FOLDER / "README.md").read_text().partition("## A pipeline beside")[2]
+    small, large, starred = map(rows_of, ("h200_pipeline_1.7b.json", "h200_pipeline_8b.json", "h200_pipeline.json"))
+    later = {**rows_of("h200_gpipe.json"), **rows_of("h200_tensor_8b.json")}
+    page = (FOLDER / "README.md").read_text().partition("## Pipelines and tensor parallelism")[2]
     shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", page, re.M)][2:]
     assert [cells[0] for cells in shown] == list(RUNS)
     for text, layers, speed, share, waits, _, peak, loss in shown:
-        found = marked if text.endswith("*") else large if text.startswith("8B") else small
+        marked = {"*": starred, "+": later}.get(text[-1])
+        found = marked or (large if text.startswith("8B") else small)
         row = found[RUNS[text]]
         base = found.get(row["baseline"] or "")
         tokens = row["tok_per_sec_per_gpu"]["median"]

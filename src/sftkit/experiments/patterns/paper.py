@@ -42,10 +42,10 @@ PAPER_MODELS: dict[str, Callable[[Topology], bool]] = {
 
 
 MEASURED = {
-    "h200_multi": ("plan", "plan_8b_x4", "quick"),
+    "h200_multi": ("plan", "plan_8b_x4", "quick", "again_0.6b", "again_0.6b_x4", "again_8b"),
     "h200_patterns": (
         *("h100_layouts_0.6b", "h100_tensor_8b"),
-        *("h200_pipeline_1.7b", "h200_pipeline_8b", "h200_pipeline"),
+        *("h200_pipeline_1.7b", "h200_pipeline_8b", "h200_gpipe", "h200_tensor_8b", "h200_pipeline"),
     ),
 }
 "Folders of benchmarks, and the results in them of several GPUs."
