@@ -10,12 +10,13 @@ import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny, tiny_llama
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
+from sftkit.config.pipeline import StageTimes
 from sftkit.config.schema import CompileConfig, Config, DataConfig, LossConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.engine import stage_trial
 from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
-from sftkit.parallel.balance import StageTimes, layers_of_stages
+from sftkit.parallel.balance import layers_of_stages
 
 CONFIG = Config(
     run=RunConfig(dir="unused"),

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from helpers import make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
 
+from sftkit.config.pipeline import (
+    PartTimes,
+    PipelineStep,
+    StageTimes,
+    balanced,
+    bubble,
+    fastest_split,
+    step_seconds,
+)
 from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import Topology, balanced
+from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.shapes import shape_of
 from sftkit.models.structure import Work, stage_flops, train_flops
-from sftkit.parallel.balance import (
-    PartTimes,
-    PipelineStep,
-    StageTimes,
-    bubble,
-    describe_times,
-    fastest_split,
-    layers_of_stages,
-    step_seconds,
-)
+from sftkit.parallel.balance import describe_times, layers_of_stages
 
 
 @pytest.mark.parametrize(

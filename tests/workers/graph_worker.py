@@ -29,7 +29,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.batches.loader import Batches, StepDataset, StepBatches
+from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
 from sftkit.data.batches.pack import Layout
 from sftkit.data.batches.shard import RankRows, row_shard
 from sftkit.engine.engine import Engine, Training

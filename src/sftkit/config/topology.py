@@ -3,7 +3,7 @@ in this file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -152,36 +152,6 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
             "set one of them to 1"
         )
     return topology
-
-
-def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
-    """Return the layers of each stage of a pipeline, one or more, so that the slowest takes least.
-
-    Args:
-        layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
-    """
-    # Greedy is exact here: layers are alike, so the next one belongs where the stage is still the lightest.
-    costs = [layer] * (stages - 1) + [layer + head]
-    costs[0] += embedding
-    layers = [1] * stages
-    for _ in range(num_layers - stages):
-        lightest = min(range(stages), key=lambda stage: costs[stage])
-        costs[lightest] += layer
-        layers[lightest] += 1
-    return tuple(layers)
-
-
-def stages_fit(stages: int, schedule: str, pipeline_size: int) -> bool:
-    """Return whether a pipeline of so many ranks can have so many stages: one a rank, interleaved two or more."""
-    if schedule != "interleaved":
-        return stages == pipeline_size
-    return stages % pipeline_size == 0 and stages >= 2 * pipeline_size
-
-
-def slowest_rank(costs: Sequence[float], pipeline_size: int) -> float:
-    """Return what the stages of the slowest rank of a pipeline cost together; each rank has every
-    `pipeline_size`-th of them."""
-    return max(sum(costs[rank::pipeline_size]) for rank in range(pipeline_size))
 
 
 def topology_of(config_file: Path, processes: int | None = None, stages: int | None = 1) -> Topology:

@@ -20,6 +20,7 @@ from sftkit.compile.modules import check_marked, check_options, compile_argument
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
+from sftkit.config.pipeline import PipelineStep, bubble
 from sftkit.config.schema import Config
 from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of
@@ -39,7 +40,7 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import Execution, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
-from sftkit.parallel.balance import PipelineStep, bubble, describe_times
+from sftkit.parallel.balance import describe_times
 from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.tensor import tensor_group

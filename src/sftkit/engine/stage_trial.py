@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from sftkit.compile.contract import compile_model, random_state_kept
 from sftkit.compile.switches import compiler_switches
+from sftkit.config.pipeline import PartTimes, PipelineStep, StageTimes, fastest_split
 from sftkit.config.schema import CompileConfig, TrainConfig
 from sftkit.engine.engine import Training
 from sftkit.engine.warmup import worst_case_batch
 from sftkit.memory.plan import activation_budget
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.parallel.balance import PartTimes, PipelineStep, StageTimes, fastest_split, layers_of_stages
+from sftkit.parallel.balance import layers_of_stages
 from sftkit.parallel.pipeline import stage_times
 from sftkit.parallel.stages import StageModule
 from sftkit.runtime.progress import working

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from sftkit.config.pipeline import split_on_paper, stages_fit
 from sftkit.config.schema import Config, TrainConfig
-from sftkit.config.topology import Topology, balanced, stages_fit
+from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import largest_divisor
 from sftkit.launch.layouts import (
     SHARDABLE,
@@ -97,7 +98,8 @@ def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tup
     """Return the layers of each stage: the recipe's, else as parallel.balance has them, with as many stages
     as the schedule needs."""
     stages = pipeline_size * (2 if train.pipeline_schedule == "interleaved" else 1)
-    return train.pipeline_layers or balanced(shape.blocks, *work_of(shape), stages)
+    on_paper = split_on_paper(shape.blocks, *work_of(shape), stages, train.pipeline_schedule)
+    return train.pipeline_layers or on_paper
 
 
 def _takes(way: OnPaper) -> str:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
+from sftkit.config.pipeline import PipelineStep, balanced, bubble, by_parameters
 from sftkit.config.schema import LossConfig
-from sftkit.config.topology import Topology, balanced, slowest_rank
+from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout, largest_divisor
 from sftkit.memory.estimate import BUDGETS, GIB, SHARDINGS, USABLE, Estimate, EstimateInputs, Shape, estimate
 from sftkit.memory.traffic import traffic
@@ -113,25 +114,21 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     work = 6.0 * shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages  # seconds of a micro-batch
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
     alone, hidden = _exchanging(setup, machines, passes)
-    # The share of a step in which a pipeline's slowest rank works: it fills and drains once a step, in the time of a
-    # micro-batch for each further rank; several stages on each rank divide that by their number (arXiv 2104.04473).
-    filling = (t.stages - 1) * t.stages / len(setup.stage_layers) if t.stages > 1 else 0.0
-    busy = count / (count + filling)
-    step = (count * sum(passes.values()) * _unevenness(setup) + alone) / busy
+    waits, filled = _pipelined(setup)
+    step = count * sum(passes.values()) / (1.0 - waits) + filled * alone
     share = hidden / (hidden + alone) if hidden + alone else 1.0
     sent = sum(each.sent for each in traffic(setup))
     return OnPaper(setup, machines, memory, estimate(setup), count * work / step, share, sent)
 
 
-def _unevenness(s: EstimateInputs) -> float:
-    """Return how much longer the slowest rank of a pipeline takes than the average one, the head counted;
-    1.0 without stages."""
+def _pipelined(s: EstimateInputs) -> tuple[float, float]:
+    """Return the share of a step in which a process of a pipeline waits, the head counted, and how many times as long
+    its exchanges take, as it fills and drains once a step; 0.0 and 1.0 without stages."""
     if s.topology.stages == 1:
-        return 1.0
-    layer, head = work_of(s.shape)
-    *others, last = (layer * count for count in s.stage_layers)
-    costs = [*others, last + head]
-    return slowest_rank(costs, s.topology.stages) * s.topology.stages / sum(costs)
+        return 0.0, 1.0
+    step = PipelineStep(s.stage_layers, s.schedule, s.layout.accumulation, s.topology.stages)
+    waits = bubble(step, by_parameters(*work_of(s.shape)).of_stages(s.stage_layers))
+    return waits, 1.0 + step.filling / step.micro_batches
 
 
 def work_of(shape: Shape) -> tuple[float, float]:

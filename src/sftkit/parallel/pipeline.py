@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
+from sftkit.config.pipeline import StageTimes
 from sftkit.config.schema import ModelConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.models.structure import embedding_of
@@ -26,7 +27,6 @@ from sftkit.models.weights import fill_with_memory, load_model_weights
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import LOSS, Totals
 from sftkit.ops.dtensor import local
-from sftkit.parallel.balance import StageTimes
 from sftkit.parallel.fsdp import without_one_replica
 from sftkit.parallel.stages import StageModule, Stages, shard_stage, split_layers
 from sftkit.runtime.start import Runtime

@@ -20,8 +20,8 @@ from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_check
 from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.graph_passes import environment_of_passes
 from sftkit.config.load import to_yaml
+from sftkit.config.pipeline import stages_fit
 from sftkit.config.schema import Config
-from sftkit.config.topology import stages_fit
 from sftkit.data.batches import loader
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import DocumentLengths, make_layout

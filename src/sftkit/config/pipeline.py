@@ -1,0 +1,140 @@
+"""Layers spread over the stages of a pipeline, and how long a step then takes. No torch in this file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+PROPORTIONS = 16
+"Steps between the evenest split of the backward passes and that of the forward passes."
+
+
+def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
+    """Return the layers of each stage of a pipeline, one or more, so that the slowest takes least.
+
+    Args:
+        layer, head, embedding: what a layer takes, and what the last and the first stage take beside their layers.
+    """
+    # Greedy is exact here: layers are alike, so the next one belongs where the stage is still the lightest.
+    costs = [layer] * (stages - 1) + [layer + head]
+    costs[0] += embedding
+    layers = [1] * stages
+    for _ in range(num_layers - stages):
+        lightest = min(range(stages), key=lambda stage: costs[stage])
+        costs[lightest] += layer
+        layers[lightest] += 1
+    return tuple(layers)
+
+
+def stages_fit(stages: int, schedule: str, pipeline_size: int) -> bool:
+    """Return whether a pipeline of so many ranks can have so many stages: one a rank, interleaved two or more."""
+    if schedule != "interleaved":
+        return stages == pipeline_size
+    return stages % pipeline_size == 0 and stages >= 2 * pipeline_size
+
+
+def slowest_rank(costs: Sequence[float], pipeline_size: int) -> float:
+    """Return what the stages of the slowest rank of a pipeline cost together; each rank has every
+    `pipeline_size`-th of them."""
+    return max(sum(costs[rank::pipeline_size]) for rank in range(pipeline_size))
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds that a stage, or a part of one, takes for a micro-batch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def both(self) -> float:
+        """Return the seconds of the two together."""
+        return self.forward + self.backward
+
+    def plus(self, other: StageTimes, times: int = 1) -> StageTimes:
+        """Return what this and so many of another take; below 0 is noise."""
+        forward, backward = self.forward + times * other.forward, self.backward + times * other.backward
+        return StageTimes(max(forward, 0.0), max(backward, 0.0))
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """What the parts of a model take for a micro-batch; the head with its loss."""
+
+    layer: StageTimes
+    head: StageTimes
+    embedding: StageTimes = StageTimes()
+
+    def of_stages(self, layers: Sequence[int]) -> list[StageTimes]:
+        """Return what each of these stages takes."""
+        first, *between = [StageTimes().plus(self.layer, count) for count in layers]
+        *between, last = [first.plus(self.embedding), *between]
+        return [*between, last.plus(self.head)]
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """How a step passes through the stages of a pipeline."""
+
+    layers: tuple[int, ...]
+    "of each stage"
+    schedule: str
+    micro_batches: int
+    pipeline_size: int
+    "ranks that the rows pass through"
+
+    @property
+    def filling(self) -> float:
+        """Return for how many micro-batches a step fills and drains: for (ranks - 1), with several stages on each rank
+        for that fraction of it (Megatron-LM, arXiv 2104.04473)."""
+        return (self.pipeline_size - 1) * self.pipeline_size / len(self.layers)
+
+
+def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
+    """Return how long a step takes, from what each stage takes for a micro-batch (GPipe, arXiv 1811.06965)."""
+    if step.schedule == "gpipe":
+        # All forward passes, then all backward passes: each of the two is as slow as its own slowest stage. The head's
+        # gradients are computed with the loss, in the forward pass, so that is not the same stage in both.
+        phases = ([each.forward for each in times], [each.backward for each in times])
+        return sum(sum(phase) + (step.micro_batches - 1) * max(phase) for phase in phases)
+    slowest = slowest_rank([each.both for each in times], step.pipeline_size)
+    return slowest * (step.micro_batches + step.filling)
+
+
+def bubble(step: PipelineStep, times: Sequence[StageTimes]) -> float:
+    """Return the share of a step in which a process of a pipeline waits, on average."""
+    computed = step.micro_batches * sum(each.both for each in times) / step.pipeline_size
+    return 1.0 - computed / step_seconds(step, times)
+
+
+def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
+    """Return how the layers of all stages are spread so that a step takes least."""
+    num_layers, stages = sum(step.layers), len(step.layers)
+    # What gpipe waits for lies between the evenest split of the forward and that of the backward passes.
+    proportions = [part / PROPORTIONS for part in range(PROPORTIONS + 1)] if step.schedule == "gpipe" else [0.5]
+
+    def split(proportion: float) -> tuple[int, ...]:
+        layer, head, embedding = (
+            proportion * part.forward + (1.0 - proportion) * part.backward
+            for part in (parts.layer, parts.head, parts.embedding)
+        )
+        return balanced(num_layers, layer, head, stages, embedding)
+
+    splits = [split(each) for each in proportions]
+    return min(splits, key=lambda layers: step_seconds(replace(step, layers=layers), parts.of_stages(layers)))
+
+
+def by_parameters(layer: float, head: float) -> PartTimes:
+    """Return what parts take in proportion to the parameters that a token passes: a backward pass twice as much as a
+    forward pass. The head's gradients are computed with its loss, in the forward pass."""
+    return PartTimes(StageTimes(layer, 2 * layer), StageTimes(3 * head))
+
+
+def split_on_paper(num_layers: int, layer: float, head: float, stages: int, schedule: str) -> tuple[int, ...]:
+    """Return the layers of all stages where nothing was timed.
+
+    Args:
+        layer, head: parameters that a token passes in a layer and in the head.
+    """
+    step = PipelineStep(balanced(num_layers, layer, head, stages), schedule, stages, stages)
+    return fastest_split(step, by_parameters(layer, head))
