@@ -103,6 +103,17 @@ def test_an_error_that_is_not_of_a_data_worker_stays_what_it_is() -> None:
         raise RuntimeError("cheese")
 
 
+def test_workers_end_after_the_last_step_and_not_while_it_is_waited_for() -> None:
+    """Several ranks would wait for each other's workers to end, too."""
+    batches = batches_of(1)
+    with batches.workers_named():
+        assert len(list(batches.steps(0, 3))) == 3
+        (worker,) = batches._iterator._workers  # type: ignore[attr-defined]
+        assert worker.is_alive()
+    worker.join(20)
+    assert not worker.is_alive()
+
+
 def ends_at_seven(row: Row) -> Tokenized:
     if row.text == "row 700":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -170,7 +170,8 @@ class Batches:
             generator=torch.Generator(),  # else it draws from the generator of dropout, and no resume is exact
         )
         self._iterator = iter(loader)
-        return self._iterator
+        # Not asked for more than there is: it would wait for its workers to end, while the last steps are computed.
+        return islice(self._iterator, last_step - first_step)
 
     @contextmanager
     def workers_named(self) -> Iterator[None]:
