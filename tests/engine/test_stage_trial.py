@@ -10,7 +10,7 @@ import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny, tiny_llama
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
-from sftkit.config.pipeline import StageTimes
+from sftkit.config.pipeline_split import StageTimes
 from sftkit.config.schema import CompileConfig, Config, DataConfig, LossConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.engine import stage_trial

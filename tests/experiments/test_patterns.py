@@ -14,6 +14,7 @@ from helpers import ROOT, torchrun
 
 from sftkit.config.topology import topology_of
 from sftkit.errors import ConfigError
+from sftkit.experiments.patterns import paper
 from sftkit.experiments.patterns.cases import TOPOLOGY_CASES, TopologyCase
 from sftkit.experiments.patterns.run import read_pattern_results
 from sftkit.experiments.patterns.tables import (
@@ -108,6 +109,26 @@ def test_every_table_of_the_page_is_made_of_the_raw_file() -> None:
     page = (ROOT / "docs/parallelism.md").read_text()
     assert PAGE["rebuilt"](page, RAW) == page
     assert {name for _, name, _ in PAGE["BLOCK"].findall(page)} == set(PAGE["TABLES"])
+
+
+@pytest.mark.parametrize(("topology", "mesh"), [("pp", {}), ("fsdp2", {"dp_shard_size": 2})])
+def test_on_paper_a_measured_pipeline_has_its_own_stages_and_copies_or_shards_of_them(
+    topology: str, mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = json.loads((ROOT / "benchmarks/h200_multi/results/again_8b.json").read_text())
+    four_stages = next(row for row in found["runs"] if row["name"] == "8b-x4-1f1b")
+    two = {"topology": topology, "mesh": mesh, "pipeline_layers": [19, 17]}
+    four_stages |= two | {"set": four_stages["set"] | {"train.pipeline_stages": 2}}
+    results = tmp_path / "benchmarks/h200_multi/results"
+    results.mkdir(parents=True)
+    (results / "two_stages.json").write_text(json.dumps(found))
+    (tmp_path / found["plan"]).symlink_to(ROOT / found["plan"])
+    (tmp_path / "benchmarks/h200_step").symlink_to(ROOT / "benchmarks/h200_step")
+    monkeypatch.setattr(paper, "MEASURED", {"h200_multi": ("two_stages",)})
+    _, rows = paper.beside_measured(tmp_path / "benchmarks")
+    (share,) = (on_paper for name, *_, on_paper, _ in rows if name == "8b-x4-1f1b")
+    # 4 micro-batches of each copy wait for one; the head is worth some layers.
+    assert 70 < float(share.removesuffix("%")) < 80
 
 
 def test_the_raw_file_has_every_case_and_their_losses_are_those_of_one_process() -> None:

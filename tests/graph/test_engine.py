@@ -64,10 +64,12 @@ COMPILED_TENSOR = (
     f"deepseek_v3; flex; {BLOCKS},regional_inductor; tp alltoall",
     "deepseek_v3; graph; reshard_after_forward,full_inductor; tp alltoall",
 )
+AUTO = "deep llama; graph; reshard_after_forward,auto_bucketing"
 SAME_BITS = (
     "deep llama; graph; reshard_after_forward",
     "deep llama; graph; reshard_after_forward,prefetching",
     f"deep llama; graph; {BLOCKS}",
+    AUTO,
 )
 SAME_BITS_KEPT = (
     "deep llama; graph",
@@ -90,7 +92,6 @@ SLOW_TWO = (
     "qwen3; graph",
     "llama; eager",
     "qwen3; eager",
-    "deep llama; graph; reshard_after_forward,auto_bucketing",
     f"qwen3; graph; {BLOCKS}",
     f"uneven llama; graph; {BLOCKS}",
     "wide llama; graph; reshard_after_forward,prefetching",
@@ -376,6 +377,16 @@ def test_moving_and_merging_collectives_change_no_bit_on_two_gpus(cases: tuple[s
     plain, *changed = ranks(2, *(f"{dtype}{case}" for case in cases), gpus=True).values()
     for found in changed:
         same_bits(found, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("passes", [BLOCKS, "gather_once,block_bucketing"])
+def test_replayed_halves_with_collectives_train_two_gpus_to_the_same_bits(passes: str) -> None:
+    plain, replayed = ranks(
+        2, *(f"deep llama; graph; {passes}{more}" for more in ("", ",cuda_graphs")), gpus=True
+    ).values()
+    same_bits(replayed, plain)
 
 
 @pytest.mark.slow

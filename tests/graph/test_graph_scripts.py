@@ -35,6 +35,7 @@ TINY = (
     "eval.samples=1",
     "eval.max_new_tokens=2",
 )
+HELD_OUT = ("data.val=[{path: 'builtin:tasks', split: heldout, max_rows: 20}]",)
 DOCS, TASKS = "{path: 'builtin:docs', max_rows: 20}", "{path: 'builtin:tasks', max_rows: 200}"
 OF_BASE = (
     f"model.train_tokenizer.sources=[{DOCS}, {TASKS}]",
@@ -44,7 +45,8 @@ OF_BASE = (
     "model.scratch.intermediate_size=64",
     "model.scratch.num_hidden_layers=1",
 )
-OF_SFT = (f"data.train=[{TASKS}]", "data.val=[{path: 'builtin:tasks', split: heldout, max_rows: 20}]")
+OF_MID = (f"data.train=[{DOCS}, {TASKS}]", *HELD_OUT)
+OF_SFT = (f"data.train=[{TASKS}]", *HELD_OUT)
 
 
 def run(
@@ -176,6 +178,35 @@ def test_chat_sft_on_two_processes_learns_what_the_block_engine_does_on_one(
     assert False not in found.values()
 
 
+EARLIER = [name.removeprefix("sft") for name in SFT if name != "sft_gather_once"]
+"Ends of the names of recipes of base and mid-training."
+
+
+@pytest.mark.parametrize("end", [end for end in EARLIER if end])
+def test_base_training_on_two_processes_learns_the_same_by_each_recipe(base: Path, end: str) -> None:
+    run(base, "base_train.py", f"base{end}", f"base{end}", *OF_BASE, ranks=2, topology=SFT[f"sft{end}"])
+    assert losses(base / f"base{end}") == pytest.approx(losses(base / "base"), rel=1e-5)
+    assert False not in checks(base / f"base{end}").values()
+
+
+@pytest.fixture(scope="module")
+def mid_of_blocks(base: Path) -> dict[int, float]:
+    """Losses of mid-training with the block engine, eagerly, on one process."""
+    plain = ("train.engine=blocks", "graph.passes=[]", "compile.enabled=false")
+    run(base, "mid_train.py", "mid", "mid_blocks", f"model.path={base}/base", *OF_MID, *plain)
+    return losses(base / "mid_blocks")
+
+
+@pytest.mark.parametrize("end", EARLIER)
+def test_mid_training_on_two_processes_learns_what_the_block_engine_does_on_one(
+    base: Path, mid_of_blocks: dict[int, float], end: str
+) -> None:
+    settings = (f"model.path={base}/base", *OF_MID)
+    run(base, "mid_train.py", f"mid{end}", f"mid{end}", *settings, ranks=2, topology=SFT[f"sft{end}"])
+    assert losses(base / f"mid{end}") == pytest.approx(mid_of_blocks, rel=1e-5)
+    assert False not in checks(base / f"mid{end}").values()
+
+
 OF_DEEPSEEK = (*OF_BASE, "model.scratch.num_hidden_layers=2")
 
 
@@ -192,6 +223,12 @@ def test_two_processes_share_matrices_and_experts_and_prove_it(deepseek: Path) -
     assert found["Same gradients as the plain model"] is found["The step is compiled"] is True
     assert False not in found.values()
     assert json.loads((deepseek / "base" / "summary.json").read_text())["evals"]["val/loss"] > 0
+
+
+def test_experts_of_two_processes_learn_what_those_of_the_block_engine_do_on_one(deepseek: Path) -> None:
+    plain = ("train.engine=blocks", "graph.passes=[]", "compile.enabled=false")
+    run(deepseek, "base_train.py", "deepseek_v3/base", "blocks", *OF_DEEPSEEK, *plain)
+    assert losses(deepseek / "base") == pytest.approx(losses(deepseek / "blocks"), rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers import make_examples, make_layout_of, tiny_llama, tiny_qwen3_with_windows
+from helpers import make_examples, make_layout_of, tiny, tiny_llama, tiny_qwen3_with_windows
+from transformers import LlamaConfig
 
-from sftkit.config.pipeline import (
+from sftkit.config.pipeline_split import (
     PartTimes,
     PipelineStep,
     StageTimes,
@@ -21,6 +22,7 @@ from sftkit.config.pipeline import (
 from sftkit.config.schema import TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
+from sftkit.launch.advice import layers_on_paper
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
 from sftkit.memory.shapes import shape_of
 from sftkit.models.structure import Work, stage_flops, train_flops
@@ -115,6 +117,15 @@ def test_gpipe_is_split_between_the_evenest_forward_and_the_evenest_backward_pas
     line = describe_times(step((20, 8), schedule="gpipe"), parts.of_stages((20, 8)))
     assert line.endswith("; train.pipeline_layers=[14,14] would be more even")
     assert "more even" not in describe_times(step((14, 14), schedule="gpipe"), parts.of_stages((14, 14)))
+
+
+def test_what_nothing_was_timed_of_is_split_by_schedule_as_on_paper() -> None:
+    model = tiny(LlamaConfig, num_hidden_layers=12, vocab_size=1024)
+    shape = shape_of(model)
+    assert shape is not None
+    found = {name: layers_of_stages(model, pipeline(pipeline_schedule=name), 2) for name in ("1f1b", "gpipe")}
+    assert found == {name: layers_on_paper(shape, pipeline(pipeline_schedule=name), 2) for name in found}
+    assert found["gpipe"][0] < found["1f1b"][0], "the head has no backward pass of its own"
 
 
 @pytest.mark.parametrize("head", [StageTimes(3.0, 0.0), StageTimes(9.0, 1.0), StageTimes(1.0, 4.0)])

@@ -2,7 +2,8 @@
 
 A fresh Python takes 5 to 10 seconds of CPU to import torch, transformers and datasets. Here one process imports them and
 forks the others, each in a session of its own, with arguments, environment, standard streams and an end like those of
-`python script.py`, or of so many ranks under torchrun. Where forking is not safe once torch is loaded, each starts anew.
+`python script.py`, or of so many ranks under torchrun. Where forking is not safe once torch is loaded, and with GPUs, each
+starts anew.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ class Process:
         ranks: how many processes; one is told nothing of ranks.
         env: the whole environment; None: that of this process.
         terminal: the device that it writes to, and that hangs up on it; None: files.
-        forked: False: it starts anew, as what uses a GPU must: no process forked from one that asked for GPUs may.
+        forked: False: a new Python starts, as CUDA needs: it cannot be used in a process forked from one that has
+            looked for GPUs.
         """
+        assert forked or terminal is None
         self._forked = FORKS and forked
         self.words = [str(word) for word in words]
         self._streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115

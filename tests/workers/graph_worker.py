@@ -29,7 +29,7 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
-from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
+from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import Layout
 from sftkit.data.batches.shard import RankRows, row_shard
 from sftkit.engine.engine import Engine, Training
@@ -41,6 +41,7 @@ from sftkit.optim.protocol import parameters_of
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.train.assemble import make_engine
+from sftkit.train.prefetch import on_device
 
 STEPS = 5
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
@@ -119,10 +120,6 @@ def rows_of(rt: runtime.Runtime, kind: str) -> tuple[Layout, Batches]:
     return layout, Batches(StepDataset(examples, layout, RankRows(rt.data_rank, shard)), seed=0)
 
 
-def on_device(rt: runtime.Runtime, step: StepBatches) -> StepBatches:
-    return replace(step, micro_batches=[batch.to(rt.device) for batch in step.micro_batches])
-
-
 def full(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -177,7 +174,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     engine, batches = made(rt, model, cfg)
     checks = engine.warm_up(lambda _: None).checks
     orig_model, parameters = engine.model.orig_model, list(parameters_of(engine.optimizer.param_groups))
-    first = on_device(rt, next(iter(batches.steps(0, 1))))
+    first = next(on_device(batches.steps(0, 1), rt.device))
     step_model = engine.captured if isinstance(engine, GraphEngine) else engine.model
     totals = Totals.zeros(engine.model.objective.measured, rt.device)
     gradients(step_model, parameters, MicroBatches(first.micro_batches, first.divisor), totals, rt)
@@ -185,9 +182,9 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     orig_model.zero_grad(set_to_none=True)
     losses = []
     with engine.guarded():
-        for step in batches.steps(0, STEPS):
+        for step in on_device(batches.steps(0, STEPS), rt.device):
             with StepMeasures() as measures:
-                outcome = engine.step(on_device(rt, step), 1e-2)
+                outcome = engine.step(step, 1e-2)
             sums = over_ranks(rt, outcome.sums)
             losses.append(float(sums["nll"]) / step.num_targets)
     report = engine.report()

@@ -20,7 +20,7 @@ from sftkit.compile.modules import check_marked, check_options, compile_argument
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.pipeline import PipelineStep, bubble
+from sftkit.config.pipeline_split import PipelineStep, bubble
 from sftkit.config.schema import Config
 from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sftkit.compile.contract import compile_model, random_state_kept
 from sftkit.compile.switches import compiler_switches
-from sftkit.config.pipeline import PartTimes, PipelineStep, StageTimes, fastest_split
+from sftkit.config.pipeline_split import PartTimes, PipelineStep, StageTimes, fastest_split
 from sftkit.config.schema import CompileConfig, TrainConfig
 from sftkit.engine.engine import Training
 from sftkit.engine.warmup import worst_case_batch

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from sftkit.config.pipeline import split_on_paper, stages_fit
+from sftkit.config.pipeline_split import split_on_paper, stages_fit
 from sftkit.config.schema import Config, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import largest_divisor
@@ -98,8 +98,9 @@ def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tup
     """Return the layers of each stage: the recipe's, else as parallel.balance has them, with as many stages
     as the schedule needs."""
     stages = pipeline_size * (2 if train.pipeline_schedule == "interleaved" else 1)
-    on_paper = split_on_paper(shape.blocks, *work_of(shape), stages, train.pipeline_schedule)
-    return train.pipeline_layers or on_paper
+    if train.pipeline_layers:
+        return train.pipeline_layers
+    return split_on_paper(shape.blocks, *work_of(shape), stages, train.pipeline_schedule)
 
 
 def _takes(way: OnPaper) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK
-from sftkit.config.pipeline import PipelineStep, balanced, bubble, by_parameters
+from sftkit.config.pipeline_split import PipelineStep, balanced, bubble, times_on_paper
 from sftkit.config.schema import LossConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout, largest_divisor
@@ -127,7 +127,7 @@ def _pipelined(s: EstimateInputs) -> tuple[float, float]:
     if s.topology.stages == 1:
         return 0.0, 1.0
     step = PipelineStep(s.stage_layers, s.schedule, s.layout.accumulation, s.topology.stages)
-    waits = bubble(step, by_parameters(*work_of(s.shape)).of_stages(s.stage_layers))
+    waits = bubble(step, times_on_paper(*work_of(s.shape)).of_stages(s.stage_layers))
     return waits, 1.0 + step.filling / step.micro_batches
 
 
@@ -193,7 +193,7 @@ def setups(
         if not divides(topology, rows, row_length):
             continue
         share = rows // topology.row_ranks
-        # By the parameters that a token passes, as parallel.balance does.
+        # By the parameters that a token passes, as parallel.balance does for 1f1b.
         layers = balanced(shape.blocks, *work_of(shape), topology.stages) if topology.stages > 1 else ()
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
         # Each number of rows once: limits that lead to the same divisor are one layout.

@@ -1,4 +1,4 @@
-"""Split the layers over the stages of a pipeline, so that the work, head and loss included, is as even as possible."""
+"""Split the layers over the stages of a pipeline, so that a step, head and loss included, takes least."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from sftkit.config.pipeline import (
+from sftkit.config.pipeline_split import (
     PartTimes,
     PipelineStep,
     StageTimes,

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
-from sftkit.config.pipeline import StageTimes
+from sftkit.config.pipeline_split import StageTimes
 from sftkit.config.schema import ModelConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.models.structure import embedding_of

@@ -20,7 +20,7 @@ from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_check
 from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.graph_passes import environment_of_passes
 from sftkit.config.load import to_yaml
-from sftkit.config.pipeline import stages_fit
+from sftkit.config.pipeline_split import stages_fit
 from sftkit.config.schema import Config
 from sftkit.data.batches import loader
 from sftkit.data.batches.loader import Batches, StepDataset

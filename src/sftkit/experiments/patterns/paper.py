@@ -144,13 +144,15 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
         tokens_per_second: of a GPU of the run that it is relative to.
         rows: of a step, of 16,384 positions each.
     """
-    mesh, gpus = row["mesh"], row["world_size"]
+    # A pipeline's stages are the recipe's, and each of them is a mesh of the other sizes.
+    pipelined = row["set"].get("train.engine") == "pipeline"
+    stages = row["set"].get("train.pipeline_stages", row["world_size"]) if pipelined else 1
+    mesh, gpus = row["mesh"], row["world_size"] // stages
     parts = {"tensor": mesh.get("tp_size", 1), "context": mesh.get("cp_size", 1)}
     replicas, sharded = mesh.get("dp_replicate_size", 1), row["topology"] == "fsdp2"
     shards = gpus // (replicas * parts["tensor"] * parts["context"])
     topology = Topology(replicas=replicas, shards=shards, sharded=True, **parts) if sharded else Topology(replicas=gpus)
-    if row["topology"] == "pp":
-        topology = Topology(stages=gpus)
+    topology = replace(topology, stages=stages)
     found = shape_of_fields(fields)
     assert found is not None
     micro = row["set"].get("train.micro_batch_size", 1)
@@ -160,7 +162,7 @@ def _measured(row: dict[str, Any], fields: dict[str, Any], tokens_per_second: fl
     if topology.stages > 1:
         schedule = row["set"].get("train.pipeline_schedule", setup.schedule)
         setup = replace(setup, stage_layers=tuple(row["pipeline_layers"]), schedule=schedule)
-    return on_paper(setup, "speed", Machines(gpus, flops=6 * found.parameters * tokens_per_second))
+    return on_paper(setup, "speed", Machines(row["world_size"], flops=6 * found.parameters * tokens_per_second))
 
 
 def _inputs(

@@ -41,14 +41,14 @@ def slowest_rank(costs: Sequence[float], pipeline_size: int) -> float:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds that a stage, or a part of one, takes for a micro-batch."""
+    """Seconds that a stage, or a part of one, takes for a micro-batch; on paper parameters that it passes."""
 
     forward: float = 0.0
     backward: float = 0.0
 
     @property
     def both(self) -> float:
-        """Return the seconds of the two together."""
+        """Return what the two take together."""
         return self.forward + self.backward
 
     def plus(self, other: StageTimes, times: int = 1) -> StageTimes:
@@ -108,7 +108,11 @@ def bubble(step: PipelineStep, times: Sequence[StageTimes]) -> float:
 
 
 def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
-    """Return how the layers of all stages are spread so that a step takes least."""
+    """Return how the layers of all stages are spread so that a step takes least.
+
+    Args:
+        step: with any split of the layers.
+    """
     num_layers, stages = sum(step.layers), len(step.layers)
     # What gpipe waits for lies between the evenest split of the forward and that of the backward passes.
     proportions = [part / PROPORTIONS for part in range(PROPORTIONS + 1)] if step.schedule == "gpipe" else [0.5]
@@ -124,17 +128,22 @@ def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
     return min(splits, key=lambda layers: step_seconds(replace(step, layers=layers), parts.of_stages(layers)))
 
 
-def by_parameters(layer: float, head: float) -> PartTimes:
+def times_on_paper(layer: float, head: float) -> PartTimes:
     """Return what parts take in proportion to the parameters that a token passes: a backward pass twice as much as a
-    forward pass. The head's gradients are computed with its loss, in the forward pass."""
-    return PartTimes(StageTimes(layer, 2 * layer), StageTimes(3 * head))
-
-
-def split_on_paper(num_layers: int, layer: float, head: float, stages: int, schedule: str) -> tuple[int, ...]:
-    """Return the layers of all stages where nothing was timed.
+    forward pass. The head's gradients are computed with its loss, in the forward pass.
 
     Args:
         layer, head: parameters that a token passes in a layer and in the head.
     """
-    step = PipelineStep(balanced(num_layers, layer, head, stages), schedule, stages, stages)
-    return fastest_split(step, by_parameters(layer, head))
+    return PartTimes(StageTimes(layer, 2 * layer), StageTimes(3 * head))
+
+
+def split_on_paper(num_layers: int, layer: float, head: float, stages: int, schedule: str) -> tuple[int, ...]:
+    """Return the layers of all stages where nothing was timed. With two micro-batches or more it is the same for any
+    number of them.
+
+    Args:
+        layer, head: as of `times_on_paper`.
+    """
+    step = PipelineStep(balanced(num_layers, layer, head, stages), schedule, micro_batches=2, pipeline_size=stages)
+    return fastest_split(step, times_on_paper(layer, head))
