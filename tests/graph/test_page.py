@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,22 @@ def of_8b(text: str, before: Key) -> Key:
     passes = named(words, before)
     kept = passes[1:] if "weights kept" in words else passes
     return (*kept, f"NCCL{environment.strip('`')}") if environment else kept
+
+
+def test_the_table_of_four_gpus_is_that_of_its_raw_files() -> None:
+    folder, number = ROOT / "benchmarks/h200_multi/results", 0
+    named_rows: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {}
+    for name in ("graph_1_to_5", "graph_6_7", "graph_8", "graph_9_10"):
+        rows = {row["name"]: row for row in json.loads((folder / f"{name}.json").read_text())["runs"]}
+        named_rows |= {key.split()[0]: (row, rows) for key, row in rows.items() if key[0].isdigit()}
+    for number, (configuration, _, _, first, of_mesh, of_shards) in enumerate(table("### On four H200"), start=1):
+        row, rows = named_rows[configuration]
+        assert configuration == str(number)
+        assert float(first) == pytest.approx(row["first_step_seconds"], abs=0.51)
+        for shown, reference in ((of_mesh, row["baseline"]), (of_shards, row["same_loss_as"])):
+            theirs = rows[reference]["losses"]
+            largest = max(abs(loss - theirs[step]) for step, loss in row["losses"].items())
+            assert float(shown) == pytest.approx(largest, abs=0.051 * 10 ** math.floor(math.log10(largest))), row[
+                "name"
+            ]
+    assert number == len(named_rows) == 10
