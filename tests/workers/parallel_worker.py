@@ -70,8 +70,9 @@ MODELS = {
     "tied": lambda: small(Qwen3Config(**{**SIZES, "num_hidden_layers": 5}, head_dim=8, tie_word_embeddings=True)),
     "mistral": lambda: small(MistralConfig(**SIZES, sliding_window=9)),
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
+    "tied_qwen2": lambda: small(Qwen2Config(**{**SIZES, "num_hidden_layers": 5}, tie_word_embeddings=True)),
 }
-LEARNING_RATES = {"deep": 3e-4, "deeper": 3e-4, "tied": 3e-4}
+LEARNING_RATES = {"deep": 3e-4, "deeper": 3e-4, "tied": 3e-4, "tied_qwen2": 3e-4}
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
 ONE_RANK["llama muon whole"] = ("llama", Topology(), Sharding(), "muon")
@@ -106,6 +107,10 @@ FOUR_RANKS = {
     "tied pipeline of 4": ("tied", Topology(stages=4), Sharding(), "adamw"),
     "qwen3 pipeline x ddp, gpipe": ("qwen3", Topology(stages=2, replicas=2), Sharding(), "adamw"),
     "mistral pipeline x ddp": ("mistral", Topology(stages=2, replicas=2), Sharding(), "adamw"),
+    "mistral pipeline x fsdp2, gpipe": ("mistral", Topology(stages=2, shards=2, sharded=True), Sharding(), "adamw"),
+    "tied_qwen2 pipeline x fsdp2, interleaved": (
+        *("tied_qwen2", Topology(stages=2, shards=2, sharded=True), Sharding(), "adamw"),
+    ),
     "qwen2 pipeline x ddp": ("qwen2", Topology(stages=2, replicas=2), Sharding(), "adamw"),
 }
 EIGHT_RANKS = {
