@@ -11,9 +11,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 STRETCHES = (
-    ("0.6b-x2-tp", "0.6B, tensor parallel, one row a micro-batch: the GPU waits for its host", 40.0),
+    ("0.6b-x2-tp", "0.6B, tensor parallel, one row a micro-batch: behind blocks that were queued the GPU waits for its host", 40.0),
+    ("0.6b-x4-tp", "0.6B, two shards x tensor parallel: in the last backward pass blocks wait for each other's host", 40.0),
     ("0.6b-x2-cp-2-rows", "0.6B, context parallel, two rows a micro-batch: one exchange in a layer", 40.0),
     ("8b-x2-tp", "16 blocks of 8B, tensor parallel: the GPU computes, but for its exchanges", 40.0),
+    ("1.7b-x2-1f1b", "1.7B, 1f1b: what is sent has arrived when it is needed, or nothing can run", 100.0),
+    ("1.7b-x2-interleaved", "1.7B, interleaved: a receive waits beside what is computed", 100.0),
 )
 "Run, title, and milliseconds from the beginning of its excerpt."
 WIDTH, LEFT, LANE, GAP = 960.0, 110.0, 22.0, 6.0
@@ -36,6 +39,12 @@ def spans(kernels: list[list], milliseconds: float) -> Iterator[tuple[str, float
             yield lane, before[0], before[1]
         open_spans[lane] = [begin, end]
     yield from ((lane, begin, end) for lane, (begin, end) in open_spans.items())
+
+
+def recorded() -> dict[str, list[dict]]:
+    """Return what benchmarks/traces.py kept of each run."""
+    files = (HERE / "results" / f"{card}_traces.json" for card in ("h100", "h200"))
+    return {name: ranks for file in files for name, ranks in json.loads(file.read_text())["runs"].items()}
 
 
 def drawing(runs: dict[str, list[dict]]) -> str:
@@ -61,5 +70,4 @@ def drawing(runs: dict[str, list[dict]]) -> str:
 
 
 if __name__ == "__main__":
-    results = json.loads((HERE / "results" / "h100_traces.json").read_text())
-    (HERE / "timeline.svg").write_text(drawing(results["runs"]))
+    (HERE / "timeline.svg").write_text(drawing(recorded()))

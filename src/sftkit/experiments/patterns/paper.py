@@ -44,7 +44,7 @@ PAPER_MODELS: dict[str, Callable[[Topology], bool]] = {
 MEASURED = {
     "h200_multi": ("plan", "plan_8b_x4", "quick", "again_0.6b", "again_0.6b_x4", "again_8b"),
     "h200_patterns": (
-        *("h100_layouts_0.6b", "h100_tensor_8b"),
+        *("h200_layouts_0.6b", "h200_layouts_x4", "h100_tensor_8b"),
         *("h200_pipeline_1.7b", "h200_pipeline_8b", "h200_gpipe", "h200_tensor_8b", "h200_pipeline"),
     ),
 }
@@ -121,15 +121,15 @@ def beside_measured(benchmarks: Path) -> Table:
     of the run that they are relative to: on one GPU, or of shards where one GPU has no room."""
     cells = []
     for folder, names in MEASURED.items():
-        alone = dict[str, dict[str, Any]]()
+        alone = dict[tuple[str, str], dict[str, Any]]()  # by name and card
         for name in names:
             found = json.loads((benchmarks / folder / "results" / f"{name}.json").read_text())
             plan, card = read_plan(benchmarks.parent / found["plan"]), found["machine"]["device"].split()[1]
             for row in (row for row in found["runs"] if not row["error"]):
                 if row["baseline"] is None:
-                    alone[row["name"]] = row
-                elif row["baseline"] in alone:
-                    one = alone[row["baseline"]]["tok_per_sec_per_gpu"]["median"]
+                    alone[row["name"], card] = row
+                elif (row["baseline"], card) in alone:
+                    one = alone[row["baseline"], card]["tok_per_sec_per_gpu"]["median"]
                     measured = row["tok_per_sec_per_gpu"]["median"] / one
                     way = _measured(row, plan.models[row["model"]], one, plan.defaults["train"]["global_batch_size"])
                     gpus = f"{row['world_size']} {card}"
