@@ -11,8 +11,16 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 STRETCHES = (
-    ("0.6b-x2-tp", "0.6B, tensor parallel, one row a micro-batch: behind blocks that were queued the GPU waits for its host", 40.0),
-    ("0.6b-x4-tp", "0.6B, two shards x tensor parallel: in the last backward pass blocks wait for each other's host", 40.0),
+    (
+        "0.6b-x2-tp",
+        "0.6B, tensor parallel, one row a micro-batch: behind blocks that were queued the GPU waits for its host",
+        40.0,
+    ),
+    (
+        "0.6b-x4-tp",
+        "0.6B, two shards x tensor parallel: in the last backward pass blocks wait for each other's host",
+        40.0,
+    ),
     ("0.6b-x2-cp-2-rows", "0.6B, context parallel, two rows a micro-batch: one exchange in a layer", 40.0),
     ("8b-x2-tp", "16 blocks of 8B, tensor parallel: the GPU computes, but for its exchanges", 40.0),
     ("1.7b-x2-1f1b", "1.7B, 1f1b: what is sent has arrived when it is needed, or nothing can run", 100.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -25,6 +26,7 @@ from sftkit.config.schema import (
 )
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
+from sftkit.engine.replicas import Replicas
 from sftkit.errors import RecompileError
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
@@ -224,3 +226,20 @@ def test_a_start_that_finds_training_finished_leaves_the_proof_of_it_alone(tmp_p
     assert (tmp_path / "trained/proof.json").exists()
     run(tmp_path / "done", compile=plain, evaluates=False, from_step=5, steps=5)
     assert not (tmp_path / "done/proof.json").exists()
+
+
+def test_comparing_replicas_before_a_step_is_kept_is_no_training_time(tmp_path: Path, monkeypatch) -> None:
+    """Not of the last line's either: a bench's last window had it."""
+    kept = list[int]()
+
+    def check(_: Replicas, step: int, *, is_kept: bool) -> None:
+        if is_kept:
+            kept.append(step)
+            time.sleep(3.0)
+
+    monkeypatch.setattr(Replicas, "check", check)
+    trained = run(tmp_path / "run", compile=CompileConfig(enabled=False), evaluates=False, steps=7)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert (kept, [line["step"] for line in lines]) == ([6, 7], [5, 7])
+    assert trained.train_seconds < 3.0
+    assert 2 * lines[-1]["perf/step_seconds"] < 3.0

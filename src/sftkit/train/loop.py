@@ -104,14 +104,11 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 if trace_seconds := trace.after(step):
                     monitor.meter.paused(trace_seconds)
 
-                # What is due after this step. All ranks see a stop request at the same step; replicas are compared
-                # before a save.
+                # What is due after this step. All ranks see a stop request at the same step.
                 due = due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
                 stopped = monitor.read_flags(wait=due.waits)  # without waiting: only those that have arrived
                 due = due.if_stopped() if stopped else due
                 report_ended_saves()
-                replicas.check(step, is_kept=due.keeps_weights)
-                rt.stopping.add_step(time.perf_counter() - started, checkpoints.last_save)
                 window = monitor.open_window() if due.window else None
 
                 # Log: one line about the steps since the last line; all ranks compute it together.
@@ -120,9 +117,13 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     trained.metrics = log_window(monitor, engine, services, status, values)
                     collect(1)  # young objects only, and here, where the ranks have just waited for each other
 
+                # Compare replicas: before they are kept, and after the line, as that is a pause as well.
+                pausing = time.perf_counter()
+                replicas.check(step, is_kept=due.keeps_weights)
+                rt.stopping.add_step(time.perf_counter() - started, checkpoints.last_save)
+
                 # Save, then evaluate, so that a failed evaluation loses no step.
                 if due.keeps_weights:
-                    pausing = time.perf_counter()
                     progress, axes = monitor.meter.progress, monitor.meter.axes()
                     position = LoopPosition(step_batches.epoch, total_steps, progress, window or monitor.open_window())
                     state = checkpoint_state(position, cfg.data, batches, services)
