@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sftkit.config.pipeline_split import PipelineStep, bubble, times_on_paper
 from sftkit.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.experiments.patterns.paper import MODELS, PAPER_MODELS, chosen, shape
@@ -42,8 +43,8 @@ def test_the_simplest_layout_that_is_about_as_fast_is_taken() -> None:
     assert taken("8B", Machines(64), rows=256) == "multi_node.yaml"  # copies over machines: gathering stays within them
     slow = choice(ways(shape("8B"), Machines(8, per_machine=1, between=1e9), 64, 8192))  # slow links
     assert slow is not None
-    assert slow.setup.topology.stages == 4
-    assert slow.config == "fsdp2.yaml, train.engine=pipeline, train.pipeline_stages=4"
+    assert slow.setup.topology.stages == 8
+    assert slow.config == "pp.yaml, train.engine=pipeline, train.pipeline_stages=8"
     assert taken("8B", Machines(8), row_length=65536, rows=8) in ("cp.yaml", "tp.yaml")  # a row is too much for one GPU
     assert taken("70B", Machines(8)) == "tp.yaml"
     assert taken("405B", Machines(8)) is None
@@ -79,12 +80,15 @@ def test_exchanges_that_nothing_hides_cost_more_over_slower_links() -> None:
         assert b.share <= a.share <= 1.0 + 1e-9
 
 
-def test_a_pipeline_is_as_fast_as_its_slowest_stage() -> None:
+def test_a_pipeline_is_as_fast_as_its_passes_in_their_order() -> None:
     llama, machines = shape("8B"), Machines(8, inside=1e18)  # of which sending takes no time
     found = {way.setup.topology.stages: way for way in ways(llama, machines, 64, 8192)}
     layer, head = (llama.parameters - llama.ends) / 32, llama.vocab * llama.hidden
     assert found[8].setup.stage_layers == (5, 5, 4, 4, 4, 4, 4, 2)  # the head is worth 2.4 layers
-    assert found[8].share == pytest.approx((32 * layer + head) / 8 / (5 * layer) * 64 / 71)
+    step = PipelineStep((5, 5, 4, 4, 4, 4, 4, 2), "1f1b", 64, 8)
+    assert found[8].share == pytest.approx(1 - bubble(step, times_on_paper(layer, head).of_stages(step.layers)))
+    # At most as the slowest stage is; at least as if every stage were as slow while it fills and drains.
+    assert 64 / 71 < found[8].share / ((32 * layer + head) / 8 / (5 * layer)) < 1
     assert found[2].share > found[4].share > found[8].share
 
 
@@ -97,7 +101,7 @@ def test_two_stages_on_each_rank_fill_the_pipeline_in_half_of_a_micro_batch() ->
     slowest = max(slowest, (layers[3] + layers[7]) * layer + head)
     count = setup.layout.accumulation
     found = on_paper(replace(setup, stage_layers=layers, schedule="interleaved"), "speed", machines)
-    assert found.share == pytest.approx((32 * layer + head) / 4 / slowest * count / (count + 3 / 2))
+    assert count / (count + 3 / 2) < found.share / ((32 * layer + head) / 4 / slowest) < 1
 
 
 def test_gpipe_is_split_and_waits_by_what_each_of_its_two_phases_takes_longest() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-from helpers import make_examples, make_layout_of, tiny, tiny_llama, tiny_qwen3_with_windows
+from helpers import ROOT, make_examples, make_layout_of, tiny, tiny_llama, tiny_qwen3_with_windows
 from transformers import LlamaConfig
 
+from sftkit.config import pipeline_split
 from sftkit.config.pipeline_split import (
     PartTimes,
     PipelineStep,
@@ -17,6 +19,7 @@ from sftkit.config.pipeline_split import (
     balanced,
     bubble,
     fastest_split,
+    passes_of_rank,
     step_seconds,
 )
 from sftkit.config.schema import TrainConfig
@@ -71,7 +74,7 @@ def times(*seconds: float) -> list[StageTimes]:
 def test_measured_seconds_name_a_more_even_split() -> None:
     line = describe_times(step((14, 14)), times(0.14, 0.24))
     assert line.startswith(
-        "stages take 0.14 + 0.24 s a micro-batch: with 8 of them in a step a process waits 30% of it"
+        "stages take 0.14 + 0.24 s a micro-batch: with 8 of them in a step a process waits 26% of it"
     )
     assert line.endswith("; train.pipeline_layers=[19,9] would be more even")
     even, by_chance = times(0.19, 0.19), times(0.03, 0.05, 0.02, 0.1)
@@ -102,6 +105,40 @@ def test_gpipe_waits_for_the_slowest_stage_of_each_phase(micro_batches: int) -> 
             ends[stage] = max(ends[stage], given) + found[stage].backward
     waits = 1 - micro_batches * sum(each.both for each in found) / (len(found) * ends[0])
     assert bubble(PipelineStep((1, 1, 1), "gpipe", micro_batches, 3), found) == pytest.approx(waits)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 8, 64])
+def test_1f1b_fills_and_drains_as_fast_as_the_stages_that_it_passes(micro_batches: int) -> None:
+    """And not as the slowest of them; what the terminal said was that it waits longer than gpipe."""
+    fast, slow = times(0.0061, 0.0107)
+    # The second stage, which is slower, has something to do from the first hidden states to its last gradients.
+    ends = fast.forward + micro_batches * slow.both + fast.backward
+    found = bubble(step((1, 1), micro_batches), [fast, slow])
+    assert found == pytest.approx(1 - micro_batches * (fast.both + slow.both) / (2 * ends))
+    assert found < bubble(step((1, 1), micro_batches, "gpipe"), [fast, slow]) + 1e-9
+
+
+RECORDED = json.loads((ROOT / "benchmarks/patterns/results/results.json").read_text())
+"Passes of real runs, of torch's schedules."
+
+
+@pytest.mark.parametrize("key", ["2 pp, 1f1b", "4 pp, 1f1b", "2 pp, interleaved", "4 pp, interleaved"])
+def test_passes_are_followed_in_the_order_in_which_torch_ran_them(key: str) -> None:
+    ranks = RECORDED["cases"][key]
+    stages = 1 + max(each["stage"] for rank in ranks for each in rank["passes"])
+    schedule = PipelineStep((1,) * stages, key.split(", ")[1], RECORDED["rows"], len(ranks))
+    for rank, found in enumerate(ranks):
+        ran = [(each["stage"], each["micro_batch"], each["forward"]) for each in found["passes"]]
+        assert ran == passes_of_rank(schedule, rank)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 4), (8, 8), (2, 4), (4, 8), (4, 12)])
+def test_a_long_step_takes_as_long_as_all_its_passes_one_by_one(ranks: int, stages: int) -> None:
+    """Whole rounds of a full pipeline are not followed; layers of four in each stage, and a head."""
+    made = PartTimes(StageTimes(1.0, 2.0), StageTimes(4.0, 0.5), StageTimes(0.5, 0.1)).of_stages((4,) * stages)
+    schedule = "1f1b" if ranks == stages else "interleaved"
+    long = PipelineStep((4,) * stages, schedule, 16 * ranks, ranks)
+    assert step_seconds(long, made) == pytest.approx(pipeline_split._followed(long, tuple(made)))
 
 
 def test_gpipe_is_split_between_the_evenest_forward_and_the_evenest_backward_passes() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+from typing import NamedTuple
 
 PROPORTIONS = 16
 "Steps between the evenest split of the backward passes and that of the forward passes."
+ROUNDS = 6
+"Rounds, of as many micro-batches as ranks, by which a pipeline is as full as it gets."
 
 
 def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
@@ -91,14 +97,73 @@ class PipelineStep:
 
 
 def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
-    """Return how long a step takes, from what each stage takes for a micro-batch (GPipe, arXiv 1811.06965)."""
+    """Return how long a step takes, from what each stage takes for a micro-batch: every rank goes through its passes in
+    the order of the schedule, and begins one as soon as what it reads is there. Sends take no time.
+
+    Args:
+        times: of each stage.
+    """
     if step.schedule == "gpipe":
         # All forward passes, then all backward passes: each of the two is as slow as its own slowest stage. The head's
         # gradients are computed with the loss, in the forward pass, so that is not the same stage in both.
         phases = ([each.forward for each in times], [each.backward for each in times])
         return sum(sum(phase) + (step.micro_batches - 1) * max(phase) for phase in phases)
-    slowest = slowest_rank([each.both for each in times], step.pipeline_size)
-    return slowest * (step.micro_batches + step.filling)
+    # Once the pipeline is full, each round more, as many micro-batches as ranks, takes as long as the one before it.
+    rounds, rest = divmod(step.micro_batches, step.pipeline_size)
+    more = 0 if rest else max(rounds - ROUNDS, 0)
+    full = replace(step, micro_batches=step.micro_batches - more * step.pipeline_size)
+    seconds = _followed(full, tuple(times))
+    if more:
+        before = replace(full, micro_batches=full.micro_batches - step.pipeline_size)
+        seconds += more * (seconds - _followed(before, tuple(times)))
+    return seconds
+
+
+@cache
+def _followed(step: PipelineStep, times: tuple[StageTimes, ...]) -> float:
+    """Return when the last pass of a step ends, each of them followed."""
+    left = [deque(passes_of_rank(step, rank)) for rank in range(step.pipeline_size)]
+    ends, free, last = dict[Pass, float](), [0.0] * step.pipeline_size, len(times) - 1
+    while any(left):
+        for rank, passes in enumerate(left):
+            while passes:
+                stage, micro_batch, forward = at = passes[0]
+                # A stage reads what the one before it gives, backward the one behind it; the loss is the last one's.
+                turns = not forward and stage == last
+                read = Pass(stage if turns else stage - 1 if forward else stage + 1, micro_batch, forward or turns)
+                if read.stage >= 0 and read not in ends:
+                    break
+                seconds = times[stage].forward if forward else times[stage].backward
+                free[rank] = ends[at] = max(free[rank], ends.get(read, 0.0)) + seconds
+                passes.popleft()
+    return max(free)
+
+
+class Pass(NamedTuple):
+    """What a rank does at a time: the forward or the backward pass of a stage for a micro-batch."""
+
+    stage: int
+    micro_batch: int
+    forward: bool
+
+
+def passes_of_rank(step: PipelineStep, rank: int) -> list[Pass]:
+    """Return the passes of a rank in the order of `1f1b` or `interleaved` (arXiv 2104.04473): forward ones until the
+    first gradient can arrive, then one forward and one backward in turn, then the backward ones that are left. Of
+    several stages of a rank each has a round of micro-batches at a time.
+
+    torch.distributed.pipelining, whose schedules the engine runs, has the same order.
+    """
+    ranks, stages = step.pipeline_size, range(rank, len(step.layers), step.pipeline_size)
+    # One round where there are fewer micro-batches than ranks.
+    size = step.micro_batches // max(1, step.micro_batches // ranks)
+    rounds = [range(begin, begin + size) for begin in range(0, step.micro_batches, size)]
+    forward = [Pass(stage, each, forward=True) for turn in rounds for stage in stages for each in turn]
+    backward = [Pass(stage, each, forward=False) for turn in rounds for stage in reversed(stages) for each in turn]
+    hops = ranks - 1 - rank
+    ahead = min(hops if len(stages) == 1 else (len(stages) - 1) * size + 2 * hops, len(forward))
+    turns = chain.from_iterable(zip(forward[ahead:], backward, strict=False))
+    return [*forward[:ahead], *turns, *backward[len(forward) - ahead :]]
 
 
 def bubble(step: PipelineStep, times: Sequence[StageTimes]) -> float:
