@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from sftkit.launch.layouts import (
 )
 from sftkit.memory.estimate import GIB, estimate
 from sftkit.parallel import balance, tensor
+from sftkit.rundir.names import TRAINING_STATE
 
 QWEN = {
     "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -143,6 +146,52 @@ def test_a_launch_says_what_the_layout_takes_or_which_one_fits() -> None:
     line = advice(recipe(8192), Topology(shards=2, sharded=True), 16 * GIB, "fsdp2.yaml")
     assert line is not None
     assert "nor does another layout" in line
+
+
+def test_what_is_said_is_of_the_recipes_settings_or_names_those_that_fit() -> None:
+    def said(gib: int, optimizer: str = "auto", **train: Any) -> str:
+        cfg = recipe(8192, **train)
+        cfg = replace(cfg, optim=replace(cfg.optim, name=optimizer))
+        line = advice(cfg, Topology(shards=4, sharded=True), gib * GIB, "fsdp2.yaml")
+        assert line is not None
+        return line
+
+    assert said(140).endswith(" of 140 GiB on each GPU with train.memory=speed, optim.name=adamw")
+    assert said(140, "muon").endswith(" with train.memory=speed, optim.name=muon")
+    assert said(140, memory="balanced").endswith(" with train.memory=balanced, optim.name=adamw")
+    assert said(60, "adamw").endswith(
+        " with train.memory=balanced, optim.name=adamw_sr; it does not fit with train.memory=speed, optim.name=adamw"
+    )
+    takes = [int(said(400, precision=precision).split(" takes ")[1].split()[0]) for precision in ("bf16", "fp32")]
+    assert takes[1] > 1.3 * takes[0]
+
+
+def test_rows_are_as_long_as_the_documents_of_the_run_that_a_recipe_starts_from(tmp_path: Path) -> None:
+    run = tmp_path / "run" / "step-000004"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps(QWEN))
+    (run / TRAINING_STATE).parent.mkdir()
+    (run / TRAINING_STATE).write_text(json.dumps({"max_length": 8192}))
+    cfg = recipe(None)
+    started = replace(cfg, model=ModelConfig(path=str(run)))
+    assert advice(started, FSDP2, 140 * GIB, "fsdp2.yaml") == advice(recipe(8192), FSDP2, 140 * GIB, "fsdp2.yaml")
+    assert advice(replace(cfg, model=ModelConfig(path=str(tmp_path / "none"))), FSDP2, 140 * GIB, "fsdp2.yaml") is None
+
+
+def test_a_gpipe_that_does_not_fit_is_told_of_the_schedule_that_does() -> None:
+    cfg = recipe(8192, engine="pipeline", pipeline_schedule="gpipe")
+    cfg = replace(cfg, train=replace(cfg.train, global_batch_size=64))
+    line = advice(cfg, Topology(stages=2), 80 * GIB, "pp.yaml")
+    assert line is not None
+    assert line.startswith(
+        "on paper: rows of 8,192 positions do not fit with pp.yaml and train.pipeline_schedule=gpipe; "
+        "train.pipeline_schedule=1f1b takes "
+    )
+    # No pipeline at all: of two micro-batches 1f1b is refused with four stages.
+    few = replace(cfg, train=replace(cfg.train, global_batch_size=2))
+    line = advice(few, Topology(stages=4), 24 * GIB, "pp.yaml")
+    assert line is not None
+    assert "1f1b" not in line
 
 
 def test_nothing_is_said_of_what_is_unknown() -> None:

@@ -302,7 +302,7 @@ def test_what_cannot_fit_is_one_warning_with_the_three_settings_that_save_most(
     (warning,) = [r.getMessage() for r in caplog.records]
     assert "of the device's 80.0 GiB and may run out" in warning
     settings = [s.partition(" ")[0].partition("=")[0] for s in warning.partition("most: ")[2].split("; ")]
-    assert settings == ["accelerate_configs/fsdp2.yaml", "train.micro_batch_size", "train.memory"]
+    assert settings == ["train.memory", "accelerate_configs/fsdp2.yaml", "train.micro_batch_size"]
 
 
 @pytest.mark.parametrize(("world_size", "gpus"), [(1, 2), (8, 8)])
@@ -373,11 +373,11 @@ def test_out_of_memory_says_what_ran_out_and_what_each_setting_saves(monkeypatch
     assert "2.50 GiB more did not fit, this run was estimated at 162.3 GiB" in first
     # 98,304 tokens x 28 blocks x 51.8 KB = 132.8 GiB of activations; two GPUs have 3 of the 6 rows each
     assert settings == [
+        "  train.memory=balanced saves 32.9 GiB, train.memory=low 99.7 GiB",
         "  accelerate_configs/fsdp2.yaml on 2 GPUs saves 78.3 GiB",
         "  train.micro_batch_size=3 saves 66.1 GiB",
-        "  train.memory=balanced saves 32.9 GiB, train.memory=low 99.7 GiB",
-        "The newest checkpoint can be resumed (train.resume=auto) with accelerate_configs/fsdp2.yaml on 2 GPUs or "
-        "train.micro_batch_size=3 or train.memory=balanced or train.memory=low",
+        "The newest checkpoint can be resumed (train.resume=auto) with train.memory=balanced or train.memory=low or "
+        "accelerate_configs/fsdp2.yaml on 2 GPUs or train.micro_batch_size=3",
     ]
     first, *settings = explanation(cfg, qwen3("1.7B"), packed(rows=7))  # two GPUs cannot share 7 rows equally
     assert settings[-2:] == [

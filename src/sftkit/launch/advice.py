@@ -4,8 +4,10 @@ torch."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
+from sftkit.config.optimizers import DEFAULT
 from sftkit.config.pipeline_split import split_on_paper, stages_fit
 from sftkit.config.schema import Config, TrainConfig
 from sftkit.config.topology import Topology
@@ -24,6 +26,7 @@ from sftkit.launch.layouts import (
 )
 from sftkit.memory.estimate import GIB, Shape
 from sftkit.models.size import fields_of, size_of
+from sftkit.rundir.names import resolve, trained_length
 
 
 class _Asked(NamedTuple):
@@ -34,12 +37,15 @@ class _Asked(NamedTuple):
     row_length: int
     shardable: bool
     "whether its matrices and layers can be spread"
+    with_its_settings: list[OnPaper]
+    "those of `fitting` with the train.memory and the optimizer of the recipe"
     fitting: list[OnPaper]
+    "with whatever train.memory and optimizer leave it most speed"
 
 
 def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machines: int = 1) -> _Asked | None:
     """Return what fits of a layout; None: sizes are unknown, or there is one process."""
-    fields, row_length = fields_of(cfg.model), cfg.data.row_length or cfg.data.max_length
+    fields, row_length = fields_of(cfg.model), _row_length(cfg)
     if fields is None or row_length is None or memory_bytes is None or topology.world_size == 1:
         return None
     size, rows = size_of(cfg.model), cfg.train.global_batch_size
@@ -55,14 +61,29 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machin
         if sum(layers) != shape.blocks or not stages_fit(len(layers), schedule, topology.stages):
             return None
         own = ((replace(setup, stage_layers=layers, schedule=schedule), memory) for setup, memory in own)
-    return _Asked(shape, machines, row_length, fields["model_type"] in SHARDABLE, best_fitting(own, machines))
+    every = list(own)
+    if cfg.train.precision == "fp32":  # the other optimizer is one of bf16 weights
+        every = [(replace(setup, precision="fp32", optimizer=DEFAULT), memory) for setup, memory in every]
+    named = [(setup, memory) for setup, memory in every if memory == cfg.train.memory]
+    if cfg.optim.name != "auto":
+        named = [(replace(setup, optimizer=cfg.optim.name), memory) for setup, memory in named]
+    fitting = [best_fitting(each, machines) for each in (named, every)]
+    return _Asked(shape, machines, row_length, fields["model_type"] in SHARDABLE, *fitting)
+
+
+def _row_length(cfg: Config) -> int | None:
+    """Return the positions of a row, where the recipe or the run that it starts from says; None: unknown."""
+    if length := cfg.data.row_length or cfg.data.max_length:
+        return length
+    # Its folder may not be there yet, as when a chain begins.
+    return trained_length(Path(resolve(cfg.model.path))) if cfg.model.path and Path(cfg.model.path).is_dir() else None
 
 
 def has_room(cfg: Config, topology: Topology, memory_bytes: int | None) -> bool | None:
     """Return whether a layout of one machine has room for the rows of a recipe, with whatever train.memory and
     optimizer; None: sizes are unknown, or there is one process."""
     asked = _asked(cfg, topology, memory_bytes)
-    return None if asked is None else bool(asked.fitting)
+    return None if asked is None else bool(asked.with_its_settings or asked.fitting)
 
 
 def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str, num_machines: int = 1) -> str | None:
@@ -78,8 +99,11 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     asked = _asked(cfg, topology, memory_bytes, num_machines)
     if asked is None:
         return None
+    if asked.with_its_settings:
+        return f"on paper: {taken} {_takes(asked.with_its_settings[0])}"
     if asked.fitting:
-        return f"on paper: {taken} {_takes(asked.fitting[0])}"
+        own = f"train.memory={cfg.train.memory}, optim.name={cfg.optim.name}"
+        return f"on paper: {taken} {_takes(asked.fitting[0])}; it does not fit with {own}"
     rows, positions = cfg.train.global_batch_size, f"rows of {asked.row_length:,} positions"
     micro = largest_divisor(rows // topology.row_ranks, cfg.train.micro_batch_size)
     fewer = range(cfg.train.micro_batch_size, 0, -1)  # as they are, if possible
@@ -87,11 +111,28 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     if not asked.shardable:  # layouts that spread them are no advice
         found = [each for each in found if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
     instead = "nor does another layout; take shorter rows or more GPUs"
-    if best := choice(found):
+    if schedule := _with_fewer_micro_batches(cfg, topology, memory_bytes, num_machines):
+        instead = schedule
+    elif best := choice(found):
         less = best.setup.layout.micro_batch_size
         instead = f"{best.config} {_takes(best)}" + f", train.micro_batch_size={less}" * (less < micro)
     batch = f"{micro} {positions} in a micro-batch" if micro > 1 else positions
-    return f"on paper: {batch} do not fit with {taken}; {instead} (docs/parallelism.md)"
+    gpipe = " and train.pipeline_schedule=gpipe" * (topology.stages > 1 and cfg.train.pipeline_schedule == "gpipe")
+    return f"on paper: {batch} do not fit with {taken}{gpipe}; {instead} (docs/parallelism.md)"
+
+
+def _with_fewer_micro_batches(
+    cfg: Config, topology: Topology, memory_bytes: int | None, num_machines: int
+) -> str | None:
+    """Return what a pipeline of gpipe, which keeps the activations of all micro-batches, takes with 1f1b; None: it does
+    not fit either, or is another layout."""
+    if topology.stages == 1 or cfg.train.pipeline_schedule != "gpipe":
+        return None
+    other = replace(cfg, train=replace(cfg.train, pipeline_schedule="1f1b"))
+    asked = _asked(other, topology, memory_bytes, num_machines)
+    fitting = [*asked.with_its_settings, *asked.fitting] if asked else []
+    fits = next((way for way in fitting if way.setup.layout.accumulation >= topology.stages), None)
+    return fits and f"train.pipeline_schedule=1f1b {_takes(fits)}"
 
 
 def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ class Remedy(NamedTuple):
 
     text: str
     saved_bytes: int
+    "by the value that saves most"
     on_resume: tuple[str, ...]
     "those of its settings that a resumed run may take"
 
@@ -42,7 +43,7 @@ def remedies(
 ) -> list[Remedy]:
     """Return the settings not yet used that would lower the estimated peak, the one that saves most first.
 
-    Each remedy may name several values of a setting; the first one counts.
+    Each remedy may name several values of a setting; the one that saves most counts.
     """
     if plan.setup is None or plan.estimate is None:
         return []
@@ -55,7 +56,8 @@ def remedies(
         if saved:
             more = "".join(f", {text} {gib(n)}" for text, n, _ in saved[1:])
             resumable = tuple(text for text, _, after in saved if _may_resume(s, after))
-            ways.append(Remedy(f"{saved[0][0]} saves {gib(saved[0][1])}{more}", saved[0][1], resumable))
+            most = max(n for _, n, _ in saved)
+            ways.append(Remedy(f"{saved[0][0]} saves {gib(saved[0][1])}{more}", most, resumable))
     return sorted(ways, key=lambda remedy: -remedy.saved_bytes)
 
 
