@@ -38,7 +38,7 @@ class _Asked(NamedTuple):
     shardable: bool
     "whether its matrices and layers can be spread"
     with_its_settings: list[OnPaper]
-    "those of `fitting` with the train.memory and the optimizer of the recipe"
+    "with the train.memory and the optimizer of the recipe"
     fitting: list[OnPaper]
     "with whatever train.memory and optimizer leave it most speed"
 
@@ -132,7 +132,7 @@ def _with_fewer_micro_batches(
     asked = _asked(other, topology, memory_bytes, num_machines)
     fitting = [*asked.with_its_settings, *asked.fitting] if asked else []
     fits = next((way for way in fitting if way.setup.layout.accumulation >= topology.stages), None)
-    return fits and f"train.pipeline_schedule=1f1b {_takes(fits)}"
+    return f"train.pipeline_schedule=1f1b {_takes(fits)}" if fits else None
 
 
 def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
