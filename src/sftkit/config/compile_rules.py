@@ -40,7 +40,8 @@ def _implementation(get: Get) -> Iterator[Problem]:
 
 def _inductor_only(get: Get) -> Iterator[Problem]:
     backend, modules, mode = get("compile.backend"), get("compile.modules") or {}, get("compile.mode")
-    if backend == "inductor":
+    # With the graph engine they have no effect at all: config.engine_rules.
+    if backend == "inductor" or get("train.engine") == "graph":
         return
     if mode is not None:
         yield (
