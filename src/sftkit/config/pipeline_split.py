@@ -123,14 +123,14 @@ def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
 def _followed(step: PipelineStep, times: tuple[StageTimes, ...]) -> float:
     """Return when the last pass of a step ends, each of them followed."""
     left = [deque(passes_of_rank(step, rank)) for rank in range(step.pipeline_size)]
-    ends, free, last = dict[Pass, float](), [0.0] * step.pipeline_size, len(times) - 1
+    ends, free, last = dict[StagePass, float](), [0.0] * step.pipeline_size, len(times) - 1
     while any(left):
         for rank, passes in enumerate(left):
             while passes:
                 stage, micro_batch, forward = at = passes[0]
                 # A stage reads what the one before it gives, backward the one behind it; the loss is the last one's.
                 turns = not forward and stage == last
-                read = Pass(stage if turns else stage - 1 if forward else stage + 1, micro_batch, forward or turns)
+                read = StagePass(stage if turns else stage - 1 if forward else stage + 1, micro_batch, forward or turns)
                 if read.stage >= 0 and read not in ends:
                     break
                 seconds = times[stage].forward if forward else times[stage].backward
@@ -139,7 +139,7 @@ def _followed(step: PipelineStep, times: tuple[StageTimes, ...]) -> float:
     return max(free)
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """What a rank does at a time: the forward or the backward pass of a stage for a micro-batch."""
 
     stage: int
@@ -147,7 +147,7 @@ class Pass(NamedTuple):
     forward: bool
 
 
-def passes_of_rank(step: PipelineStep, rank: int) -> list[Pass]:
+def passes_of_rank(step: PipelineStep, rank: int) -> list[StagePass]:
     """Return the passes of a rank in the order of `1f1b` or `interleaved` (arXiv 2104.04473): forward ones until the
     first gradient can arrive, then one forward and one backward in turn, then the backward ones that are left. Of
     several stages of a rank each has a round of micro-batches at a time.
@@ -158,8 +158,8 @@ def passes_of_rank(step: PipelineStep, rank: int) -> list[Pass]:
     # One round where there are fewer micro-batches than ranks.
     size = step.micro_batches // max(1, step.micro_batches // ranks)
     rounds = [range(begin, begin + size) for begin in range(0, step.micro_batches, size)]
-    forward = [Pass(stage, each, forward=True) for turn in rounds for stage in stages for each in turn]
-    backward = [Pass(stage, each, forward=False) for turn in rounds for stage in reversed(stages) for each in turn]
+    forward = [StagePass(stage, each, forward=True) for turn in rounds for stage in stages for each in turn]
+    backward = [StagePass(stage, each, forward=False) for turn in rounds for stage in reversed(stages) for each in turn]
     hops = ranks - 1 - rank
     ahead = min(hops if len(stages) == 1 else (len(stages) - 1) * size + 2 * hops, len(forward))
     turns = chain.from_iterable(zip(forward[ahead:], backward, strict=False))
