@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sftkit.config.launch_rules import PIPELINE_MODEL_TYPES
 from sftkit.config.pipeline_split import PipelineStep, bubble, times_on_paper
 from sftkit.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
@@ -22,7 +23,7 @@ from sftkit.launch.layouts import (
     ways,
 )
 from sftkit.memory.estimate import GIB, estimate
-from sftkit.parallel import balance, tensor
+from sftkit.parallel import tensor
 
 QWEN = {
     "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -118,7 +119,7 @@ def test_gpipe_is_split_and_waits_by_what_each_of_its_two_phases_takes_longest()
 
 
 def test_a_model_that_cannot_be_cut_is_the_same_everywhere() -> None:
-    assert SHARDABLE == tensor.TENSOR_MODEL_TYPES == balance.PIPELINE_MODEL_TYPES
+    assert SHARDABLE == tensor.TENSOR_MODEL_TYPES == PIPELINE_MODEL_TYPES
 
 
 def recipe(row_length: int | None, **train: Any) -> Config:

@@ -34,6 +34,7 @@ from sftkit.launch.hardware import Hardware, find_hardware
 from sftkit.memory.estimate import USABLE
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.preflight.inputs import input_rules
+from sftkit.preflight.launched import launch_rules
 from sftkit.rundir.killed import killed_by, report_killed
 from sftkit.rundir.lock import refuse_at_work
 from sftkit.rundir.status import stopped_by
@@ -229,7 +230,8 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         its exit code; 128 + the signal's number if a signal has stopped it.
 
     Raises:
-        ConfigError: the recipe or what it starts from is wrong, or there is no such script.
+        ConfigError: the recipe or what it starts from is wrong, there is no such script, or the processes that this
+            machine has room for cannot run it.
     """
     if not Path(shipped(script)).is_file():
         known = [f"scripts/{name}" for name in STAGE_SCRIPTS.values()]
@@ -255,6 +257,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     print_text(launch.summary)
     taken = launch.config_file.name
     topology = topology_of(launch.config_file, launch.num_processes, num_stages(cfg.train))
+    read_config(recipe, overrides, lambda _: topology, launch_rules())  # again, as now the processes are known
     if line := advice(cfg, topology, hardware.gpu_memory_bytes, taken):
         print_text(line)
     # A run that was stopped has written so itself; of one that was killed only its files and the kernel can tell.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from sftkit.errors import ConfigError
 from sftkit.runtime.signals import heeded
@@ -45,6 +49,20 @@ def check_variables(environ: Mapping[str, str]) -> None:
             "train alone and write over the others' run. Let srun start one launcher on each machine (srun "
             "--ntasks-per-node=1 torchrun ..., docs/multi_node.md)"
         )
+
+
+def may_have_gpu() -> bool:
+    """Return whether torch may find a GPU here; without a driver's library, or with all hidden, it computes on the
+    CPU."""
+    if sys.platform != "linux" or Path("/dev/kfd").exists():  # a library of another name
+        return True
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def check_group(environ: Mapping[str, str], processes: int, gpu_unavailable_reason: Callable[[], str | None]) -> None:
