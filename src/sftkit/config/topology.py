@@ -185,6 +185,21 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
     return read_topology(environ, number, stages)
 
 
+def idle_pipeline(config_file: Path, engine: str, topology: Topology) -> str | None:
+    """Return a warning of the config for pipelines where a run is none; None: there is nothing to say.
+
+    Args:
+        engine: train.engine.
+    """
+    # By its name: the recipe alone makes stages of processes, so the file has nothing in it that ddp.yaml has not.
+    if config_file.name != "pp.yaml" or engine == "pipeline" or topology.world_size == 1:
+        return None
+    return (
+        f"warning: pp.yaml makes no pipeline with train.engine={engine}: this run is {topology.describe()}, and each "
+        "process holds the whole model. To spread the layers over them add train.engine=pipeline"
+    )
+
+
 def machines_of(config_file: Path) -> int:
     """Return the machines of an accelerate config that topology_of can read."""
     return int(yaml.safe_load(config_file.read_text()).get("num_machines") or 1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sftkit.errors import ConfigError
+from sftkit.rundir.files import read_text
 from sftkit.runtime.signals import heeded
 
 HANDLED = "PET_SIGNALS_TO_HANDLE"
@@ -49,6 +51,18 @@ def check_variables(environ: Mapping[str, str]) -> None:
             "train alone and write over the others' run. Let srun start one launcher on each machine (srun "
             "--ntasks-per-node=1 torchrun ..., docs/multi_node.md)"
         )
+
+
+def config_file_of_launcher() -> Path | None:
+    """Return the accelerate config that `accelerate launch`, which has started this process, was given; None: it was
+    given none, or the system does not say."""
+    # Accelerate hands on what stands in the file, not its name.
+    words = read_text(Path(f"/proc/{os.getppid()}/cmdline")).split("\0")
+    for option, value in itertools.zip_longest(words, words[1:]):
+        name, equals, given = option.partition("=")
+        if name == "--config_file" and (given or value):
+            return Path(given if equals else value)
+    return None
 
 
 def may_have_gpu() -> bool:
