@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sftkit.config.load import read_config
-from sftkit.config.topology import Topology
+from sftkit.config.topology import Topology, read_topology, topology_of
 from sftkit.errors import ConfigError
 from sftkit.preflight import launched
 from sftkit.preflight.launched import launch_rules
@@ -113,6 +113,26 @@ def test_this_machine_without_a_gpu_counts_only_for_processes_on_it(monkeypatch:
     assert problem(Topology(), GRAPH, CUDA_GRAPHS) == ""
     monkeypatch.setattr(launched, "may_have_gpu", lambda: True)
     assert problem(Topology(), GRAPH, CUDA_GRAPHS, here=True) == ""
+
+
+def test_a_cpu_is_told_the_configs_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "may_have_gpu", lambda: False)
+    assert "with accelerate_configs/cpu_fsdp2.yaml" in problem(REPLICAS, GRAPH, here=True)
+    assert "with accelerate_configs/fsdp2.yaml or hsdp.yaml" in problem(REPLICAS, GRAPH)
+    on_cpu = Topology(shards=2, sharded=True, on_cpu=True)
+    words = (GRAPH, ALL_TO_ALL, "model.scratch.model_type=deepseek_v3")
+    assert "with accelerate_configs/cpu_tp.yaml and" in problem(on_cpu, *words)
+
+
+def test_the_launcher_or_its_file_says_that_it_is_a_cpu() -> None:
+    assert read_topology({"ACCELERATE_USE_CPU": "true"}, 2).on_cpu
+    assert not read_topology({}, 2).on_cpu
+    configs = ROOT / "accelerate_configs"
+    assert [topology_of(configs / f"{name}.yaml").on_cpu for name in ("cpu_ddp", "cpu_tp", "ddp")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("script", ["base_train", "mid_train", "chat_sft", "caption_train"])

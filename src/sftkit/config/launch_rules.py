@@ -74,10 +74,11 @@ def graph_mesh_problems(topology: Topology) -> Iterator[Problem]:
     # Gradients are exchanged by the operators that gather shards; whole replicas have none of those, and the hooks by
     # which DDP exchanges its own do not run inside a captured graph.
     if topology.world_size > 1 and not topology.sharded:
+        shards = "cpu_fsdp2.yaml" if topology.on_cpu else "fsdp2.yaml or hsdp.yaml"
         yield (
             "train.engine",
             f"train.engine=graph shards weights over its {topology.world_size} processes, and {topology.describe()} "
-            "keeps them whole: start it with accelerate_configs/fsdp2.yaml or hsdp.yaml",
+            f"keeps them whole: start it with accelerate_configs/{shards}",
         )
     # Ranks that share a row would have to exchange keys and values within attention: not built for this engine.
     if topology.context > 1:
@@ -99,10 +100,11 @@ def no_experts(model_type: str) -> Iterator[Problem]:
 def unshared_experts(topology: Topology) -> Iterator[Problem]:
     """Yield why graph.token_dispatcher=alltoall has nothing to do on the processes of a launch."""
     if topology.tensor == 1:
+        file = "cpu_tp.yaml" if topology.on_cpu else "tp.yaml"
         yield (
             "graph.token_dispatcher",
             "graph.token_dispatcher=alltoall exchanges tokens between processes that share experts out, and here "
-            f"each has all ({topology.describe()}): start it with accelerate_configs/tp.yaml and a "
+            f"each has all ({topology.describe()}): start it with accelerate_configs/{file} and a "
             "parallelism_config_tp_size above 1, or leave it out",
         )
 

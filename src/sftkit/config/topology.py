@@ -33,7 +33,7 @@ class Topology:
     sharded: bool = False
     "whether weights are sharded at all; else DDP"
     on_cpu: bool = field(default=False, compare=False)
-    "whether the launcher says that the processes compute on the CPU; no part of the mesh"
+    "whether the processes are known to compute on the CPU, before torch is loaded by the launcher; no part of the mesh"
 
     @property
     def world_size(self) -> int:

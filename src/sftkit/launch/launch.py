@@ -47,6 +47,9 @@ CONFIGS = Path(shipped("accelerate_configs/")).absolute()
 "This folder's, if it has one, else those that came with sftkit."
 
 
+_OPTIONS = ("--demo", "--help")
+
+
 @dataclass(frozen=True)
 class Launch:
     """How to start: an Accelerate config, a number of processes, environment variables, and a line that says why."""
@@ -304,6 +307,10 @@ def main() -> int:
         return 0
     if words[0] == "--demo":
         return demo() if len(words) == 1 else fail("--demo takes no further words: two processes on this CPU")
+    if words[0].startswith("-"):
+        near = difflib.get_close_matches(words[0], _OPTIONS, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"There are {' and '.join(_OPTIONS)}."
+        fail(f"{words[0]}: no such option. {hint} To train: SCRIPT RECIPE [key=value ...]")
     if len(words) < 2 or "=" in words[1]:
         fail(f"usage: {running(invocation(words[0], launcher=True))} RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher

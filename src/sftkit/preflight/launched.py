@@ -8,6 +8,7 @@ engines, which ask the same rules (config.launch_rules).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ def launch_rules(*, here: bool = False) -> list[OfLaunch]:
     Args:
         here: they are on this machine, whose GPU counts where the launcher names no device.
     """
-    return [OfLaunch(_pipeline), OfLaunch(_graph), OfLaunch(partial(_device, here=here))]
+    return [OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here))]
 
 
 def _pipeline(get: Get, topology: Topology) -> Iterator[Problem]:
@@ -57,19 +58,17 @@ def _pipeline(get: Get, topology: Topology) -> Iterator[Problem]:
     )
 
 
-def _graph(get: Get, topology: Topology) -> Iterator[Problem]:
+def _graph(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
     if get("train.engine") != "graph":
         return
+    topology = replace(topology, on_cpu=topology.on_cpu or (here and not may_have_gpu()))
+    if topology.on_cpu:
+        yield from passes_off_gpu(get("graph.passes"), get("attention.backend"), "cpu")
     yield from graph_mesh_problems(topology)
     if get("graph.token_dispatcher") != "alltoall":
         return
     model_type = _text_config(get).get("model_type")
     yield from no_experts(model_type) if model_type in GATED else unshared_experts(topology)
-
-
-def _device(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
-    if get("train.engine") == "graph" and (topology.on_cpu or (here and not may_have_gpu())):
-        yield from passes_off_gpu(get("graph.passes"), get("attention.backend"), "cpu")
 
 
 def _text_config(get: Get) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -291,6 +291,7 @@ def start(
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
     # Another seed on each rank, as rows are others; what must be equal on all, such as new weights, seeds again.
     seed_everything(run.seed + accelerator.process_index)
+    topology = replace(topology, on_cpu=accelerator.device.type == "cpu")  # now it is known
     rt = Runtime(accelerator, precision, topology, page=page)
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
     where += f" ({topology.describe()})" if rt.world_size > 1 else ""
