@@ -10,10 +10,10 @@ from sftkit.runtime.script import script
 def main() -> None:
     """Train as the recipe says."""
     from sftkit.config.load import load_config
-    from sftkit.preflight.inputs import input_rules
+    from sftkit.preflight.launched import start_rules
 
     # Recipe, then key=value; whatever is wrong or missing is refused here, before torch is imported.
-    cfg = load_config(__doc__, input_rules("mid"))
+    cfg = load_config(__doc__, start_rules("mid"))
 
     from sftkit.data.tokens import stages
     from sftkit.models.tokenizer import load_tokenizer

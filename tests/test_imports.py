@@ -79,6 +79,7 @@ TORCH_FREE = (
     *(
         "preflight/flags.py",
         "preflight/inputs.py",
+        "preflight/launched.py",
         "preflight/evaluated.py",
         "evals/flags.py",
         "experiments/validate/flags.py",

@@ -131,7 +131,7 @@ def test_what_the_graph_engine_cannot_do_is_refused_with_the_recipe(
 def test_what_has_no_effect_is_not_told_to_take_another_backend_too(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     settings = ["compile.backend=aot_eager", "compile.mode=default"]
-    with pytest.raises(ConfigError, match="compile.mode: has no effect") as refused:
+    with pytest.raises(ConfigError, match=r"compile\.mode: has no effect") as refused:
         read_config(str(tmp_path / "recipe.yaml"), settings)
     assert "inductor" not in str(refused.value)
 

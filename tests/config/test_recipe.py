@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,16 @@ def test_optional_literals_refuse_others_and_list_what_is_allowed(recipe: Path):
         ("model.path=3", "must be text (quote it) or null, not 3"),
         ("compile.fullgraph=1", "must be true or false, not 1"),
         ("data.val=x", 'must be a list, not "x"'),
+        (
+            "graph.passes=block_bucketing",
+            'must be a list, not "block_bucketing": write passes: [block_bucketing] in a recipe, '
+            '"graph.passes=[block_bucketing]" on the command line',
+        ),
+        (
+            "train.pipeline_layers=2",
+            "must be a list or null, not 2: write pipeline_layers: [2] in a recipe, "
+            '"train.pipeline_layers=[2]" on the command line',
+        ),
         ("checkpoint=3", "must be a mapping of keys, not 3"),
         ("checkpoint.keep=1", "must be at least 2, not 1"),
     ],
@@ -648,6 +659,11 @@ def test_a_pipeline_has_rows_of_its_own_once_and_needs_as_many_micro_batches_as_
         read_config(recipe, [*words, *few])
     rounds = ["train.pipeline_schedule=interleaved", "train.global_batch_size=9", "train.micro_batch_size=1"]
     with pytest.raises(
-        ConfigError, match=r"1 makes 9 micro-batches .*, or train\.global_batch_size, so .* multiple of 4"
-    ):
+        ConfigError, match=r"1 makes 9 micro-batches .* up to 7 of them, .* multiples of 4 can\."
+    ) as told:
         read_config(recipe, [*words, *rounds])
+    # What it says to set works.
+    size, below, above = re.findall(r"micro_batch_size=(\d+).*global_batch_size to (\d+) or (\d+)", str(told.value))[0]
+    assert (size, below, above) == ("3", "8", "10")
+    for word in (f"micro_batch_size={size}", f"global_batch_size={below}", f"global_batch_size={above}"):
+        assert read_config(recipe, [*words, *rounds, f"train.{word}"])

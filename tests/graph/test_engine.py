@@ -504,6 +504,7 @@ def test_or_training_goes_on_eagerly_after_a_warning(
     ("topology", "message"),
     [
         (Topology(replicas=2), r"shards weights over its 2 processes, and ddp keeps.*fsdp2\.yaml or hsdp\.yaml"),
+        (Topology(replicas=2, on_cpu=True), r"ddp keeps them whole: start it with accelerate_configs/cpu_fsdp2\.yaml$"),
         (Topology(context=2, sharded=True), r"no context parallelism yet.*set cp_size to 1"),
         (
             Topology(tensor=4, sharded=True),
@@ -531,6 +532,7 @@ def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
     [
         ("deepseek_v3", Topology(shards=2, sharded=True), r"here each has all \(fsdp2, 2 shards\): .*tp\.yaml"),
         ("deepseek_v3", Topology(), r"here each has all \(one process\)"),
+        ("deepseek_v3", Topology(on_cpu=True), r"start it with accelerate_configs/cpu_tp\.yaml"),
         ("llama", Topology(tensor=2, sharded=True), r"sends tokens to experts, and llama has none here: leave it out"),
     ],
 )

@@ -34,6 +34,20 @@ def test_it_takes_no_further_words(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().err == "--demo takes no further words: two processes on this CPU\n"
 
 
+@pytest.mark.parametrize(
+    ("word", "hint"), [("--dmo", "Did you mean --demo?"), ("--cpu", "There are --demo and --help.")]
+)
+def test_a_word_like_an_option_is_no_script(
+    word: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more in ([], ["recipe.yaml"]):
+        monkeypatch.setattr(sys, "argv", ["sftkit.launch", word, *more])
+        with pytest.raises(SystemExit) as end:
+            launch.main()
+        assert end.value.code == 2
+        assert capsys.readouterr().err == f"{word}: no such option. {hint} To train: SCRIPT RECIPE [key=value ...]\n"
+
+
 @pytest.mark.slow
 def test_the_launcher_starts_them() -> None:
     words = [sys.executable, "-m", "sftkit.launch", "--demo"]

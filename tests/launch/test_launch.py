@@ -188,6 +188,27 @@ def test_a_bad_recipe_stops_before_anything_starts(recipe: Path, monkeypatch: py
         launch.run_script("lost.py", str(recipe))
 
 
+@pytest.mark.parametrize(
+    ("gpus", "words", "message"),
+    [
+        (0, ["train.engine=graph", "graph.passes=[cuda_graphs]"], "cuda_graphs needs a GPU"),
+        (4, ["train.engine=graph"], "shards weights over its 4 processes, and ddp keeps them whole"),
+        (
+            2,
+            ["train.engine=pipeline", "train.micro_batch_size=1", "train.pipeline_layers=[7,7,7]"],
+            "must be 2 numbers",
+        ),
+    ],
+)
+def test_what_cannot_run_on_the_processes_that_are_chosen_is_refused_before_they_start(
+    gpus: int, words: list[str], message: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "call", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(launch, "find_hardware", lambda: Hardware(gpus, 16))
+    with pytest.raises(ConfigError, match=message):
+        launch.run_script(__file__, str(recipe), words)
+
+
 def start(*words: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "sftkit.launch", *map(str, words)],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sftkit.config.launch_rules import PIPELINE_MODEL_TYPES
 from sftkit.config.pipeline_split import PipelineStep, bubble, times_on_paper
 from sftkit.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
@@ -24,7 +25,7 @@ from sftkit.launch.layouts import (
     ways,
 )
 from sftkit.memory.estimate import GIB, estimate
-from sftkit.parallel import balance, tensor
+from sftkit.parallel import tensor
 from sftkit.rundir.names import TRAINING_STATE
 
 QWEN = {
@@ -121,7 +122,7 @@ def test_gpipe_is_split_and_waits_by_what_each_of_its_two_phases_takes_longest()
 
 
 def test_a_model_that_cannot_be_cut_is_the_same_everywhere() -> None:
-    assert SHARDABLE == tensor.TENSOR_MODEL_TYPES == balance.PIPELINE_MODEL_TYPES
+    assert SHARDABLE == tensor.TENSOR_MODEL_TYPES == PIPELINE_MODEL_TYPES
 
 
 def recipe(row_length: int | None, **train: Any) -> Config:

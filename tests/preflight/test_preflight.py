@@ -68,6 +68,7 @@ def chat(question: str, answer: str, system: str = "") -> dict[str, Any]:
 
 
 TEXTS = [{"text": f"Sea shells number {i}. " * 10} for i in range(9)]
+DDP_LAUNCH = ("--config_file", f"{ROOT}/accelerate_configs/ddp.yaml")
 PIPELINE_LAUNCH = ("--config_file", f"{ROOT}/accelerate_configs/pp.yaml", "train.engine=pipeline")
 CHATS = [chat(f"What comes after {i}?", f"It is {i + 1}.") for i in range(20)]
 
@@ -753,6 +754,16 @@ def test_texts_in_an_sft_recipe_are_refused_as_the_run_refuses_them(
             ["--config_file", f"{ROOT}/accelerate_configs/ddp.yaml", "--num_processes", "3"],
             "4 cannot be shared equally by 3",
         ),
+        # What training refuses of a launch is refused here in the same words.
+        ([*DDP_LAUNCH, "train.engine=graph"], "train.engine=graph shards weights over its 2 processes, and ddp keeps"),
+        (
+            [*PIPELINE_LAUNCH, "train.engine=graph"],
+            "train.engine=graph shards weights over its 2 processes, and ddp keeps",
+        ),
+        (
+            [*PIPELINE_LAUNCH, "train.micro_batch_size=1", "train.pipeline_layers=[2,2]"],
+            "train.pipeline_layers=[2, 2]: must be 2 numbers that add up to the 2 layers of the model",
+        ),
         (
             [*PIPELINE_LAUNCH, "train.micro_batch_size=4"],
             "4 makes 1 micro-batch of a step, and a pipeline of 2 stages with train.pipeline_schedule 1f1b needs 2 or more",
@@ -792,6 +803,19 @@ def test_stages_of_a_pipeline_are_shown_with_their_work_and_memory(
     assert f"stages: 1 layer, {first:.0%} of the work ({stages[0]['flops']:.2g} FLOPs a step), " in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_the_config_for_pipelines_without_the_engine_for_them_is_told(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    recipe, told = write_recipe(tmp_path, tokenizer, CHATS), "pp.yaml makes no pipeline with train.engine=blocks"
+    inspect(monkeypatch, str(recipe), *PIPELINE_LAUNCH[:2])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{told}: this run is ddp, and each process holds the whole model" in shown
+    assert shown.count("add train.engine=pipeline") == 1
+    for words in (DDP_LAUNCH, (*PIPELINE_LAUNCH, "train.micro_batch_size=1")):
+        inspect(monkeypatch, str(recipe), *words)
+        assert "makes no pipeline" not in capsys.readouterr().out
 
 
 def test_what_a_launch_takes_on_paper_is_shown_where_the_size_of_a_gpu_is_known(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 
 from sftkit.config.graph_passes import CHECKPOINTING, problems
@@ -57,15 +59,15 @@ def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
     if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:
         return
     micro_batch_size = get("train.micro_batch_size")
-    # As data.pack divides a step: the largest size that divides the rows, up to micro_batch_size.
-    count = min(rows // size for size in range(1, min(micro_batch_size, rows) + 1) if rows % size == 0)
+    count = _micro_batches(rows, micro_batch_size)
     made = f"{micro_batch_size} makes {count} micro-batch{'es' * (count != 1)} of a step"
     if schedule == "interleaved":
-        if count % max(1, count // stages):
+        if not _in_rounds(count, stages):
             yield (
                 "train.micro_batch_size",
                 f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} "
-                f"processes: choose it, or train.global_batch_size, so that they are a multiple of {stages}",
+                f"processes: up to {2 * stages - 1} of them, or a number that can be divided by itself / {stages}, "
+                f"rounded down, as multiples of {stages} can. {_of_rounds(topology, rows, micro_batch_size)}",
             )
     elif count < stages:
         smaller = f"{rows // stages} or less, or " if rows >= stages else ""
@@ -74,6 +76,38 @@ def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
             f"{made}, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b needs {stages} or more: set "
             f"{smaller}a larger train.global_batch_size",
         )
+
+
+def _micro_batches(rows: int, micro_batch_size: int) -> int:
+    """Return in how many micro-batches a process, or a group of them, computes its rows of a step, as data.pack divides
+    them: by the largest size that divides the rows, up to micro_batch_size."""
+    return min(rows // size for size in range(1, min(micro_batch_size, rows) + 1) if rows % size == 0)
+
+
+def _of_rounds(topology: Topology, rows: int, micro_batch_size: int) -> str:
+    """Return which settings next to these make rounds of one size of the rows of a process, for a person."""
+
+    def fits(rows: int) -> bool:
+        return _in_rounds(_micro_batches(rows, micro_batch_size), topology.stages)
+
+    # The second search ends: multiples of stages x micro_batch_size are taken. The first may find none.
+    batches = [
+        *itertools.islice(filter(fits, range(rows - 1, 0, -1)), 1),
+        next(filter(fits, itertools.count(rows + 1))),
+    ]
+    # Of the sizes that divide the rows the next smaller one, else the next larger one.
+    low = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
+    sizes = [n for n in (*low, *(rows // n for n in low)) if _in_rounds(rows // n, topology.stages)]
+    size = max((n for n in sizes if n < micro_batch_size), default=min(sizes))
+    return (
+        f"Set train.micro_batch_size={size}, which makes {rows // size}, or train.global_batch_size to "
+        f"{' or '.join(str(n * topology.row_ranks) for n in batches)}"
+    )
+
+
+def _in_rounds(count: int, stages: int) -> bool:
+    """Return whether torch's interleaved schedule divides so many micro-batches into rounds of one size."""
+    return count % max(1, count // stages) == 0
 
 
 def _graph(get: Get) -> Iterator[Problem]:

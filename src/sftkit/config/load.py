@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from sftkit.config.commands import running, shipped
 from sftkit.config.keys import USAGE, adapter, help_text, key_table, row_of, section_classes, shorten
 from sftkit.config.paths import expanded
-from sftkit.config.rule import Rule, Unusable
+from sftkit.config.rule import OfLaunch, Rule, Unusable
 from sftkit.config.rules import cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.secrets import SECRET, secret_in
@@ -41,14 +41,14 @@ MAX_PROBLEMS = 30
 "The most problems that a report lists."
 
 
-def load_config(description: str | None, more: Sequence[Rule] = ()) -> Config:
+def load_config(description: str | None, more: Sequence[Rule | OfLaunch] = ()) -> Config:
     """Return the Config that this script's command line asks for, after checking that its run directory can be made.
     Prints all problems, those of the rules in `more` included, and exits with code 2 if there are any."""
     return read_command_line(description, [run_dir_can_be_made, *more])
 
 
 def read_command_line(
-    description: str | None, more: Sequence[Rule], topology: Callable[[TrainConfig], Topology] | None = None
+    description: str | None, more: Sequence[Rule | OfLaunch], topology: Callable[[TrainConfig], Topology] | None = None
 ) -> Config:
     """Return the Config of the command line, for a script that makes no run directory. `topology`: of the launch;
     None: as the environment says."""
@@ -57,6 +57,8 @@ def read_command_line(
         print_text(help_text(description or "", running()))
         sys.exit(0)
     settings = [word for word in words if word != "--print-config"]
+    if "--print-config" in words:  # of a run that may be another machine's
+        more = [rule for rule in more if not isinstance(rule, OfLaunch)]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
         fail(f"usage: {running()} {USAGE}\nThe first word must be a recipe file.")
     try:
@@ -76,7 +78,7 @@ def read_config(
     recipe: str | Path,
     overrides: Sequence[str] = (),
     world_size: int | Callable[[TrainConfig], Topology] | None = None,
-    more: Sequence[Rule] = (),
+    more: Sequence[Rule | OfLaunch] = (),
 ) -> Config:
     """Read a recipe with overrides, checked for `world_size` processes (None: the environment's WORLD_SIZE, else 1).
 
@@ -132,7 +134,7 @@ def _resolve(
     recipe: str | Path,
     overrides: Sequence[str],
     topology: Callable[[TrainConfig], Topology] | None,
-    more: Sequence[Rule],
+    more: Sequence[Rule | OfLaunch],
 ) -> tuple[Config, Node]:
     problems: list[str] = []
     # Limits first, on raw text: whatever comes later may be slow in its length.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import itertools
 import os
 import re
@@ -17,7 +16,7 @@ from sftkit.config.engine_rules import ENGINE_RULES, enough_micro_batches
 from sftkit.config.eval_tasks import CODE, EVAL_TASKS
 from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.paths import unusable
-from sftkit.config.rule import Get, Problem, Rule, Unusable
+from sftkit.config.rule import Get, OfLaunch, Problem, Rule, Unusable
 from sftkit.config.schema import SourceConfig, source_label
 from sftkit.config.topology import Topology
 
@@ -26,13 +25,11 @@ STEP_PATH = re.compile(r"/|\\|^step-")
 "What looks like the path of a step directory."
 
 
-def cross_check(get: Get, topology: Topology, more: Sequence[Rule]) -> Iterator[Problem]:
+def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:
     """Yield all problems between settings, those with the topology of a launch, and those that further rules find."""
-    of_ranks = (functools.partial(rule, topology=topology) for rule in (_batch_divides, enough_micro_batches))
-    rules: list[Rule] = [*_RULES, *of_ranks, *more]
-    for rule in rules:
+    for rule in (*_RULES, OfLaunch(_batch_divides), OfLaunch(enough_micro_batches), *more):
         with suppress(Unusable):
-            yield from rule(get)
+            yield from rule.find(get, topology) if isinstance(rule, OfLaunch) else rule(get)
 
 
 def run_dir_can_be_made(get: Get) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ in this file."""
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -32,6 +32,8 @@ class Topology:
     "processes that hold shards of the same matrices, and of the same rows outside them"
     sharded: bool = False
     "whether weights are sharded at all; else DDP"
+    on_cpu: bool = field(default=False, compare=False)
+    "whether the processes are known to compute on the CPU, before torch is loaded by the launcher; no part of the mesh"
 
     @property
     def world_size(self) -> int:
@@ -117,7 +119,8 @@ def read_topology(environ: Mapping[str, str], world_size: int, stages: int | Non
             f"train.pipeline_stages={stages} does not divide the {world_size} process{'es' * (world_size > 1)} of this "
             f"launch: change it, or start a multiple of {stages} (--num_processes)"
         )
-    return replace(_of_a_stage(environ, world_size // stages, stages), stages=stages)
+    on_cpu = environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "t", "on")  # as Accelerate
+    return replace(_of_a_stage(environ, world_size // stages, stages), stages=stages, on_cpu=on_cpu)
 
 
 def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Topology:
@@ -138,7 +141,8 @@ def _of_a_stage(environ: Mapping[str, str], world_size: int, stages: int) -> Top
     if sizes["shards"] == -1:  # all processes that the other sizes leave
         others = sizes["replicas"] * sizes["context"] * sizes["tensor"]
         sizes["shards"] = max(world_size // others, 1)
-    topology = Topology(**sizes, sharded=True)
+    replicas, shards, context, tensor = (sizes[name] for name in ("replicas", "shards", "context", "tensor"))
+    topology = Topology(replicas=replicas, shards=shards, context=context, tensor=tensor, sharded=True)
     if topology.world_size != world_size:
         named = " x ".join(f"{_SIZES[field].lower()} {size}" for field, size in sizes.items())
         raise ConfigError(
@@ -175,9 +179,25 @@ def topology_of(config_file: Path, processes: int | None = None, stages: int | N
             f"{config_file}: no accelerate config that can be read ({type(error).__name__}: "
             f"{' '.join(str(error).split())}): take one of accelerate_configs"
         ) from None
+    environ["ACCELERATE_USE_CPU"] = str(bool(config.get("use_cpu")))
     environ["ACCELERATE_USE_FSDP"] = str(config.get("distributed_type") == "FSDP")
     environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(bool(sections[1]))
     return read_topology(environ, number, stages)
+
+
+def idle_pipeline(config_file: Path, engine: str, topology: Topology) -> str | None:
+    """Return a warning of the config for pipelines where a run is none; None: there is nothing to say.
+
+    Args:
+        engine: train.engine.
+    """
+    # By its name: the recipe alone makes stages of processes, so the file has nothing in it that ddp.yaml has not.
+    if config_file.name != "pp.yaml" or engine == "pipeline" or topology.world_size == 1:
+        return None
+    return (
+        f"warning: pp.yaml makes no pipeline with train.engine={engine}: this run is {topology.describe()}, and each "
+        "process holds the whole model. To spread the layers over them add train.engine=pipeline"
+    )
 
 
 def machines_of(config_file: Path) -> int:

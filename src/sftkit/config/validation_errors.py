@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails
 
 from sftkit.config.keys import key_table, row_of, section_classes, shorten
 from sftkit.config.other_names import own_names, remark
-from sftkit.config.yaml_text import KeyPath, keys_of
+from sftkit.config.yaml_text import KeyPath, dotted, keys_of
 
 
 def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath]]:
@@ -26,11 +26,21 @@ def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath
         null = ["null"] if key and key.kind.endswith("| null") else []
         return f"{got} is not one of {', '.join(allowed + null)}." + (f' Did you mean "{near[0]}"?' if near else ""), []
     if kind in _WANTED:
-        text = f"must be {_WANTED[kind]}, not {got}"
-        return (text.replace(", not", " or null, not") if key and key.kind.endswith("| null") else text), []
+        or_null = " or null" * bool(key and key.kind.endswith("| null"))
+        return f"must be {_WANTED[kind]}{or_null}, not {got}{_in_brackets(error, keys)}", []
     if kind in _BOUNDS:
         return f"must be {_BOUNDS[kind]} {next(iter(context.values()))}, not {got}", []
     return f"{error['msg']}, got {got}", []
+
+
+def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
+    """Return how to write a single value, or several with commas, as the list that is wanted; empty where it is none,
+    or its items are mappings."""
+    key, value = key_table().get(row_of(keys)), error["input"]
+    if error["type"] != "tuple_type" or key is None or "mapping" in key.kind or isinstance(value, dict) or not value:
+        return ""
+    listed = f"[{value}]"
+    return f': write {keys[-1]}: {listed} in a recipe, "{dotted(keys)}={listed}" on the command line'
 
 
 _WANTED = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
+from sftkit.config.launch_rules import graph_mesh_problems, no_experts, passes_off_gpu, unshared_experts
+from sftkit.config.rule import Problem
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.graph.parallel.experts import is_experts, use_grouped_products
@@ -33,20 +35,8 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
             f"train.engine=graph trains decoders alone, and {orig_model.config.model_type} has an encoder: set "
             "train.engine=blocks"
         )
-    # Gradients are exchanged by the operators that gather shards; whole replicas have none of those, and the hooks by
-    # which DDP exchanges its own do not run inside a captured graph.
     topology = rt.topology
-    if rt.world_size > 1 and not topology.sharded:
-        raise ConfigError(
-            f"train.engine=graph shards weights over its {rt.world_size} processes, and {topology.describe()} keeps "
-            "them whole: start it with accelerate_configs/fsdp2.yaml or hsdp.yaml"
-        )
-    # Ranks that share a row would have to exchange keys and values within attention: not built for this engine.
-    if topology.context > 1:
-        raise ConfigError(
-            f"train.engine=graph has no context parallelism yet ({topology.describe()}): set cp_size to 1, or "
-            "train.engine=blocks"
-        )
+    _refuse(graph_mesh_problems(topology))
     # Needs the sizes of every matrix, so it comes after what can be refused without them.
     if topology.tensor > 1:
         check_tensor_plan(orig_model, topology.tensor)
@@ -54,16 +44,8 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
     if dispatcher != "alltoall":
         return
     if not any(is_experts(module) for module in orig_model.modules()):
-        raise ConfigError(
-            f"graph.token_dispatcher=alltoall sends tokens to experts, and {orig_model.config.model_type} has none "
-            "here: leave it out"
-        )
-    if topology.tensor == 1:
-        raise ConfigError(
-            "graph.token_dispatcher=alltoall exchanges tokens between processes that share experts out, and here "
-            f"each has all ({topology.describe()}): start it with accelerate_configs/tp.yaml and a "
-            "parallelism_config_tp_size above 1, or leave it out"
-        )
+        _refuse(no_experts(orig_model.config.model_type))
+    _refuse(unshared_experts(topology))
 
 
 def check_device(passes: Sequence[str], attention: str, device: torch.device) -> None:
@@ -75,18 +57,13 @@ def check_device(passes: Sequence[str], attention: str, device: torch.device) ->
     Raises:
         ConfigError: which pass, and what to do.
     """
-    # CUDA has all passes and kernels; what follows is about the CPU, on which recipes are tried out.
-    if device.type == "cuda":
-        return
-    if "cuda_graphs" in passes:
-        raise ConfigError(
-            f"graph.passes: cuda_graphs needs a GPU, and this process computes on {device.type}: leave it out here"
-        )
-    if "full_inductor" in passes and attention == "flex":
-        raise ConfigError(
-            f"graph.passes: full_inductor has no backward pass of FlexAttention on {device.type}: set "
-            "attention.backend=reference, or take regional_inductor, which leaves it as it is"
-        )
+    if device.type != "cuda":
+        _refuse(passes_off_gpu(passes, attention, device.type))
+
+
+def _refuse(problems: Iterable[Problem]) -> None:
+    for _, text in problems:
+        raise ConfigError(text)
 
 
 def distribute_for_graph(

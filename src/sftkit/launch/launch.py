@@ -34,6 +34,7 @@ from sftkit.launch.hardware import Hardware, find_hardware
 from sftkit.memory.estimate import USABLE
 from sftkit.models.size import GIB, Replica, replica_of
 from sftkit.preflight.inputs import input_rules
+from sftkit.preflight.launched import launch_rules
 from sftkit.rundir.killed import killed_by, report_killed
 from sftkit.rundir.lock import refuse_at_work
 from sftkit.rundir.status import stopped_by
@@ -44,6 +45,9 @@ from sftkit.runtime.words import counted
 
 CONFIGS = Path(shipped("accelerate_configs/")).absolute()
 "This folder's, if it has one, else those that came with sftkit."
+
+
+_OPTIONS = ("--demo", "--help")
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,8 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         its exit code; 128 + the signal's number if a signal has stopped it.
 
     Raises:
-        ConfigError: the recipe or what it starts from is wrong, or there is no such script.
+        ConfigError: the recipe or what it starts from is wrong, there is no such script, or the processes that this
+            machine has room for cannot run it.
     """
     if not Path(shipped(script)).is_file():
         known = [f"scripts/{name}" for name in STAGE_SCRIPTS.values()]
@@ -255,6 +260,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     print_text(launch.summary)
     taken = launch.config_file.name
     topology = topology_of(launch.config_file, launch.num_processes, num_stages(cfg.train))
+    read_config(recipe, overrides, lambda _: topology, launch_rules())  # again, as now the processes are known
     if line := advice(cfg, topology, hardware.gpu_memory_bytes, taken):
         print_text(line)
     # A run that was stopped has written so itself; of one that was killed only its files and the kernel can tell.
@@ -301,6 +307,10 @@ def main() -> int:
         return 0
     if words[0] == "--demo":
         return demo() if len(words) == 1 else fail("--demo takes no further words: two processes on this CPU")
+    if words[0].startswith("-"):
+        near = difflib.get_close_matches(words[0], _OPTIONS, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"There are {' and '.join(_OPTIONS)}."
+        fail(f"{words[0]}: no such option. {hint} To train: SCRIPT RECIPE [key=value ...]")
     if len(words) < 2 or "=" in words[1]:
         fail(f"usage: {running(invocation(words[0], launcher=True))} RECIPE [key=value ...]")
     if {"--help", "-h", "--print-config"} & set(words[1:]):  # answered by the script, without a launcher

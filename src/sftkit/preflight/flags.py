@@ -10,9 +10,11 @@ from sftkit.config.command_line import Parser, path_or_id, whole_number
 from sftkit.config.load import read_command_line
 from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.stages import STAGE_SCRIPTS, stage_of_recipe
-from sftkit.config.topology import Topology, topology_of
+from sftkit.config.terminal import print_text
+from sftkit.config.topology import Topology, idle_pipeline, topology_of
 from sftkit.errors import ConfigError
 from sftkit.preflight.inputs import data_rules
+from sftkit.preflight.launched import launch_rules
 
 
 def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
@@ -55,8 +57,13 @@ def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
         parser.error(str(error))
     stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
     text = f"{description}\n{parser.format_help().strip()}"
-    cfg = read_command_line(text, data_rules(stage), launched)  # what is left: recipe, key=value
+    # Without a launch it is not known yet over which processes it will run.
+    of_launch = launch_rules() if flags.config_file else []
+    cfg = read_command_line(text, [*data_rules(stage), *of_launch], launched)  # what is left: recipe, key=value
     flags.topology = launched(cfg.train)
+    file = flags.config_file
+    if file and (warning := idle_pipeline(file, cfg.train.engine, flags.topology)):
+        print_text(warning, level="warning")
     flags.recipe = sys.argv[1]
     return cfg, flags
 

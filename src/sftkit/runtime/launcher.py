@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import os
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from sftkit.errors import ConfigError
+from sftkit.rundir.files import read_text
 from sftkit.runtime.signals import heeded
 
 HANDLED = "PET_SIGNALS_TO_HANDLE"
@@ -45,6 +51,32 @@ def check_variables(environ: Mapping[str, str]) -> None:
             "train alone and write over the others' run. Let srun start one launcher on each machine (srun "
             "--ntasks-per-node=1 torchrun ..., docs/multi_node.md)"
         )
+
+
+def config_file_of_launcher() -> Path | None:
+    """Return the accelerate config that `accelerate launch`, which has started this process, was given; None: it was
+    given none, or the system does not say."""
+    # Accelerate hands on what stands in the file, not its name.
+    words = read_text(Path(f"/proc/{os.getppid()}/cmdline")).split("\0")
+    for option, value in itertools.zip_longest(words, words[1:]):
+        name, equals, given = option.partition("=")
+        if name == "--config_file" and (given or value):
+            return Path(given if equals else value)
+    return None
+
+
+def may_have_gpu() -> bool:
+    """Return whether torch may find a GPU here; without a driver's library, or with all hidden, it computes on the
+    CPU."""
+    if sys.platform != "linux" or Path("/dev/kfd").exists():  # a library of another name
+        return True
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def check_group(environ: Mapping[str, str], processes: int, gpu_unavailable_reason: Callable[[], str | None]) -> None:

@@ -9,7 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -24,14 +24,14 @@ from transformers.utils import logging as transformers_logging
 
 from sftkit.config.schema import RunConfig, TrainConfig, num_stages
 from sftkit.config.terminal import Level, TerminalHandler, print_text
-from sftkit.config.topology import Topology, take_topology
+from sftkit.config.topology import Topology, idle_pipeline, take_topology
 from sftkit.errors import ConfigError, Stopped
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
 from sftkit.runtime.gloo import use_one_worker_per_group
 from sftkit.runtime.hardware import device_name, gpu_unavailable_reason, num_cores
-from sftkit.runtime.launcher import check_group, check_variables
+from sftkit.runtime.launcher import check_group, check_variables, config_file_of_launcher
 from sftkit.runtime.ptxas import use_ptxas_of_workers
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
 from sftkit.runtime.vectors import name_vector_width
@@ -291,10 +291,14 @@ def start(
     quiet_libraries(logging.INFO if accelerator.is_main_process else logging.ERROR)
     # Another seed on each rank, as rows are others; what must be equal on all, such as new weights, seeds again.
     seed_everything(run.seed + accelerator.process_index)
+    topology = replace(topology, on_cpu=accelerator.device.type == "cpu")  # now it is known
     rt = Runtime(accelerator, precision, topology, page=page)
     where = device_name(rt.device) if rt.world_size == 1 else f"{rt.world_size} x {device_name(rt.device)}"
     where += f" ({topology.describe()})" if rt.world_size > 1 else ""
     rt.print(f"running on {where}, {precision}, torch {torch.__version__}")
+    launched_with = config_file_of_launcher()
+    if launched_with and (told := idle_pipeline(launched_with, train.engine, topology)):
+        rt.print(told, "warning")
     if rt.device.type == "cpu" and (told := crowded(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_cores())):
         rt.print(told, "warning")
     return rt
