@@ -174,6 +174,10 @@ def test_the_recipe_and_the_hardware_decide_together(
     assert "fsdp2.yaml, 4 processes: 8.2 billion parameters need about 76 GiB" in capsys.readouterr().out
     launch.run_script(__file__, str(recipe))
     assert str(launch.CONFIGS / "ddp.yaml") in started[1]
+    capsys.readouterr()
+    launch.run_script(__file__, str(recipe), ["train.engine=graph"])
+    assert str(launch.CONFIGS / "fsdp2.yaml") in started[2], "which cannot train whole replicas"
+    assert "fsdp2.yaml, 4 processes: train.engine=graph shards weights" in capsys.readouterr().out
 
 
 def test_a_bad_recipe_stops_before_anything_starts(recipe: Path, monkeypatch: pytest.MonkeyPatch):
@@ -192,7 +196,6 @@ def test_a_bad_recipe_stops_before_anything_starts(recipe: Path, monkeypatch: py
     ("gpus", "words", "message"),
     [
         (0, ["train.engine=graph", "graph.passes=[cuda_graphs]"], "cuda_graphs needs a GPU"),
-        (4, ["train.engine=graph"], "shards weights over its 4 processes, and ddp keeps them whole"),
         (
             2,
             ["train.engine=pipeline", "train.micro_batch_size=1", "train.pipeline_layers=[7,7,7]"],

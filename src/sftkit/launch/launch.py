@@ -67,6 +67,8 @@ class Needs(NamedTuple):
     "what a copy of the model takes; None: unknown, taken to fit"
     rows_fit: Callable[[Topology], bool | None] = lambda _: None
     "whether a layout has room for the rows; None: unknown, taken to have it"
+    whole: bool = True
+    "whether its engine can train whole replicas"
 
 
 _UNKNOWN = Needs()
@@ -75,7 +77,7 @@ _UNKNOWN = Needs()
 def needs_of(cfg: Config, hardware: Hardware) -> Needs:
     """Return what a recipe needs of these GPUs."""
     rows_fit = partial(has_room, cfg, memory_bytes=hardware.gpu_memory_bytes)
-    return Needs(replica_of(cfg.model, cfg.optim, cfg.train), rows_fit)
+    return Needs(replica_of(cfg.model, cfg.optim, cfg.train), rows_fit, whole=cfg.train.engine != "graph")
 
 
 def choose(
@@ -145,14 +147,16 @@ def _shares(global_batch_size: int, processes: int, stages: int | None) -> bool:
 
 def _sharding_reason(hardware: Hardware, processes: int, needs: Needs) -> str | None:
     """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica and its rows, as far as
-    is known.
+    is known, and the engine trains replicas.
 
     Raises:
         ConfigError: weights, gradients and optimizer states are more than the GPUs that are taken hold together; with
             how many it would take.
     """
-    memory, (replica, rows_fit) = hardware.gpu_memory_bytes, needs
+    memory, (replica, rows_fit, whole) = hardware.gpu_memory_bytes, needs
     if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
+        if not whole:
+            return "train.engine=graph shards weights"
         if rows_fit(Topology(replicas=processes)) is False and rows_fit(Topology(shards=processes, sharded=True)):
             return "beside a replica its rows do not fit a GPU (docs/parallelism.md)"
         return None
