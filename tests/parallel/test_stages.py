@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -132,13 +133,27 @@ def test_passes_are_followed_in_the_order_in_which_torch_ran_them(key: str) -> N
         assert ran == passes_of_rank(schedule, rank)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"), [(2, 1), (2, 5), (2, 7), (4, 2), (4, 9), (4, 10), (4, 11), (64, 4097)]
+)
+def test_any_number_of_micro_batches_fills_even_stages_once(ranks: int, micro_batches: int) -> None:
+    even = [StageTimes(1.0, 2.0)] * ranks
+    assert step_seconds(PipelineStep((1,) * ranks, "1f1b", micro_batches, ranks), even) == 3.0 * (
+        micro_batches + ranks - 1
+    )
+
+
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 4), (8, 8), (2, 4), (4, 8), (4, 12)])
-def test_a_long_step_takes_as_long_as_all_its_passes_one_by_one(ranks: int, stages: int) -> None:
-    """Whole rounds of a full pipeline are not followed; layers of four in each stage, and a head."""
-    made = PartTimes(StageTimes(1.0, 2.0), StageTimes(4.0, 0.5), StageTimes(0.5, 0.1)).of_stages((4,) * stages)
-    schedule = "1f1b" if ranks == stages else "interleaved"
-    long = PipelineStep((4,) * stages, schedule, 16 * ranks, ranks)
-    assert step_seconds(long, made) == pytest.approx(pipeline_split._followed(long, tuple(made)))
+def test_a_long_step_takes_as_long_as_all_its_passes_one_by_one(
+    ranks: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step of very many passes the first are followed; here of stages whose times differ by a tenth."""
+    drawn = random.Random(0)
+    made = [StageTimes(drawn.uniform(1.0, 1.1), drawn.uniform(2.0, 2.2)) for _ in range(stages)]
+    long = PipelineStep((1,) * stages, "1f1b" if ranks == stages else "interleaved", 80 * ranks, ranks)
+    whole = step_seconds(long, made)
+    monkeypatch.setattr(pipeline_split, "MOST_PASSES", 2 * stages * 20 * ranks)
+    assert whole != step_seconds(long, made) == pytest.approx(whole, rel=0.01)
 
 
 def test_gpipe_is_split_between_the_evenest_forward_and_the_evenest_backward_passes() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
 PROPORTIONS = 16
 "Steps between the evenest split of the backward passes and that of the forward passes."
-ROUNDS = 6
-"Rounds, of as many micro-batches as ranks, by which a pipeline is as full as it gets."
+MOST_PASSES = 50_000
+"Passes of a step that are followed one by one: some tenths of a second."
 
 
 def balanced(num_layers: int, layer: float, head: float, stages: int, embedding: float = 0.0) -> tuple[int, ...]:
@@ -108,18 +108,15 @@ def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
         # gradients are computed with the loss, in the forward pass, so that is not the same stage in both.
         phases = ([each.forward for each in times], [each.backward for each in times])
         return sum(sum(phase) + (step.micro_batches - 1) * max(phase) for phase in phases)
-    # Once the pipeline is full, each round more, as many micro-batches as ranks, takes as long as the one before it.
-    rounds, rest = divmod(step.micro_batches, step.pipeline_size)
-    more = 0 if rest else max(rounds - ROUNDS, 0)
-    full = replace(step, micro_batches=step.micro_batches - more * step.pipeline_size)
-    seconds = _followed(full, tuple(times))
-    if more:
-        before = replace(full, micro_batches=full.micro_batches - step.pipeline_size)
-        seconds += more * (seconds - _followed(before, tuple(times)))
-    return seconds
+    # Of a long step the first rounds, of as many micro-batches as ranks, are followed. A pipeline that is full takes as
+    # long for a micro-batch as its slowest rank.
+    longest = max(MOST_PASSES // (2 * len(times)), 2 * step.pipeline_size)
+    left_out = max(0, -((longest - step.micro_batches) // step.pipeline_size)) * step.pipeline_size
+    followed = _followed(replace(step, micro_batches=step.micro_batches - left_out), tuple(times))
+    return followed + left_out * slowest_rank([each.both for each in times], step.pipeline_size)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _followed(step: PipelineStep, times: tuple[StageTimes, ...]) -> float:
     """Return when the last pass of a step ends, each of them followed."""
     left = [deque(passes_of_rank(step, rank)) for rank in range(step.pipeline_size)]
@@ -157,7 +154,7 @@ def passes_of_rank(step: PipelineStep, rank: int) -> list[StagePass]:
     ranks, stages = step.pipeline_size, range(rank, len(step.layers), step.pipeline_size)
     # One round where there are fewer micro-batches than ranks.
     size = step.micro_batches // max(1, step.micro_batches // ranks)
-    rounds = [range(begin, begin + size) for begin in range(0, step.micro_batches, size)]
+    rounds = [range(begin, min(begin + size, step.micro_batches)) for begin in range(0, step.micro_batches, size)]
     forward = [StagePass(stage, each, forward=True) for turn in rounds for stage in stages for each in turn]
     backward = [StagePass(stage, each, forward=False) for turn in rounds for stage in reversed(stages) for each in turn]
     hops = ranks - 1 - rank

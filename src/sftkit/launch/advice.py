@@ -3,15 +3,17 @@ torch."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from sftkit.config.optimizers import DEFAULT
+from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.pipeline_split import split_on_paper, stages_fit
 from sftkit.config.schema import Config, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import largest_divisor
+from sftkit.errors import ConfigError
 from sftkit.launch.layouts import (
     SHARDABLE,
     Machines,
@@ -45,12 +47,15 @@ class _Asked(NamedTuple):
 
 def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machines: int = 1) -> _Asked | None:
     """Return what fits of a layout; None: sizes are unknown, or there is one process."""
-    fields, row_length = fields_of(cfg.model), _row_length(cfg)
-    if fields is None or row_length is None or memory_bytes is None or topology.world_size == 1:
+    fields = fields_of(cfg.model)
+    if fields is None or memory_bytes is None or topology.world_size == 1 or (row_length := _row_length(cfg)) is None:
         return None
     size, rows = size_of(cfg.model), cfg.train.global_batch_size
     shape = shape_of_fields(fields, size and size.parameters)
     if shape is None or not divides(topology, rows, row_length):
+        return None
+    # Which is refused when the model is there.
+    if cfg.optim.name != "auto" and OPTIMIZERS[cfg.optim.name].unshardable and topology.partial:
         return None
     machines = Machines(topology.world_size, max(1, topology.world_size // num_machines), memory_bytes)
     own = setups(shape, [topology], rows, row_length, [cfg.train.micro_batch_size])
@@ -75,8 +80,12 @@ def _row_length(cfg: Config) -> int | None:
     """Return the positions of a row, where the recipe or the run that it starts from says; None: unknown."""
     if length := cfg.data.row_length or cfg.data.max_length:
         return length
-    # Its folder may not be there yet, as when a chain begins.
-    return trained_length(Path(resolve(cfg.model.path))) if cfg.model.path and Path(cfg.model.path).is_dir() else None
+    if cfg.model.path is None or not Path(cfg.model.path).is_dir():
+        return None
+    # A folder without a model, or with a damaged state, is refused where it is read to train.
+    with suppress(ConfigError, OSError, ValueError):
+        return trained_length(Path(resolve(cfg.model.path)))
+    return None
 
 
 def has_room(cfg: Config, topology: Topology, memory_bytes: int | None) -> bool | None:
@@ -116,6 +125,7 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     elif best := choice(found):
         less = best.setup.layout.micro_batch_size
         instead = f"{best.config} {_takes(best)}" + f", train.micro_batch_size={less}" * (less < micro)
+        instead += ", train.precision=bf16" * (cfg.train.precision == "fp32")
     batch = f"{micro} {positions} in a micro-batch" if micro > 1 else positions
     gpipe = " and train.pipeline_schedule=gpipe" * (topology.stages > 1 and cfg.train.pipeline_schedule == "gpipe")
     return f"on paper: {batch} do not fit with {taken}{gpipe}; {instead} (docs/parallelism.md)"
@@ -128,11 +138,15 @@ def _with_fewer_micro_batches(
     not fit either, or is another layout."""
     if topology.stages == 1 or cfg.train.pipeline_schedule != "gpipe":
         return None
-    other = replace(cfg, train=replace(cfg.train, pipeline_schedule="1f1b"))
-    asked = _asked(other, topology, memory_bytes, num_machines)
-    fitting = [*asked.with_its_settings, *asked.fitting] if asked else []
-    fits = next((way for way in fitting if way.setup.layout.accumulation >= topology.stages), None)
-    return f"train.pipeline_schedule=1f1b {_takes(fits)}" if fits else None
+    for size in range(cfg.train.micro_batch_size, 0, -1):
+        other = replace(cfg, train=replace(cfg.train, pipeline_schedule="1f1b", micro_batch_size=size))
+        asked = _asked(other, topology, memory_bytes, num_machines)
+        fitting = [*asked.with_its_settings, *asked.fitting] if asked else []
+        # With fewer micro-batches than stages 1f1b is refused (config.engine_rules).
+        if fits := next((way for way in fitting if way.setup.layout.accumulation >= topology.stages), None):
+            fewer = f", train.micro_batch_size={size}" * (size < cfg.train.micro_batch_size)
+            return f"train.pipeline_schedule=1f1b {_takes(fits)}{fewer}"
+    return None
 
 
 def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:

@@ -117,13 +117,17 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     trained.metrics = log_window(monitor, engine, services, status, values)
                     collect(1)  # young objects only, and here, where the ranks have just waited for each other
 
-                # Compare replicas: before they are kept, and after the line, as that is a pause as well.
-                pausing = time.perf_counter()
+                # Compare replicas: every so many steps, and before they are kept, which is a pause. The device has
+                # nothing left to do then, so no step's time is in it.
+                comparing = time.perf_counter()
                 replicas.check(step, is_kept=due.keeps_weights)
+                if due.keeps_weights:
+                    monitor.meter.paused(time.perf_counter() - comparing)
                 rt.stopping.add_step(time.perf_counter() - started, checkpoints.last_save)
 
                 # Save, then evaluate, so that a failed evaluation loses no step.
                 if due.keeps_weights:
+                    pausing = time.perf_counter()
                     progress, axes = monitor.meter.progress, monitor.meter.axes()
                     position = LoopPosition(step_batches.epoch, total_steps, progress, window or monitor.open_window())
                     state = checkpoint_state(position, cfg.data, batches, services)
