@@ -18,7 +18,7 @@ STRETCHES = (
     ),
     (
         "0.6b-x4-tp",
-        "0.6B, two shards x tensor parallel: in the last backward pass blocks wait for each other's host",
+        "0.6B, two shards x tensor parallel: in the last backward pass ranks wait for each other's process",
         40.0,
     ),
     ("0.6b-x2-cp-2-rows", "0.6B, context parallel, two rows a micro-batch: one exchange in a layer", 40.0),
