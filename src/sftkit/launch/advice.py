@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from sftkit.config.launch_rules import split_problems, stages_of_schedule
 from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
-from sftkit.config.pipeline_split import split_on_paper, stages_fit
+from sftkit.config.pipeline_split import split_on_paper
 from sftkit.config.schema import Config, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import largest_divisor
@@ -60,11 +61,11 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machin
     machines = Machines(topology.world_size, max(1, topology.world_size // num_machines), memory_bytes)
     own = setups(shape, [topology], rows, row_length, [cfg.train.micro_batch_size])
     if topology.stages > 1:
-        layers = layers_on_paper(shape, cfg.train, topology.stages)
-        schedule = cfg.train.pipeline_schedule
-        # Which is refused when the model is there.
-        if sum(layers) != shape.blocks or not stages_fit(len(layers), schedule, topology.stages):
+        schedule, configured = cfg.train.pipeline_schedule, cfg.train.pipeline_layers
+        # A start is refused for what is wrong with its stages (preflight.launched).
+        if any(split_problems(schedule, configured, topology.stages, fields["model_type"], shape.blocks)):
             return None
+        layers = layers_on_paper(shape, cfg.train, topology.stages)
         own = ((replace(setup, stage_layers=layers, schedule=schedule), memory) for setup, memory in own)
     every = list(own)
     if cfg.train.precision == "fp32":  # the other optimizer is one of bf16 weights
@@ -152,9 +153,9 @@ def _with_fewer_micro_batches(
 def layers_on_paper(shape: Shape, train: TrainConfig, pipeline_size: int) -> tuple[int, ...]:
     """Return the layers of each stage: the recipe's, else as parallel.balance has them, with as many stages
     as the schedule needs."""
-    stages = pipeline_size * (2 if train.pipeline_schedule == "interleaved" else 1)
     if train.pipeline_layers:
         return train.pipeline_layers
+    stages = stages_of_schedule(train.pipeline_schedule, None, pipeline_size)
     return split_on_paper(shape.blocks, *work_of(shape), stages, train.pipeline_schedule)
 
 
