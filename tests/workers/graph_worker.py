@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.data.batches.shard import RankRows, row_shard
 from sftkit.engine.engine import Engine, Training
 from sftkit.engine.step import MicroBatches, gradients
+from sftkit.graph.captured import CapturedModel
 from sftkit.graph.engine import GraphEngine
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Totals
@@ -137,6 +139,8 @@ class StepMeasures(TorchDispatchMode):
         super().__init__()
         self.gathered = 0
         "tensors that all-gathers were given"
+        self.reduced = 0
+        "tensors that reduce-scatters were given"
         self.peak = 0
         "bytes of tensors that were there at a time and had been made since the beginning"
         self.products: list[int] = []
@@ -148,6 +152,7 @@ class StepMeasures(TorchDispatchMode):
         if "all_gather_into_tensor" in str(func):
             self.gathered += len(args[0]) if isinstance(args[0], list) else 1
         if "reduce_scatter" in str(func):
+            self.reduced += len(args[0]) if isinstance(args[0], list) else 1
             self.products.append(self._since)
             self._since = 0
         self._since += getattr(func, "overloadpacket", None) in PRODUCTS
@@ -177,7 +182,8 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     first = next(on_device(batches.steps(0, 1), rt.device))
     step_model = engine.captured if isinstance(engine, GraphEngine) else engine.model
     totals = Totals.zeros(engine.model.objective.measured, rt.device)
-    gradients(step_model, parameters, MicroBatches(first.micro_batches, first.divisor), totals, rt)
+    with step_model.step_of(len(first.micro_batches)) if isinstance(step_model, CapturedModel) else nullcontext():
+        gradients(step_model, parameters, MicroBatches(first.micro_batches, first.divisor), totals, rt)
     found = {name: full(p.grad).tolist() for name, p in orig_model.named_parameters()}
     orig_model.zero_grad(set_to_none=True)
     losses = []
@@ -194,6 +200,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
         "gradients": found,
         "losses": losses,
         "gathered": measures.gathered,
+        "reduced": measures.reduced,
         "peak": measures.peak,
         "products": measures.products,
         "micro_batches": len(step.micro_batches),

@@ -126,12 +126,13 @@ def _graph(get: Get) -> Iterator[Problem]:
             "alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot record: take "
             "allgather, or leave the pass out",
         )
-    if "gather_once" in passes and get("compile.on_recompile") == "eager":
-        yield (
-            "graph.passes",
-            "gather_once does not go with compile.on_recompile=eager, as a rank that runs a micro-batch eagerly would "
-            "gather weights which the others have: set it to warn or error, or leave the pass out",
-        )
+    for name, does in (("gather_once", "gather weights"), ("reduce_once", "reduce gradients")):
+        if name in passes and get("compile.on_recompile") == "eager":
+            yield (
+                "graph.passes",
+                f"{name} does not go with compile.on_recompile=eager, as a rank that runs a micro-batch eagerly would "
+                f"{does} while the others do not: set it to warn or error, or leave the pass out",
+            )
     if get("data.layout") == "dynamic":
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
     if get("train.fp8") is not None:

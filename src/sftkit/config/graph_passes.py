@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 STAGES = ("joint", "fork", "split", "regions", "codegen", "replay")
-"""In this order. joint: a pass over the captured forward-backward graph, before it is split; fork: what makes two
-graphs of the forward half; split: a pass over each half; regions: what puts compiled code in the place of parts of a
-half; codegen: what makes code of a half, in place of an operator after the other; replay: what is called in place of
-that code."""
+"""In this order. joint: a pass over the captured forward-backward graph, before it is split; fork: what makes several
+graphs of a half, for micro-batches at different places of a step; split: a pass over each half; regions: what puts
+compiled code in the place of parts of a half; codegen: what makes code of a half, in place of an operator after the
+other; replay: what is called in place of that code."""
 
 
 CHECKPOINTING = frozenset({"full_checkpointing", "selective_checkpointing"})
@@ -70,6 +70,13 @@ PASSES = {
             conflicts=("reshard_after_forward", "cuda_graphs"),
         ),
         Pass(
+            name="reduce_once",
+            stage="fork",
+            fn="sftkit.graph.passes.reduce_once:fork",
+            summary="gradients are summed whole, and reduced by the last micro-batch of a step for all of them",
+            conflicts=("cuda_graphs",),
+        ),
+        Pass(
             name="prefetching",
             stage="split",
             fn="sftkit.graph.passes.bucketing:prefetching",
@@ -111,7 +118,7 @@ PASSES = {
             stage="replay",
             fn="sftkit.graph.passes.replay:Recorder",
             summary="both halves are recorded as CUDA graphs and replayed; on a GPU",
-            conflicts=("gather_once",),
+            conflicts=("gather_once", "reduce_once"),
         ),
     )
 }

@@ -54,14 +54,24 @@ class Graph:
     "of parameters, buffers and a batch's tensors, flat; autograd calls the backward half"
     state: list[Tensor]
     "parameters and buffers in the order of the graph"
+    reduced_once: set[int]
+    "places in `state` of the parameters whose gradients only the last micro-batch of a step gives (reduce_once)"
     measured: list[str]
     "names of the outputs after the loss"
     seconds: float
     "what it took to capture and compile"
 
-    def __call__(self, batch: Batch) -> Sums:
-        """Return the sums of a batch of this graph's signature."""
-        loss, *measured = self.run(*self.state, *tensors_of(batch).values())
+    def __call__(self, batch: Batch, *, reduces: bool = True) -> Sums:
+        """Return the sums of a batch of this graph's signature.
+
+        Args:
+            reduces: whether the backward pass to come gives every gradient, or leaves out those of `reduced_once`.
+        """
+        state = self.state
+        if not reduces:
+            # What the backward pass gives in place of a gradient stays with another tensor of the same memory.
+            state = [p.detach().requires_grad_() if at in self.reduced_once else p for at, p in enumerate(state)]
+        loss, *measured = self.run(*state, *tensors_of(batch).values())
         return Sums(loss, dict(zip(self.measured, measured, strict=True)))
 
 
@@ -85,11 +95,12 @@ class _Traced(torch.nn.Module):
         return (sums.loss, *sums.measured.values())
 
 
-def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
+def capture(model: ModelWithLoss, batch: Batch, passes: Passes, looked_up: int) -> Graph:
     """Capture the graph of batches like this one; no collective runs. Gradients and random state stay as they are.
 
     Args:
         batch: on the device. Its numbers on the host are part of the graph.
+        looked_up: tokens that a rank looks up, by which it is decided where.
 
     Raises:
         ConfigError: this torch lacks something that it takes.
@@ -101,12 +112,13 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
         stack.enter_context(loss_as_operator())
         stack.enter_context(blocks_tagged(model.orig_model))
         stack.enter_context(attention_as_operator(compat.flex_operator))
-        stack.enter_context(looked_up_in_shards(model.orig_model, batch.inputs["input_ids"].numel()))
+        stack.enter_context(looked_up_in_shards(model.orig_model, looked_up))
         joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), for_inductor=passes.for_inductor)
         # While weights and gradients have their names, and before any pass: the marks travel with the nodes
         # into both halves.
         prefix = "model.orig_model."
-        mark_buckets(joint.graph_module, buckets_of(model.orig_model, prefix), first_names(model.orig_model, prefix))
+        first = first_names(model.orig_model, prefix)
+        mark_buckets(joint.graph_module, buckets_of(model.orig_model, prefix), first)
         passes.on_joint(joint.graph_module)
         # Known after the trace alone, which is what asks the objective for its sums.
         num_sums = 1 + len(traced.measured)
@@ -116,4 +128,5 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
     # By name, in the captured order: parameters() leaves out the second name of a tied weight.
     named = dict(traced.named_parameters(remove_duplicate=False)) | dict(traced.named_buffers(remove_duplicate=False))
     state = [named[name] for name in (*joint.params_spec, *joint.buffers_spec)]
-    return Graph(run, state, traced.measured, time.perf_counter() - started)
+    once = {at for at, name in enumerate(joint.params_spec) if first.get(name) in passes.reduced_once}
+    return Graph(run, state, once, traced.measured, time.perf_counter() - started)

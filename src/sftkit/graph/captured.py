@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from sftkit.errors import RecompileError
 from sftkit.graph.capture import Graph, Signature, capture, signature_of
 from sftkit.graph.passes.apply import Passes, Stage
 from sftkit.graph.passes.gather_once import SharedWeights
+from sftkit.graph.passes.reduce_once import WholeGradients
 from sftkit.graph.passes.replay import Recorder
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.sums import Sums
@@ -29,17 +30,22 @@ class CapturedModel(torch.nn.Module):
     """Sums of a batch by the graph of its shape. A shape without a graph runs eagerly; within `contract`,
     as on_recompile says."""
 
-    def __init__(self, model: ModelWithLoss, passes: Sequence[str], *, saves_memory: bool = False) -> None:
+    def __init__(
+        self, model: ModelWithLoss, passes: Sequence[str], micro_batches: int = 1, *, saves_memory: bool = False
+    ) -> None:
         """Wrap a model, with no graph captured yet.
 
         Args:
             passes: names of graph.passes, in order.
+            micro_batches: of a step on a rank, at most.
             saves_memory: see Passes.
         """
         super().__init__()
         self.model, self._passes, self._saves_memory = model, passes, saves_memory
         self._recorder: Recorder | None = None
         self._shared = SharedWeights() if "gather_once" in passes else None
+        self._sums = WholeGradients(several=micro_batches > 2) if "reduce_once" in passes else None
+        self._looked_up: int | None = None
         self._eager = eager_backend(model.backend, model.orig_model)
         self._graphs: dict[Signature, Graph] = {}
         self._on_other: OnRecompile | None = None
@@ -55,8 +61,12 @@ class CapturedModel(torch.nn.Module):
         # One for all shapes, so that their CUDA graphs share a memory pool: only one shape runs at a time.
         if "cuda_graphs" in self._passes and self._recorder is None:
             self._recorder = Recorder()
-        passes = Passes(self._passes, self._saves_memory, self._recorder, self._shared)
-        self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
+        passes = Passes(self._passes, self._saves_memory, self._recorder, self._shared, self._sums)
+        looked_up = batch.inputs["input_ids"].numel()
+        # Shapes that sum whole gradients together need the same ones: the first decides whether a table's is one.
+        if self._sums is not None:
+            self._looked_up = looked_up = self._looked_up or looked_up
+        self._graphs[signature_of(batch)] = capture(self.model, batch, passes, looked_up)
         self.stages[_shape(batch)] = passes.stages
 
     def forget(self) -> None:
@@ -75,10 +85,16 @@ class CapturedModel(torch.nn.Module):
         """Return what all captures took."""
         return sum(graph.seconds for graph in self._graphs.values())
 
-    def sharing(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Let so many micro-batches share whole weights within the context, if the pass gather_once is among the
-        passes; weights must not change before the last forward pass."""
-        return nullcontext() if self._shared is None else self._shared.sharing(micro_batches)
+    @contextmanager
+    def step_of(self, micro_batches: int) -> Iterator[None]:
+        """Let so many micro-batches, forward and backward, be a step within the context: what the passes gather_once
+        and reduce_once need to know. Weights must not change before the last forward pass."""
+        with ExitStack() as stack:
+            if self._shared is not None:
+                stack.enter_context(self._shared.sharing(micro_batches))
+            if self._sums is not None:
+                stack.enter_context(self._sums.summing(micro_batches))
+            yield
 
     def contract(self, on_recompile: OnRecompile) -> AbstractContextManager[None]:
         """Hold calls to the captured shapes within the context: another one is an error, or captured now
@@ -93,7 +109,7 @@ class CapturedModel(torch.nn.Module):
         """Return the sums of a batch."""
         graph = self._graphs.get(signature_of(batch))
         if graph is not None:
-            return graph(batch)
+            return graph(batch, reduces=self._sums is None or self._sums.reduces)
         # Checks and evaluations, outside of the contract, may bring any shape.
         if not self._graphs or self._on_other is None:
             return self.model(batch, self._eager)

@@ -17,7 +17,7 @@ from sftkit.compile.hooks import HookWatch
 from sftkit.compile.records import RecordsOfRanks, records_of
 from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.graph_passes import CHECKPOINTING
+from sftkit.config.graph_passes import CHECKPOINTING, PASSES
 from sftkit.config.schema import Config
 from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of
@@ -80,9 +80,10 @@ class GraphEngine:
             ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
         """
         orig_model, layout, passes = training.orig_model, training.layout, cfg.graph.passes
-        if "gather_once" in passes and layout.accumulation == 1:
-            passes = tuple(name for name in passes if name != "gather_once")
-            rt.print("gather_once: a step has one micro-batch, so there is nothing to share")
+        once = [name for name in passes if PASSES[name].stage == "fork"]
+        if once and layout.accumulation == 1:
+            passes = tuple(name for name in passes if name not in once)
+            rt.print(f"{', '.join(once)}: a step has one micro-batch, so there is nothing to share")
         self._cfg, self._rt, self._layout, self._run_dir = cfg, rt, layout, run_dir
         # What needs no weights comes first: a wrong recipe fails before minutes of reading them.
         check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
@@ -92,7 +93,8 @@ class GraphEngine:
             # it before anything large is allocated, as the estimate is most useful where the run then ends.
             execution = Execution(cfg.compile.enabled, captured=True)
             choice = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt)
-            sharding = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=False)
+            keep_weights, keep_gradients = "reshard_after_forward" not in passes, "reduce_once" in passes
+            sharding = Sharding(keep_weights=keep_weights, keep_gradients=keep_gradients)
             fixed = Fixed(backend=choice.backend, sharding=sharding if rt.topology.sharded else None)
             self._plan = plan = make_plan(_config_for_plan(cfg), orig_model, layout, rt, fixed)
             on_plan(plan)
@@ -109,7 +111,7 @@ class GraphEngine:
         # Nothing is captured yet: the warm-up does that, and begins the watches.
         size = checkpoint_bytes(orig_model, plan)
         self.setup = Setup(choice.backend, choice.reason, plan.optim.name, plan.line, size)
-        self.captured = CapturedModel(model, passes, saves_memory=budget < 1.0)
+        self.captured = CapturedModel(model, passes, layout.accumulation, saves_memory=budget < 1.0)
         self._train_step = TrainStep(self.captured, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
         self.compiled = False
         "after the warm-up: whether steps run captured graphs"
@@ -198,13 +200,18 @@ class GraphEngine:
         losses: dict[tuple[int, int], float] = {}
         rt, model, layout = self._rt, self.model, self._layout
         run_shape = shape_runner(rt, self.captured, model, layout, losses)
-        times = 2 if "cuda_graphs" in self._cfg.graph.passes else 1  # the second time is recorded
+        # It runs two micro-batches where a step has several. What is recorded is so the second time; with reduce_once
+        # those between the first and the last of a step have a graph of their own.
+        passes = self._cfg.graph.passes
+        times = 2 if "cuda_graphs" in passes else 1
+        in_step = 2 if "reduce_once" in passes and layout.accumulation > 2 else 1
         with random_state_kept():
             # Eagerly no shape has code of its own: the last, which is the largest, is enough for the peak of memory.
             for rows, row_length in layout.shapes if self.compiled else layout.shapes[-1:]:
                 for _ in range(times):
-                    with self.captured.sharing(2):  # what run_shape has of a step with several micro-batches
-                        run_shape(rows, row_length)
+                    with self.captured.step_of(2 * in_step):
+                        for _ in range(in_step):
+                            run_shape(rows, row_length)
                 model.zero_grad(set_to_none=True)
         return losses
 
@@ -241,8 +248,9 @@ class GraphEngine:
     def step(
         self, batches: StepBatches, learning_rate: float, *, stop: bool = False, spikes: Spikes | None = None
     ) -> StepOutcome:
-        """Run the captured forward and backward passes, whose gradients are exchanged in each, and one update."""
-        with self.captured.sharing(len(batches.micro_batches)):
+        """Run the captured forward and backward passes, whose gradients are exchanged in each or in the last, and one
+        update."""
+        with self.captured.step_of(len(batches.micro_batches)):
             return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
 
     @property

@@ -97,9 +97,9 @@ def gathered_from(graph: GraphModule) -> list[Node]:
             # The cast before the gather goes too: the backward pass starts again from the shard, which is
             # in memory anyway.
             whole |= {node, *_leading_to(inputs[0])}
-        elif inputs and whole.issuperset(inputs) and _keeps_values(node):
+        elif inputs and whole.issuperset(inputs) and keeps_values(node):
             whole.add(node)
-        elif len(inputs) == 1 and weights.issuperset(inputs) and _keeps_values(node):
+        elif len(inputs) == 1 and weights.issuperset(inputs) and keeps_values(node):
             weights.add(node)
     return [node for node in graph.graph.nodes if node in whole]
 
@@ -117,7 +117,7 @@ _COPIES = {"aten::_to_copy", "aten::_unsafe_view", "aten::clone", "aten::cat", "
 _COPIES |= {"_c10d_functional::wait_tensor"}
 
 
-def _keeps_values(node: Node) -> bool:
+def keeps_values(node: Node) -> bool:
     """Return whether a node only casts, cuts, joins, fills up or waits."""
     if node.target is operator.getitem:
         return True

@@ -15,7 +15,9 @@ from torch.fx import GraphModule
 from sftkit.config.graph_passes import PASSES, Pass
 from sftkit.graph import compat
 from sftkit.graph.graphs import Counts, counts_of, tensor_bytes
-from sftkit.graph.passes.gather_once import SharedWeights, compile_both, fork
+from sftkit.graph.passes import gather_once, reduce_once
+from sftkit.graph.passes.gather_once import SharedWeights
+from sftkit.graph.passes.reduce_once import Forked, WholeGradients
 from sftkit.graph.passes.regions import flex_attention
 from sftkit.graph.passes.replay import RecordGraph, Replayed
 from sftkit.rundir.files import replace_text
@@ -29,7 +31,7 @@ class Stage:
     """A graph at one point of its way."""
 
     graph: str
-    "joint, forward, later-forward (gather_once) or backward"
+    "joint, forward, later-forward (gather_once), backward, first-backward or middle-backward (reduce_once)"
     after: str
     "the pass that it comes from: captured, split, or a name of graph.passes"
     counts: Counts
@@ -47,10 +49,14 @@ class Passes:
     "what records CUDA graphs; None: halves are called"
     shared: SharedWeights | None = None
     "where the micro-batches of a step share whole weights, as gather_once has it; None: each gathers its own"
+    sums: WholeGradients | None = None
+    "where a step sums whole gradients, as reduce_once has it; None: each micro-batch reduces its own"
     stages: list[Stage] = field(default_factory=list)
     "what the graphs were like, in order"
     _aliases: set[str] = field(default_factory=set)
     "names of values of the forward half that may share memory with a shared weight"
+    reduced_once: set[str] = field(default_factory=set)
+    "first names of the weights whose gradients only the last micro-batch of a step gives"
 
     def on_joint(self, graph: GraphModule) -> None:
         """Change the captured graph, in place."""
@@ -85,18 +91,52 @@ class Passes:
         """
         kept = tensor_bytes(compat.kept_for_backward(graph)) if half == "backward" else None
         self._record(half, "split", graph, kept)
-        if self.shared is not None and half == "forward" and (forked := fork(graph)) is not None:
-            self._aliases = forked.aliases
-            self._record("forward", "gather_once", graph)
-            self._record("later-forward", "gather_once", forked.later)
-            graphs = {"forward": graph, "later-forward": forked.later}
-            compiled = compile_both(forked, examples, lambda name, given: self._compiled(name, graphs[name], given))
-            return self.shared.half_of(forked.keys, *compiled)
+        if half == "forward" and self.shared is not None:
+            forward = gather_once.fork(graph)
+            if forward is not None:
+                return self._gathering_once(self.shared, forward, graph, examples)
+        if half == "backward" and self.sums is not None:
+            backward = reduce_once.fork(graph, several=self.sums.several)
+            if backward is not None:
+                return self._reducing_once(self.sums, backward, graph, examples, kept)
         in_place = compat.in_place(graph, half)  # before Inductor owns the graph
         run = self._compiled(half, graph, examples, kept)
         if self.recorder is None:
             return run
         return Replayed(run, in_place, num_sums if half == "forward" else None, self.recorder)
+
+    def _gathering_once(
+        self, shared: SharedWeights, fork: gather_once.Fork, graph: GraphModule, examples: Sequence[Any]
+    ) -> compat.Boxed:
+        """Return what runs the forward half of any micro-batch."""
+        self._aliases = fork.aliases
+        graphs = {"forward": graph, "later-forward": fork.later}
+        for name, each in graphs.items():
+            self._record(name, "gather_once", each)
+        compiled = gather_once.compile_both(
+            fork, examples, lambda name, given: self._compiled(name, graphs[name], given)
+        )
+        return shared.half_of(fork.keys, *compiled)
+
+    def _reducing_once(
+        self,
+        sums: WholeGradients,
+        fork: reduce_once.Fork,
+        graph: GraphModule,
+        examples: Sequence[Any],
+        kept: int | None,
+    ) -> compat.Boxed:
+        """Return what runs the backward half of any micro-batch."""
+        self.reduced_once = fork.weights
+        given = [*examples, *fork.sums.values()]
+        graphs = {"first-backward": (fork.first, examples), "middle-backward": (fork.middle, given)}
+        graphs["backward"] = (graph, given)
+        known = {name: (each, inputs) for name, (each, inputs) in graphs.items() if each is not None}
+        for name, (each, _) in known.items():
+            self._record(name, "reduce_once", each, kept)
+        compiled = {name: self._compiled(name, each, inputs, kept) for name, (each, inputs) in known.items()}
+        middle = compiled.get("middle-backward")
+        return sums.half_of(fork, Forked(compiled["first-backward"], middle, compiled["backward"]))
 
     def _compiled(
         self, half: str, graph: GraphModule, examples: Sequence[Any], kept: int | None = None
@@ -105,7 +145,7 @@ class Passes:
         codegen = self._at("codegen")
         if not codegen:
             return compat.boxed(graph)
-        aliases = half == "backward" and self._aliases
+        aliases = half.endswith("backward") and self._aliases
         with compat.kept_from_reuse(graph, aliases) if aliases else nullcontext():
             return _function(codegen[0])(graph, examples, half)
 

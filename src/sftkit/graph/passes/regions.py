@@ -31,7 +31,7 @@ def regional_inductor(graph: GraphModule, *, for_inductor: bool) -> None:
 
 def full_inductor(graph: GraphModule, examples: Sequence[Any], half: str) -> compat.Boxed:
     """Compile a whole half by Inductor."""
-    return compat.by_inductor(graph, examples, is_backward=half == "backward")
+    return compat.by_inductor(graph, examples, is_backward=half.endswith("backward"))
 
 
 def flex_attention(graph: GraphModule) -> bool:

@@ -1,0 +1,249 @@
+"""Gradients summed whole over the micro-batches of a step and reduced by the last one, in place of a reduction in each.
+
+The backward half of any other micro-batch hands out what its reductions would read, added to what came before, and no
+gradient of these weights. That of the last one is given the sums. So a step reduces once, whatever its number of
+micro-batches, and holds whole gradients between them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from sftkit.graph import compat
+from sftkit.graph.buckets import weight_of
+from sftkit.graph.graphs import collective, keeps_values
+
+GradientKey = tuple[str, tuple[int, ...], str]
+"What the reductions of a weight's gradient read: the weight's name, shape and dtype."
+
+
+class Fork(NamedTuple):
+    """What `fork` makes of a backward half, which itself becomes that of the last micro-batch of a step."""
+
+    first: GraphModule
+    "of the first micro-batch: its last outputs are what the reductions would read"
+    middle: GraphModule | None
+    "of those between: takes the sums so far behind its inputs; None: steps have two micro-batches"
+    sums: dict[GradientKey, Tensor]
+    "examples of the sums, which the last one takes behind its inputs"
+    left_out: dict[int, Tensor]
+    "examples of the gradients that only the last one gives, by their places among the outputs"
+    weights: set[str]
+    "first names of the weights that these are gradients of"
+
+
+class Forked(NamedTuple):
+    """The compiled graphs of a Fork."""
+
+    first: compat.Boxed
+    middle: compat.Boxed | None
+    last: compat.Boxed
+
+
+class WholeGradients:
+    """The sums of a step's whole gradients, over all shapes that its micro-batches have."""
+
+    def __init__(self, *, several: bool) -> None:
+        """Begin without any.
+
+        Args:
+            several: a step may have micro-batches between its first and its last.
+        """
+        self.several = several
+        self._keys: set[GradientKey] | None = None
+        self._sums: dict[GradientKey, Tensor] = {}
+        self._left = 0
+
+    @contextmanager
+    def summing(self, micro_batches: int) -> Iterator[None]:
+        """Let so many pairs of a forward and a backward pass be a step. Outside, each one reduces its own."""
+        self._left = micro_batches
+        try:
+            yield
+        finally:
+            self._left = 0
+            self._sums.clear()
+
+    @property
+    def reduces(self) -> bool:
+        """Return whether the backward pass to come reduces gradients."""
+        return self._left <= 1
+
+    def half_of(self, fork: Fork, compiled: Forked) -> compat.Boxed:
+        """Return a backward half that runs the graph of its place in the step.
+
+        Raises:
+            RuntimeError: another shape sums other gradients: those would be lost that the last one does not know.
+        """
+        keys = list(fork.sums)
+        if self._keys not in (None, set(keys)):
+            raise RuntimeError("reduce_once: the shapes of a step sum other gradients: leave it out of graph.passes")
+        self._keys = set(keys)
+
+        def run(args: list[Any]) -> list[Any]:
+            reduces, begun = self.reduces, bool(self._sums)
+            self._left -= 1
+            # Out of the table before they go in: the half frees each as soon as it has added to it.
+            if begun:
+                args.extend([self._sums.pop(key) for key in keys])
+            if reduces:
+                if not begun:
+                    args.extend([_zeros_like(example) for example in fork.sums.values()])
+                return list(compiled.last(args))
+            found = list((compiled.middle if begun else compiled.first)(args))  # type: ignore[misc]
+            self._sums.update(zip(keys, found[-len(keys) :], strict=True))
+            del found[-len(keys) :]
+            # Autograd wants a tensor: one number that is read everywhere. Nobody sums it, as Graph keeps it from the
+            # parameter.
+            for at, example in fork.left_out.items():
+                found[at] = _zeros_like(example, shape=()).expand(example.shape)
+            return found
+
+        return compat.as_boxed(run)
+
+
+def _zeros_like(example: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Return zeros of the dtype and on the device of a fake tensor, of its shape or another."""
+    shape = tuple(example.shape) if shape is None else shape
+    return torch.zeros(shape, dtype=example.dtype, device=example.device)
+
+
+def fork(graph: GraphModule, *, several: bool) -> Fork | None:
+    """Make of a backward half that of the last micro-batch of a step, in place, and others of it for those before;
+    None: it reduces no gradient that could wait.
+
+    Args:
+        several: a step may have micro-batches between its first and its last.
+    """
+    reductions = dict(_reductions(graph))
+    if not reductions:
+        return None
+    outputs = graph.graph.output_node().args[0]
+    left_out = {at: node.meta["val"] for at, node in enumerate(outputs) if node in reductions}  # type: ignore[arg-type]
+    read: dict[GradientKey, list[Node]] = {}
+    of_gradients = {node for nodes in reductions.values() for node in nodes}
+    for node in [node for node in graph.graph.nodes if node in of_gradients]:
+        value = node.all_input_nodes[0].meta["val"]
+        read.setdefault((str(weight_of(node)), tuple(value.shape), str(value.dtype)), []).append(node)
+    sums = {key: nodes[0].all_input_nodes[0].meta["val"] for key, nodes in read.items()}
+    first = _without_reductions(graph, list(left_out), read, {})
+    middle = _without_reductions(graph, list(left_out), read, sums) if several else None
+    for given, nodes in zip(_inputs_for(graph, sums), read.values(), strict=True):
+        whole = nodes[0].all_input_nodes[0]
+        nodes[0].replace_input_with(whole, _added(graph.graph, given, whole))
+        _erase_unread(graph.graph, [whole])
+    graph.graph.lint()
+    graph.recompile()
+    return Fork(first, middle, sums, left_out, {name for name, *_ in read})
+
+
+def _reductions(graph: GraphModule) -> Iterator[tuple[Node, list[Node]]]:
+    """Yield the outputs that are nothing but reduced gradients of weights, each with its reductions."""
+    marked = Counter(weight_of(node) for node in graph.graph.nodes if _reduces(node))
+    found = {
+        node: nodes
+        for node in graph.graph.output_node().all_input_nodes
+        if (nodes := _behind(node)) and all(weight_of(reduction) for reduction in nodes)
+    }
+    # A weight with a gradient that is not among them has that one summed by autograd, so the others with it.
+    seen = Counter(weight_of(reduction) for nodes in found.values() for reduction in nodes)
+    for output, nodes in found.items():
+        if all(seen[weight_of(reduction)] == marked[weight_of(reduction)] for reduction in nodes):
+            yield output, nodes
+
+
+def _reduces(node: Node) -> bool:
+    """Return whether a node is the first sum over ranks of a weight's gradient."""
+    kind = collective(node)
+    return kind == "reduce-scatter" or (kind == "all-reduce" and _behind(node.all_input_nodes[0]) is None)
+
+
+def _behind(node: Node) -> list[Node] | None:
+    """Return the reductions that a value is the sum of, or one of; None: it is something else, too."""
+    inputs = node.all_input_nodes
+    kind = collective(node)
+    if kind == "reduce-scatter":
+        return [node]
+    if kind == "all-reduce":  # between copies, after a reduce-scatter if the weight is sharded
+        return _behind(inputs[0]) or [node]
+    if node.target is torch.ops.aten.add.Tensor or (len(inputs) == 1 and keeps_values(node)):
+        parts = [_behind(read) for read in inputs]
+        return None if None in parts else [reduction for part in parts for reduction in part or ()]
+    return None
+
+
+def _without_reductions(
+    graph: GraphModule, left_out: Sequence[int], read: dict[GradientKey, list[Node]], given: dict[GradientKey, Tensor]
+) -> GraphModule:
+    """Return a copy of a half that gives, in place of some outputs, what their reductions read behind all others.
+
+    Args:
+        left_out: places of these outputs.
+        given: examples of sums to which that is added; empty: there are none yet.
+    """
+    copies: dict[Node, Node] = {}
+    copied = Graph()
+    output = copied.output(copied.graph_copy(graph.graph, copies))
+    output.meta = dict(graph.graph.output_node().meta)
+    earlier = GraphModule(graph, copied)
+    before = dict(zip(given, _inputs_for(earlier, given), strict=True))
+    wholes = {key: [copies[node].all_input_nodes[0] for node in nodes] for key, nodes in read.items()}
+    sums = []
+    for key, (total, *others) in wholes.items():
+        summed = _added(copied, before[key], total) if key in before else total
+        for whole in others:  # of a tied weight
+            summed = _added(copied, summed, whole)
+        sums.append(summed)
+    outputs = list(output.args[0])
+    replaced = [outputs[at] for at in left_out]
+    for at in left_out:
+        outputs[at] = None
+    output.args = ((*outputs, *sums),)
+    _erase_unread(copied, [*replaced, *(whole for each in wholes.values() for whole in each)])
+    copied.lint()
+    earlier.recompile()
+    return earlier
+
+
+def _inputs_for(graph: GraphModule, sums: dict[GradientKey, Tensor]) -> list[Node]:
+    """Add inputs for sums behind those that a graph has."""
+    last = list(graph.graph.find_nodes(op="placeholder"))[-1]
+    found = []
+    for number, value in enumerate(sums.values()):
+        with graph.graph.inserting_after(last):
+            last = graph.graph.placeholder(f"whole_gradient_{number}")
+        last.meta["val"] = value
+        found.append(last)
+    return found
+
+
+def _added(graph: Graph, given: Node, whole: Node) -> Node:
+    """Add a gradient to a sum as soon as it is there, in the sum's dtype."""
+    # What is summed in fp32 was cast for that. The addition casts as it reads, to the same bits and without a copy.
+    source = whole.all_input_nodes[0] if compat.schema_name(whole) == "aten::_to_copy" else whole
+    value = source.meta["val"]
+    if torch.promote_types(value.dtype, given.meta["val"].dtype) != given.meta["val"].dtype:
+        source = whole
+    with graph.inserting_after(whole):
+        added = graph.call_function(torch.ops.aten.add.Tensor, (given, source))
+    added.meta = dict(whole.meta)
+    return added
+
+
+def _erase_unread(graph: Graph, nodes: Sequence[Node]) -> None:
+    """Erase nodes that nothing reads, and what only they read."""
+    # Not by eliminate_dead_code: torch keeps each wait, as one that nobody reads may be there for its effect.
+    waiting, erased = list(nodes), set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if not node.users and node.op != "placeholder" and node not in erased:
+            waiting.extend(node.all_input_nodes)
+            graph.erase_node(node)
+            erased.add(node)
