@@ -113,6 +113,15 @@ train: {max_steps: 2, engine: graph}
             "graph.passes: gather_once does not go with compile.on_recompile=eager, .*: set it to warn or error",
         ),
         (["graph.passes=[gather_once, cuda_graphs]"], "cuda_graphs does not go with gather_once"),
+        (
+            ["graph.passes=[reduce_once]", "compile.on_recompile=eager"],
+            "graph.passes: reduce_once does not go with compile.on_recompile=eager, .*: set it to warn or error",
+        ),
+        (["graph.passes=[reduce_once, cuda_graphs]"], "cuda_graphs does not go with reduce_once"),
+        (
+            ["graph.passes=[block_bucketing, reduce_once]"],
+            r"reduce_once must come before block_bucketing: write \[reduce_once, block_bucketing\]",
+        ),
         (["train.fp8=rowwise"], "train.fp8: rowwise does not go with train.engine graph"),
         (
             ["compile.enabled=false", "graph.passes=[reshard_after_forward]"],

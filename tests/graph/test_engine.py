@@ -33,8 +33,10 @@ WIDE = f"wide llama; graph; {BLOCKS}"
 OF_BLOCKS = f"llama; graph; {BLOCKS}"
 TENSOR = f"deepseek_v3; graph; {BLOCKS}; tp"
 ONCE = "wide llama; graph; gather_once,block_bucketing"
+SUMMED = "wide llama; graph; gather_once,reduce_once,block_bucketing"
+FOUR_MICRO_BATCHES = "deepseek_v3; graph; gather_once,reduce_once,block_bucketing; tp"
 GATHERED = "uneven llama; graph; gather_once"
-TWO = (OF_BLOCKS, WIDE, TENSOR, FLEX, PREFETCHED, ONCE)
+TWO = (OF_BLOCKS, WIDE, TENSOR, FLEX, PREFETCHED, ONCE, SUMMED)
 TO_ALL = "deepseek_v3; graph; reshard_after_forward,full_checkpointing,auto_bucketing; tp alltoall"
 LOPSIDED = f"lopsided deepseek_v3; graph; {BLOCKS}; tp alltoall"
 SLOW_TENSOR = (
@@ -43,6 +45,8 @@ SLOW_TENSOR = (
     "deepseek_v3; eager; ; tp alltoall",
     TO_ALL,
     LOPSIDED,
+    FOUR_MICRO_BATCHES,
+    "deepseek_v3; graph; reduce_once; tp alltoall",
 )
 ORDERED = (
     "llama; graph; reshard_after_forward,full_inductor",
@@ -57,6 +61,8 @@ COMPILED = (
     "deep llama; graph; gather_once,block_bucketing,full_inductor",
     "qwen3; graph; gather_once,full_inductor",
     "llama; flex; gather_once,auto_bucketing,regional_inductor",
+    "deep llama; graph; gather_once,reduce_once,block_bucketing,full_inductor",
+    "llama; flex; reshard_after_forward,reduce_once,auto_bucketing,regional_inductor",
 )
 COMPILED_TENSOR = (
     "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor; tp",
@@ -80,8 +86,14 @@ SDPA = (
     f"llama; sdpa fixed; {BLOCKS}",
     f"llama; sdpa bucketed; {BLOCKS}",
     "llama; sdpa bucketed; gather_once,block_bucketing",
+    "llama; sdpa bucketed; gather_once,reduce_once,block_bucketing",
 )
-BF16 = ("bf16 llama; graph; reshard_after_forward", "bf16 wide llama; graph; reshard_after_forward")
+BF16_SUMMED = ("bf16 llama; graph; reduce_once", "bf16 llama; graph; reduce_once,full_inductor")
+BF16 = (
+    "bf16 llama; graph; reshard_after_forward",
+    "bf16 wide llama; graph; reshard_after_forward",
+    *BF16_SUMMED,
+)
 "Compared with what rounds alike: their own plain model, in the checks."
 SLOW_TWO = (
     *SAME_BITS,
@@ -93,7 +105,9 @@ SLOW_TWO = (
     "llama; eager",
     "qwen3; eager",
     f"qwen3; graph; {BLOCKS}",
+    "qwen3; graph; reduce_once",
     f"uneven llama; graph; {BLOCKS}",
+    "uneven llama; graph; reduce_once,block_bucketing",
     "wide llama; graph; reshard_after_forward,prefetching",
     f"wide llama; graph; {BLOCKS}; tp",
     "llama; eager; ; tp",
@@ -194,6 +208,7 @@ FOUR = (
     f"wide llama; graph; {BLOCKS}",
     "qwen3; graph; reshard_after_forward,auto_bucketing",
     "qwen3; graph; gather_once,block_bucketing",
+    "wide llama; graph; reduce_once,block_bucketing",
 )
 FOUR_AND_BF16 = (*FOUR, BF16[1])
 
@@ -225,6 +240,7 @@ FOUR_TENSOR = (
     "llama; flex; reshard_after_forward,auto_bucketing,regional_inductor; tp",
     f"llama; flex; {BLOCKS},regional_inductor; tp",
     "llama; graph; reshard_after_forward,full_inductor; tp",
+    "deepseek_v3; graph; reduce_once,block_bucketing; tp",
 )
 
 
@@ -337,12 +353,53 @@ def test_the_micro_batches_of_a_step_gather_weights_once() -> None:
     assert passes["later-forward block_bucketing"] == {"all-gather": 1, "reduce-scatter": 1}
 
 
+def test_the_last_micro_batch_of_a_step_reduces_gradients_for_all() -> None:
+    weights, rows = 12 - 1, 1  # a table is looked up where it lies, and its rows are added up in each forward pass
+    once, summed = (ranks(2, *TWO)[case] for case in (ONCE, SUMMED))
+    count = summed["micro_batches"]
+    assert count == once["micro_batches"] == 2
+    assert once["reduced"] == count * (weights + rows)
+    assert summed["reduced"] == weights + count * rows
+    assert summed["gathered"] == once["gathered"]
+    passes = collectives(SUMMED, ranks(2, *TWO))
+    assert passes["first-backward block_bucketing"] == {"all-gather": 1}  # the gradients of the table's rows
+    assert passes["backward block_bucketing"] == {"all-gather": 1, "reduce-scatter": 2}
+
+
+@pytest.mark.slow
+def test_micro_batches_between_the_first_and_the_last_only_add() -> None:
+    found = ranks(2, *SLOW_TENSOR)[FOUR_MICRO_BATCHES]
+    assert found["micro_batches"] == 4
+    passes = collectives(FOUR_MICRO_BATCHES, ranks(2, *SLOW_TENSOR))
+    activations = {"all-gather": 4, "reduce-scatter": 5}
+    assert passes["first-backward block_bucketing"] == passes["middle-backward block_bucketing"] == activations
+    assert passes["backward reduce_once"] == {"all-gather": 4, "reduce-scatter": 5 + 3 + 2 * 6 + 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BF16_SUMMED)
+def test_bf16_gradients_are_summed_whole_in_fp32(case: str) -> None:
+    """With and without the operators of Inductor, which casts by another one."""
+    found = ranks(2, *SLOW_TWO)[case]
+    assert found["reduced"] == 12
+    assert found["checks"]["Same gradients as the plain model"] is True
+    reductions = reductions_of(found)
+    assert len(reductions) == 12
+    assert all(': "f32[' in line for line in reductions)
+    last = next(s["text"] for s in found["stages"] if (s["graph"], s["after"]) == ("backward", "reduce_once"))
+    assert last.count('whole_gradient_0: "f32[') == 1
+    assert found["losses"] == pytest.approx(ranks(2, *SLOW_TWO)[BF16[0]]["losses"], rel=1e-3)
+
+
 def test_a_step_of_one_micro_batch_has_nothing_to_share_and_says_so(capsys) -> None:
-    examples, cfg = make_examples([30, 4, 25, 8, 31, 3, 17, 29]), config("graph", ("gather_once",))
+    passes = ("gather_once", "reduce_once")
+    examples, cfg = make_examples([30, 4, 25, 8, 31, 3, 17, 29]), config("graph", passes)
     layout = make_layout_of("packed", examples.lengths, micro=8)
     assert layout.accumulation == 1
     make_engine(cfg, cpu_runtime(), Path(), Training(MODELS["llama"](), NextToken(cfg.loss), layout)).close()
-    assert "gather_once: a step has one micro-batch, so there is nothing to share" in capsys.readouterr().out
+    assert (
+        "gather_once, reduce_once: a step has one micro-batch, so there is nothing to share" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow
@@ -377,6 +434,23 @@ def test_moving_and_merging_collectives_change_no_bit_on_two_gpus(cases: tuple[s
     plain, *changed = ranks(2, *(f"{dtype}{case}" for case in cases), gpus=True).values()
     for found in changed:
         same_bits(found, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_reduce_gradients_once_a_step_and_train_alike() -> None:
+    """To the order in which fp32 numbers are added."""
+    plain, *summed = ranks(
+        2,
+        "deep llama; graph",
+        "deep llama; graph; gather_once,reduce_once,block_bucketing",
+        "deep llama; graph; gather_once,reduce_once,block_bucketing,full_inductor",
+        gpus=True,
+    ).values()
+    for found in summed:
+        same(found, plain)
+        assert found["reduced"] == 21
+    assert plain["reduced"] == 2 * 21
 
 
 @pytest.mark.gpu
@@ -447,7 +521,7 @@ def test_automatic_bucketing_merges_what_fits_a_bucket() -> None:
 
 @pytest.mark.slow
 def test_bf16_gradients_are_summed_in_fp32() -> None:
-    plain, wide = (ranks(2, *SLOW_TWO)[case] for case in BF16)
+    plain, wide = (ranks(2, *SLOW_TWO)[case] for case in BF16[:2])
     for found, tables in ((plain, 0), (wide, 1)):
         assert found["checks"]["Same gradients as the plain model"] is True
         reductions = reductions_of(found)

@@ -151,6 +151,7 @@ def of_blocks(base: Path) -> dict[int, float]:
 SFT = {
     "sft": FSDP2,
     "sft_gather_once": FSDP2,
+    "sft_reduce_once": FSDP2,
     **dict.fromkeys(
         (
             "sft_no_passes",
@@ -178,7 +179,7 @@ def test_chat_sft_on_two_processes_learns_what_the_block_engine_does_on_one(
     assert False not in found.values()
 
 
-EARLIER = [name.removeprefix("sft") for name in SFT if name != "sft_gather_once"]
+EARLIER = [name.removeprefix("sft") for name in SFT if not name.endswith("_once")]
 "Ends of the names of recipes of base and mid-training."
 
 

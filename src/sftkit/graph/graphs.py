@@ -113,8 +113,10 @@ def _leading_to(node: Node) -> list[Node]:
     return found
 
 
-_COPIES = {"aten::_to_copy", "aten::_unsafe_view", "aten::clone", "aten::cat", "aten::constant_pad_nd", "aten::split"}
-_COPIES |= {"_c10d_functional::wait_tensor"}
+CASTS = {"aten::_to_copy", "prims::convert_element_type"}
+"Schema names of what only casts; the second in graphs for Inductor."
+_COPIES = {"aten::_unsafe_view", "aten::clone", "aten::cat", "aten::constant_pad_nd", "aten::split"}
+_COPIES |= {"_c10d_functional::wait_tensor", *CASTS}
 
 
 def keeps_values(node: Node) -> bool:

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
 from sftkit.graph.buckets import weight_of
-from sftkit.graph.graphs import collective, keeps_values
+from sftkit.graph.graphs import CASTS, collective, keeps_values
 
 GradientKey = tuple[str, tuple[int, ...], str]
 "What the reductions of a weight's gradient read: the weight's name, shape and dtype."
@@ -117,13 +117,19 @@ def _zeros_like(example: Tensor, shape: tuple[int, ...] | None = None) -> Tensor
 
 def fork(graph: GraphModule, *, several: bool) -> Fork | None:
     """Make of a backward half that of the last micro-batch of a step, in place, and others of it for those before;
-    None: it reduces no gradient that could wait.
+    None: it reduces no gradient of a weight.
 
     Args:
         several: a step may have micro-batches between its first and its last.
+
+    Raises:
+        RuntimeError: it reduces some, and none can wait.
     """
     reductions = dict(_reductions(graph))
     if not reductions:
+        # A graph that this does not know would go on reducing in every micro-batch, and nobody would see why.
+        if any(weight_of(node) and _reduces(node) for node in graph.graph.nodes):
+            raise RuntimeError("reduce_once: no reduced gradient is one that it knows: leave it out of graph.passes")
         return None
     outputs = graph.graph.output_node().args[0]
     left_out = {at: node.meta["val"] for at, node in enumerate(outputs) if node in reductions}  # type: ignore[arg-type]
@@ -227,7 +233,7 @@ def _inputs_for(graph: GraphModule, sums: dict[GradientKey, Tensor]) -> list[Nod
 def _added(graph: Graph, given: Node, whole: Node) -> Node:
     """Add a gradient to a sum as soon as it is there, in the sum's dtype."""
     # What is summed in fp32 was cast for that. The addition casts as it reads, to the same bits and without a copy.
-    source = whole.all_input_nodes[0] if compat.schema_name(whole) == "aten::_to_copy" else whole
+    source = whole.all_input_nodes[0] if compat.schema_name(whole) in CASTS else whole
     value = source.meta["val"]
     if torch.promote_types(value.dtype, given.meta["val"].dtype) != given.meta["val"].dtype:
         source = whole
