@@ -233,14 +233,21 @@ def _inputs_for(graph: GraphModule, sums: dict[GradientKey, Tensor]) -> list[Nod
 def _added(graph: Graph, given: Node, whole: Node) -> Node:
     """Add a gradient to a sum as soon as it is there, in the sum's dtype."""
     # What is summed in fp32 was cast for that. The addition casts as it reads, to the same bits and without a copy.
-    source = whole.all_input_nodes[0] if compat.schema_name(whole) in CASTS else whole
-    value = source.meta["val"]
-    if torch.promote_types(value.dtype, given.meta["val"].dtype) != given.meta["val"].dtype:
-        source = whole
+    source, dtype = whole, given.meta["val"].dtype
+    while _only_casts(source) and torch.promote_types(source.all_input_nodes[0].meta["val"].dtype, dtype) == dtype:
+        source = source.all_input_nodes[0]
     with graph.inserting_after(whole):
         added = graph.call_function(torch.ops.aten.add.Tensor, (given, source))
     added.meta = dict(whole.meta)
     return added
+
+
+def _only_casts(node: Node) -> bool:
+    """Return whether a node gives what it reads, in another dtype or as a view of the same shape."""
+    name = compat.schema_name(node)
+    return name in CASTS or (
+        name == "aten::view" and node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
+    )
 
 
 def _erase_unread(graph: Graph, nodes: Sequence[Node]) -> None:
