@@ -90,4 +90,3 @@ def distribute_for_graph(
     shard_for_graph(model, weight_placement(model.orig_model, meshes), rt.precision)
     # Weights are read when their places are known, so that each rank reads no more than its own shards.
     materialize_weights(model.orig_model, source, rt.device)
-    rt.print(f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged after each micro-batch")

@@ -104,6 +104,11 @@ class GraphEngine:
             budget = plan.activation_memory_budget
             stack.enter_context(compiler_switches(cfg.compile, budget))  # the optimizer may compile
             distribute_for_graph(model, training.source, rt, cfg.graph.token_dispatcher)
+            if rt.topology.sharded:
+                exchanged = "once a step" if keep_gradients else "after each micro-batch"
+                rt.print(
+                    f"{rt.topology.describe()}: weights gathered inside the graph, gradients exchanged {exchanged}"
+                )
             # The optimizer is last: its states belong to the parameters as they are now, DTensors where
             # they are sharded.
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed)
