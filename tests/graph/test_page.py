@@ -116,6 +116,36 @@ def test_the_tables_of_an_8b_are_those_of_their_raw_files(file: str, heading: st
         assert float(loss) == pytest.approx(row["losses"]["14"], abs=0.000051)
 
 
+def test_the_table_of_exchanges_once_a_step_is_that_of_its_raw_files() -> None:
+    """Pairs of rows, each relative to the one above."""
+    once = {
+        row["name"]: row
+        for name in ("h200_8b_one.json", "h200_8b_reduce_once.json")
+        for row in json.loads((RESULTS / name).read_text())["runs"]
+    }
+    pairs = (
+        ("8b fsdp2 eager one", "8b block one"),
+        ("8b fsdp2 eager", "8b block reduce once"),
+        ("8b fsdp2 eager four", "8b block four"),
+        ("8b fsdp2 compiled", "8b block inductor reduce once"),
+    )
+    shown = table("### Exchanges once a step, on two H200")
+    assert len(shown) == 2 * len(pairs)
+    for number, (count, text, tokens, mfu, peak, first, loss) in enumerate(shown):
+        names = pairs[number // 2]
+        row, reference = once[names[number % 2]], once[names[0]]
+        if number % 2:
+            assert re.findall(r"`(\w+)`", text) == row["set"]["graph.passes"]
+            ratio = row["tok_per_sec"]["median"] / reference["tok_per_sec"]["median"]
+            assert float(tokens.split("(")[1].removesuffix(" x)")) == pytest.approx(ratio, abs=0.0051)
+        assert int(count) == row["set"].get("train.global_batch_size", 4) // 2
+        assert int(tokens.split()[0].replace(",", "")) == round(row["tok_per_sec_per_gpu"]["median"])
+        assert float(mfu.removesuffix(" %")) == pytest.approx(100 * row["mfu"]["median"], abs=0.051)
+        assert float(peak) == pytest.approx(row["peak_memory_gib"], abs=0.051)
+        assert float(first) == pytest.approx(row["first_step_seconds"], abs=0.51)
+        assert float(loss) == pytest.approx(row["losses"]["14"], abs=0.000051)
+
+
 def of_8b(text: str, before: Key) -> Key:
     """What a cell of these tables names: an engine or passes, with weights kept or not, and NCCL's environment."""
     if text.startswith("`blocks`"):
