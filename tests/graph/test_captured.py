@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.graph import compat
+from sftkit.graph.capture import signature_of
 from sftkit.graph.captured import CapturedModel
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
@@ -68,6 +70,16 @@ def test_a_graph_gives_the_sums_and_gradients_of_documents_that_it_has_not_seen(
     assert float(ours.measured["entropy"]) > 0
     for a, b in zip(our_gradients, plain_gradients, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_what_stands_for_a_gradient_that_another_micro_batch_gives_never_reaches_the_parameter(captured) -> None:
+    batch = batch_of()
+    graph = replace(captured._graphs[signature_of(batch)], reduced_once={0, 2})
+    graph(batch, reduces=False).loss.backward()
+    trained = {at: p for at, p in enumerate(graph.state) if p.requires_grad}
+    assert [at for at, p in trained.items() if p.grad is None] == [0, 2]
+    graph(batch).loss.backward()
+    assert all(p.grad is not None for p in trained.values())
 
 
 def test_gradients_of_several_micro_batches_add_up(captured) -> None:

@@ -23,8 +23,8 @@ class Half:
         keys = keys or (WEIGHT,)
         examples = {key: torch.empty(1) for key in keys}
         gradients = dict(enumerate(examples.values(), start=1))
-        fork = Fork(GraphModule({}, Graph()), None, examples, gradients, {name for name, *_ in keys})
-        self._run = sums.half_of(fork, Forked(self.first, self.middle, self.last))
+        self.fork = Fork(GraphModule({}, Graph()), None, examples, gradients, {name for name, *_ in keys})
+        self._run = sums.half_of(self.fork, Forked(self.first, self.middle, self.last))
 
     def first(self, args: list[Any]) -> list[Any]:
         """One gradient that no rank shares, and none of the weights; then what is to be reduced."""
@@ -88,10 +88,7 @@ def test_a_half_is_the_only_one_that_holds_the_sums_which_it_is_given() -> None:
         seen.append(dict(sums._sums))
         return middle(args)
 
-    half._run = sums.half_of(
-        Fork(GraphModule({}, Graph()), None, {WEIGHT: torch.empty(1)}, {1: torch.empty(1)}, {"weight"}),
-        Forked(half.first, compat.as_boxed(looking), half.last),
-    )
+    half._run = sums.half_of(half.fork, Forked(half.first, looking, half.last))
     with sums.summing(3):
         half(1.0)
         assert list(sums._sums) == [WEIGHT]
@@ -99,12 +96,26 @@ def test_a_half_is_the_only_one_that_holds_the_sums_which_it_is_given() -> None:
     assert seen == [{}]
 
 
-def test_shapes_that_sum_other_gradients_are_refused() -> None:
+def test_halves_of_a_step_that_sum_other_gradients_are_refused() -> None:
     sums = WholeGradients(several=False)
-    Half(sums, WEIGHT)
-    Half(sums, WEIGHT)
-    with pytest.raises(RuntimeError, match=r"shapes of a step sum other gradients: leave it out of graph\.passes"):
-        Half(sums, WEIGHT, NORM)
+    one, both = Half(sums, WEIGHT), Half(sums, WEIGHT, NORM)
+    with sums.summing(2):
+        both(1.0, 2.0)
+        with pytest.raises(RuntimeError, match="sum other gradients"):
+            one(1.0)
+    with sums.summing(2):
+        one(1.0)
+        assert one(1.0) == [4.0]
+
+
+def test_more_micro_batches_than_there_are_graphs_for_are_refused() -> None:
+    sums = WholeGradients(several=False)
+    half = Half(sums)
+    half._run = sums.half_of(half.fork, Forked(half.first, None, half.last))
+    with sums.summing(3):
+        half(1.0)
+        with pytest.raises(RuntimeError, match="more micro-batches than its graphs were captured for"):
+            half(1.0)
 
 
 OPS = torch.ops._c10d_functional

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,6 @@ from sftkit.data.batches.pack import Layout
 from sftkit.data.batches.shard import RankRows, row_shard
 from sftkit.engine.engine import Engine, Training
 from sftkit.engine.step import MicroBatches, gradients
-from sftkit.graph.captured import CapturedModel
 from sftkit.graph.engine import GraphEngine
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.sums import Totals
@@ -182,8 +180,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     first = next(on_device(batches.steps(0, 1), rt.device))
     step_model = engine.captured if isinstance(engine, GraphEngine) else engine.model
     totals = Totals.zeros(engine.model.objective.measured, rt.device)
-    with step_model.step_of(len(first.micro_batches)) if isinstance(step_model, CapturedModel) else nullcontext():
-        gradients(step_model, parameters, MicroBatches(first.micro_batches, first.divisor), totals, rt)
+    gradients(step_model, parameters, MicroBatches(first.micro_batches, first.divisor), totals, rt)
     found = {name: full(p.grad).tolist() for name, p in orig_model.named_parameters()}
     orig_model.zero_grad(set_to_none=True)
     losses = []

@@ -4,8 +4,9 @@ batch."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -55,6 +56,14 @@ class RankSums(NamedTuple):
     "this rank's sums over its micro-batches"
     divisor: int = 1
     "of the global batch"
+
+
+@runtime_checkable
+class SharesInStep(Protocol):
+    """A model whose micro-batches of a step share something."""
+
+    def step_of(self, micro_batches: int) -> AbstractContextManager[None]:
+        """Return a context within which so many micro-batches, forward and backward, are a step."""
 
 
 class GradientSum:
@@ -129,15 +138,16 @@ def gradients(
     # their plan says.
     losses = []
     last, earlier = len(batches) - 1, GradientSum(parameters, len(batches))
-    for i, batch in enumerate(batches):
-        if i == last:
-            earlier.put_back()
-        with gradient_sync(model, rt, sync=i == last):
-            sums = forward_backward(model, batch, divisor, rt)
-        totals.add_(sums)
-        losses.append(sums[LOSS])
-        if i < last:
-            earlier.take()
+    with model.step_of(len(batches)) if isinstance(model, SharesInStep) else nullcontext():
+        for i, batch in enumerate(batches):
+            if i == last:
+                earlier.put_back()
+            with gradient_sync(model, rt, sync=i == last):
+                sums = forward_backward(model, batch, divisor, rt)
+            totals.add_(sums)
+            losses.append(sums[LOSS])
+            if i < last:
+                earlier.take()
     return torch.stack(losses)
 
 

@@ -95,12 +95,11 @@ class _Traced(torch.nn.Module):
         return (sums.loss, *sums.measured.values())
 
 
-def capture(model: ModelWithLoss, batch: Batch, passes: Passes, looked_up: int) -> Graph:
+def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
     """Capture the graph of batches like this one; no collective runs. Gradients and random state stay as they are.
 
     Args:
         batch: on the device. Its numbers on the host are part of the graph.
-        looked_up: tokens that a rank looks up, by which it is decided where.
 
     Raises:
         ConfigError: this torch lacks something that it takes.
@@ -112,7 +111,7 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes, looked_up: int) 
         stack.enter_context(loss_as_operator())
         stack.enter_context(blocks_tagged(model.orig_model))
         stack.enter_context(attention_as_operator(compat.flex_operator))
-        stack.enter_context(looked_up_in_shards(model.orig_model, looked_up))
+        stack.enter_context(looked_up_in_shards(model.orig_model, batch.inputs["input_ids"].numel()))
         joint = compat.export_joint(stack, traced, list(tensors_of(batch).values()), for_inductor=passes.for_inductor)
         # While weights and gradients have their names, and before any pass: the marks travel with the nodes
         # into both halves.

@@ -45,7 +45,6 @@ class CapturedModel(torch.nn.Module):
         self._recorder: Recorder | None = None
         self._shared = SharedWeights() if "gather_once" in passes else None
         self._sums = WholeGradients(several=micro_batches > 2) if "reduce_once" in passes else None
-        self._looked_up: int | None = None
         self._eager = eager_backend(model.backend, model.orig_model)
         self._graphs: dict[Signature, Graph] = {}
         self._on_other: OnRecompile | None = None
@@ -62,11 +61,7 @@ class CapturedModel(torch.nn.Module):
         if "cuda_graphs" in self._passes and self._recorder is None:
             self._recorder = Recorder()
         passes = Passes(self._passes, self._saves_memory, self._recorder, self._shared, self._sums)
-        looked_up = batch.inputs["input_ids"].numel()
-        # Shapes that sum whole gradients together need the same ones: the first decides whether a table's is one.
-        if self._sums is not None:
-            self._looked_up = looked_up = self._looked_up or looked_up
-        self._graphs[signature_of(batch)] = capture(self.model, batch, passes, looked_up)
+        self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
         self.stages[_shape(batch)] = passes.stages
 
     def forget(self) -> None:

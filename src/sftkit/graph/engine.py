@@ -83,7 +83,7 @@ class GraphEngine:
         once = [name for name in passes if PASSES[name].stage == "fork"]
         if once and layout.accumulation == 1:
             passes = tuple(name for name in passes if name not in once)
-            rt.print(f"{', '.join(once)}: a step has one micro-batch, so there is nothing to share")
+            rt.print(f"{', '.join(once)}: a step has one micro-batch, so there is nothing to put together")
         self._cfg, self._rt, self._layout, self._run_dir = cfg, rt, layout, run_dir
         # What needs no weights comes first: a wrong recipe fails before minutes of reading them.
         check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
@@ -209,7 +209,7 @@ class GraphEngine:
         # those between the first and the last of a step have a graph of their own.
         passes = self._cfg.graph.passes
         times = 2 if "cuda_graphs" in passes else 1
-        in_step = 2 if "reduce_once" in passes and layout.accumulation > 2 else 1
+        in_step = 2 if self.compiled and "reduce_once" in passes and layout.accumulation > 2 else 1
         with random_state_kept():
             # Eagerly no shape has code of its own: the last, which is the largest, is enough for the peak of memory.
             for rows, row_length in layout.shapes if self.compiled else layout.shapes[-1:]:
@@ -255,8 +255,7 @@ class GraphEngine:
     ) -> StepOutcome:
         """Run the captured forward and backward passes, whose gradients are exchanged in each or in the last, and one
         update."""
-        with self.captured.step_of(len(batches.micro_batches)):
-            return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
+        return optimizer_step(self._train_step, batches, learning_rate, stop=stop, spikes=spikes)
 
     @property
     def watch(self) -> CompileWatch:

@@ -145,7 +145,7 @@ def fsdp_modules(orig_model: torch.nn.Module) -> Iterator[FSDPModule]:
 
 def set_gradient_sync(model: torch.nn.Module, *, last: bool) -> None:
     """Set what a sharded model does in the next micro-batch: exchange gradients and free weights, or keep them. A model
-    whose weights are not FSDP2's stays as it is: it gathers and exchanges in each.
+    whose weights are not FSDP2's stays as it is: it gathers and exchanges as its graph does.
 
     Args:
         last: it is the last micro-batch of its step.

@@ -32,7 +32,7 @@ class Fork(NamedTuple):
     middle: GraphModule | None
     "of those between: takes the sums so far behind its inputs; None: steps have two micro-batches"
     sums: dict[GradientKey, Tensor]
-    "examples of the sums, which the last one takes behind its inputs"
+    "examples of the sums, contiguous, which the last one takes behind its inputs"
     left_out: dict[int, Tensor]
     "examples of the gradients that only the last one gives, by their places among the outputs"
     weights: set[str]
@@ -48,7 +48,7 @@ class Forked(NamedTuple):
 
 
 class WholeGradients:
-    """The sums of a step's whole gradients, over all shapes that its micro-batches have."""
+    """The sums of a step's whole gradients."""
 
     def __init__(self, *, several: bool) -> None:
         """Begin without any.
@@ -57,7 +57,6 @@ class WholeGradients:
             several: a step may have micro-batches between its first and its last.
         """
         self.several = several
-        self._keys: set[GradientKey] | None = None
         self._sums: dict[GradientKey, Tensor] = {}
         self._left = 0
 
@@ -80,39 +79,42 @@ class WholeGradients:
         """Return a backward half that runs the graph of its place in the step.
 
         Raises:
-            RuntimeError: another shape sums other gradients: those would be lost that the last one does not know.
+            RuntimeError: another half of the same step summed other gradients, or a step has more micro-batches than
+                was said.
         """
-        keys = list(fork.sums)
-        if self._keys not in (None, set(keys)):
-            raise RuntimeError("reduce_once: the shapes of a step sum other gradients: leave it out of graph.passes")
-        self._keys = set(keys)
+        # Of the examples, which are fake tensors, only what zeros are made of.
+        sums = {key: (example.shape, example.dtype, example.device) for key, example in fork.sums.items()}
+        left_out = {at: (example.shape, example.dtype, example.device) for at, example in fork.left_out.items()}
+        nothing: dict[Any, Tensor] = {}
 
         def run(args: list[Any]) -> list[Any]:
             reduces, begun = self.reduces, bool(self._sums)
             self._left -= 1
+            if begun and self._sums.keys() != sums.keys():
+                raise RuntimeError("reduce_once: the micro-batches of a step sum other gradients")
             # Out of the table before they go in: the half frees each as soon as it has added to it.
             if begun:
-                args.extend([self._sums.pop(key) for key in keys])
+                args.extend([self._sums.pop(key) for key in sums])
             if reduces:
                 if not begun:
-                    args.extend([_zeros_like(example) for example in fork.sums.values()])
+                    args.extend([torch.zeros(shape, dtype=t, device=on) for shape, t, on in sums.values()])
                 return list(compiled.last(args))
-            found = list((compiled.middle if begun else compiled.first)(args))  # type: ignore[misc]
-            self._sums.update(zip(keys, found[-len(keys) :], strict=True))
-            del found[-len(keys) :]
+            half = compiled.middle if begun else compiled.first
+            if half is None:
+                raise RuntimeError("reduce_once: a step has more micro-batches than its graphs were captured for")
+            found = list(half(args))
+            # Inductor may lay out what it hands out as it likes; the others read it as a reduction does.
+            self._sums.update(zip(sums, (each.contiguous() for each in found[-len(sums) :]), strict=True))
+            del found[-len(sums) :]
             # Autograd wants a tensor: one number that is read everywhere. Nobody sums it, as Graph keeps it from the
             # parameter.
-            for at, example in fork.left_out.items():
-                found[at] = _zeros_like(example, shape=()).expand(example.shape)
+            for at, (shape, dtype, device) in left_out.items():
+                if (dtype, device) not in nothing:
+                    nothing[dtype, device] = torch.zeros((), dtype=dtype, device=device)
+                found[at] = nothing[dtype, device].expand(shape)
             return found
 
         return compat.as_boxed(run)
-
-
-def _zeros_like(example: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Return zeros of the dtype and on the device of a fake tensor, of its shape or another."""
-    shape = tuple(example.shape) if shape is None else shape
-    return torch.zeros(shape, dtype=example.dtype, device=example.device)
 
 
 def fork(graph: GraphModule, *, several: bool) -> Fork | None:
