@@ -72,7 +72,7 @@ PASSES = {
         Pass(
             name="reduce_once",
             stage="fork",
-            fn="sftkit.graph.passes.reduce_once:fork",
+            fn="sftkit.graph.passes.reduce_once:fork_backward",
             summary="gradients are summed whole, and reduced by the last micro-batch of a step for all of them",
             conflicts=("cuda_graphs",),
         ),

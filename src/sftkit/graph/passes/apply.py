@@ -96,7 +96,7 @@ class Passes:
             if forward is not None:
                 return self._gathering_once(self.shared, forward, graph, examples)
         if half == "backward" and self.sums is not None:
-            backward = reduce_once.fork(graph, several=self.sums.several)
+            backward = reduce_once.fork_backward(graph, several=self.sums.several)
             if backward is not None:
                 return self._reducing_once(self.sums, backward, graph, examples, kept)
         in_place = compat.in_place(graph, half)  # before Inductor owns the graph
@@ -121,7 +121,7 @@ class Passes:
     def _reducing_once(
         self,
         sums: WholeGradients,
-        fork: reduce_once.Fork,
+        fork: reduce_once.BackwardFork,
         graph: GraphModule,
         examples: Sequence[Any],
         kept: int | None,

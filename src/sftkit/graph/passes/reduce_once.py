@@ -24,8 +24,8 @@ GradientKey = tuple[str, tuple[int, ...], str]
 "What the reductions of a weight's gradient read: the weight's name, shape and dtype."
 
 
-class Fork(NamedTuple):
-    """What `fork` makes of a backward half, which itself becomes that of the last micro-batch of a step."""
+class BackwardFork(NamedTuple):
+    """What `fork_backward` makes of a backward half, which itself becomes that of the last micro-batch of a step."""
 
     first: GraphModule
     "of the first micro-batch: its last outputs are what the reductions would read"
@@ -40,7 +40,7 @@ class Fork(NamedTuple):
 
 
 class Forked(NamedTuple):
-    """The compiled graphs of a Fork."""
+    """The compiled graphs of a BackwardFork."""
 
     first: compat.Boxed
     middle: compat.Boxed | None
@@ -75,13 +75,9 @@ class WholeGradients:
         """Return whether the backward pass to come reduces gradients."""
         return self._left <= 1
 
-    def half_of(self, fork: Fork, compiled: Forked) -> compat.Boxed:
-        """Return a backward half that runs the graph of its place in the step.
-
-        Raises:
-            RuntimeError: another half of the same step summed other gradients, or a step has more micro-batches than
-                was said.
-        """
+    def half_of(self, fork: BackwardFork, compiled: Forked) -> compat.Boxed:
+        """Return a backward half that runs the graph of its place in the step. It raises RuntimeError if another half
+        of the same step summed other gradients, or the step has more micro-batches than there are graphs for."""
         # Of the examples, which are fake tensors, only what zeros are made of.
         sums = {key: (example.shape, example.dtype, example.device) for key, example in fork.sums.items()}
         left_out = {at: (example.shape, example.dtype, example.device) for at, example in fork.left_out.items()}
@@ -117,7 +113,7 @@ class WholeGradients:
         return compat.as_boxed(run)
 
 
-def fork(graph: GraphModule, *, several: bool) -> Fork | None:
+def fork_backward(graph: GraphModule, *, several: bool) -> BackwardFork | None:
     """Make of a backward half that of the last micro-batch of a step, in place, and others of it for those before;
     None: it reduces no gradient of a weight.
 
@@ -149,7 +145,7 @@ def fork(graph: GraphModule, *, several: bool) -> Fork | None:
         _erase_unread(graph.graph, [whole])
     graph.graph.lint()
     graph.recompile()
-    return Fork(first, middle, sums, left_out, {name for name, *_ in read})
+    return BackwardFork(first, middle, sums, left_out, {name for name, *_ in read})
 
 
 def _reductions(graph: GraphModule) -> Iterator[tuple[Node, list[Node]]]:
