@@ -137,7 +137,10 @@ def half_of(*outputs: str) -> GraphModule:
 
     for number, what in enumerate(outputs):
         given[number].meta["val"] = torch.empty(4, dtype=torch.bfloat16)
-        whole = cast(given[number], torch.float32, 4)
+        gradient = given[number]
+        if what == "rounded":
+            gradient = cast(cast(gradient, torch.float64, 4), torch.bfloat16, 4)
+        whole = cast(gradient, torch.float32, 4)
         whole = call(torch.ops.aten.view.default, whole, [4], gives=torch.float32, size=4)  # as a DTensor makes
         reduced = call(SUM, whole, "sum", 2, "0", gives=torch.float32)
         compat.annotate(reduced, "sftkit_weight", f"weight {number}")
@@ -182,6 +185,18 @@ def test_the_last_adds_to_the_sum_before_it_reduces_and_casts_without_a_copy() -
     (added,) = last.graph.find_nodes(op="call_function", target=TAKEN)
     assert added.args[0] is given
     assert [list(user.args[:1]) for user in added.users] == [[added]], "which is what is reduced"
+
+
+def test_a_cast_that_rounds_stays_before_the_addition() -> None:
+    last = half_of("rounded")
+    fork = reduce_once.fork_backward(last, several=True)
+    assert fork is not None
+    assert fork.middle is not None
+    for half in (last, fork.middle):
+        (added,) = half.graph.find_nodes(op="call_function", target=TAKEN)
+        source: Any = added.args[1]
+        assert source.meta["val"].dtype == torch.bfloat16
+        assert source.all_input_nodes[0].meta["val"].dtype == torch.float64
 
 
 def test_a_gradient_that_is_more_than_reductions_is_reduced_every_time() -> None:

@@ -231,8 +231,8 @@ def _inputs_for(graph: GraphModule, sums: dict[GradientKey, Tensor]) -> list[Nod
 def _added(graph: Graph, given: Node, whole: Node) -> Node:
     """Add a gradient to a sum as soon as it is there, in the sum's dtype."""
     # What is summed in fp32 was cast for that. The addition casts as it reads, to the same bits and without a copy.
-    source, dtype = whole, given.meta["val"].dtype
-    while _only_casts(source) and torch.promote_types(source.all_input_nodes[0].meta["val"].dtype, dtype) == dtype:
+    source = whole
+    while _only_widens(source):
         source = source.all_input_nodes[0]
     with graph.inserting_after(whole):
         added = graph.call_function(torch.ops.aten.add.Tensor, (given, source))
@@ -240,12 +240,14 @@ def _added(graph: Graph, given: Node, whole: Node) -> Node:
     return added
 
 
-def _only_casts(node: Node) -> bool:
-    """Return whether a node gives what it reads, in another dtype or as a view of the same shape."""
+def _only_widens(node: Node) -> bool:
+    """Return whether a node gives the very numbers that it reads, in a wider dtype or as a view of the same shape."""
     name = compat.schema_name(node)
-    return name in CASTS or (
-        name == "aten::view" and node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape
-    )
+    if name not in CASTS and name != "aten::view":
+        return False
+    value, read = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    # A cast that rounds stays: without it the sum would have other bits than a reduction in each micro-batch reads.
+    return value.shape == read.shape and torch.promote_types(read.dtype, value.dtype) == value.dtype
 
 
 def _erase_unread(graph: Graph, nodes: Sequence[Node]) -> None:
