@@ -68,7 +68,7 @@ def _address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constex
 
 # Triton would compile kernels of their own for a number of rows that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["rows"])
-def _adamw(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
+def _adamw(
     table,
     rows,
     clip,

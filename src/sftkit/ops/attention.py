@@ -161,7 +161,7 @@ def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
             )
 
 
-def attend(  # noqa: PLR0913 - transformers calls it
+def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

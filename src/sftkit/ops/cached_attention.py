@@ -14,7 +14,7 @@ from torch.nn import functional as F
 IMPLEMENTATION = "sftkit_cached"
 
 
-def attend_cached(  # noqa: PLR0913 - transformers calls it
+def attend_cached(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

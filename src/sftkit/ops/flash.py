@@ -60,7 +60,7 @@ def fa4() -> ModuleType:
 
 
 @torch.library.custom_op("sftkit::document_attention", mutates_args=())
-def document_attention(  # noqa: PLR0913 - an operator takes tensors and numbers
+def document_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -242,7 +242,7 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
 document_attention.register_autograd(_backward, setup_context=_save)
 
 
-def _pair_flops(  # noqa: PLR0913 - as the operator
+def _pair_flops(
     query_shape: Sequence[int],
     value_shape: Sequence[int],
     cu_seqlens: Sequence[int],

@@ -92,7 +92,7 @@ class _LinearNLL(torch.autograd.Function):
     """Forward computes the gradients of the loss sum; backward scales them by the incoming gradient."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd sees tensors that are arguments themselves
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -120,7 +120,7 @@ class _LinearNLL(torch.autograd.Function):
 
 
 @torch.library.custom_op("sftkit::linear_nll", mutates_args=())
-def _linear_nll(  # noqa: PLR0913 - an operator takes tensors and numbers
+def _linear_nll(
     hidden: Tensor,
     head: Tensor,
     bias: Tensor | None,

@@ -83,7 +83,7 @@ def _exp_avg_sq(old: torch.Tensor, grad: torch.Tensor, clip: torch.Tensor, rate2
 
 
 # foreach_map gives an operator each list of tensors as an argument of its own.
-def _weight(  # noqa: PLR0913 - as many as the update has operands
+def _weight(
     old: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,

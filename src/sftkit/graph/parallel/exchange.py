@@ -84,7 +84,7 @@ class _Exchanged(torch.autograd.Function):
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd hands arguments over by place
+    def forward(
         ctx: Any,
         rows: Tensor,
         sizes: Tensor,
