@@ -1,0 +1,192 @@
+"""Mutations of the product's code, one wrong line each: `run.py` finds out which are caught by a row of a run's
+proof.json, which by a test, and which by nothing.
+
+A mutation replaces a text that occurs once in its file. `tests/test_mutations.py` holds the plan to the tree.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """One wrong line."""
+
+    file: str
+    "under src/sftkit"
+    what: str
+    "what goes wrong, in a few words; the name of the mutation"
+    old: str
+    new: str
+    tests: str
+    "files or folders under tests/, with spaces between, that should catch it; tried in this order"
+
+    @property
+    def room(self) -> str:
+        """Return the room that the file belongs to."""
+        return self.file.split("/")[0]
+
+
+M = Mutation
+MUTATIONS = [
+    # ---- data
+    M("data/batches/collate.py", "targets are not shifted",
+      "np.where(examples.is_target[source + 1], examples.ids[source + 1], IGNORE)",
+      "np.where(examples.is_target[source], examples.ids[source], IGNORE)", "data/test_collate.py"),
+    M("data/batches/collate.py", "every token is a target",
+      "targets[at] = np.where(examples.is_target[source + 1], examples.ids[source + 1], IGNORE)",
+      "targets[at] = examples.ids[source + 1]", "data/test_collate.py"),
+    M("data/batches/collate.py", "positions run on through a row",
+      "position_ids[at] = within", "position_ids[at] = at % row_length", "data/test_collate.py"),
+    M("data/batches/collate.py", "documents of a row share a number",
+      "doc_ids[at] = np.repeat(number_in_row, lengths)", "doc_ids[at] = 0 * np.repeat(number_in_row, lengths)",
+      "data/test_collate.py"),
+    M("data/batches/pack.py", "worst fit instead of best fit",
+      "at = bisect.bisect_left(open_rows, (length, -1))", "at = len(open_rows) - 1 if open_rows and open_rows[-1][0] >= length else len(open_rows)",
+      "data/test_pack.py"),
+    M("data/batches/pack.py", "a row takes one document more than its slots",
+      "len(rows[row]) < docs_per_row", "len(rows[row]) <= docs_per_row", "data/test_pack.py"),
+    M("data/batches/epoch.py", "every epoch has the same order",
+      "np.random.default_rng([seed, epoch])", "np.random.default_rng([seed, 0])", "data/test_order.py data/test_pack.py"),
+    M("data/batches/epoch.py", "the last incomplete batch is dropped",
+      "rows += [()] * (-len(rows) % layout.rows(row_length))", "rows = rows[: len(rows) // layout.rows(row_length) * layout.rows(row_length)]",
+      "data/test_order.py data/test_pack.py"),
+    M("data/batches/balance.py", "rows are not balanced over ranks",
+      "assigned[micro, np.argsort(totals, kind=\"stable\")] = shares[most_expensive_first]",
+      "assigned[micro] = shares[most_expensive_first]", "data/test_balance.py"),
+    M("data/batches/balance.py", "a window counts one key too many",
+      "ramp = np.minimum(lengths, window)", "ramp = np.minimum(lengths, window + 1)", "data/test_balance.py tracking"),
+    M("data/batches/buckets.py", "the last bucket is too short",
+      "np.minimum(-(-lengths // _MULTIPLE) * _MULTIPLE, max_length)", "np.minimum(lengths // _MULTIPLE * _MULTIPLE, max_length)",
+      "data/test_buckets.py"),
+    M("data/tokens/text.py", "a text does not end with eos",
+      "if ids[-1:] != [eos]:\n        ids.append(eos)", "if ids[-1:] != [eos]:\n        pass", "data"),
+    M("data/tokens/text.py", "a token between two chunks is learned by neither",
+      "chunks = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]",
+      "chunks = [ids[i : i + max_length] for i in range(0, len(ids) - 1, max_length)]", "data"),
+    M("data/tokens/text.py", "bos is learned twice",
+      "if ids[:2] == [bos, bos]:", "if False:", "data"),
+    # ---- objectives and ops
+    M("objectives/next_token.py", "the loss is monitored with z-loss",
+      "Sums(found.loss, {\"nll\": found.nll,", "Sums(found.loss, {\"nll\": found.loss.detach(),", "objectives ops"),
+    M("ops/linear_cross_entropy.py", "label smoothing takes the sum of the logits",
+      "objective += smoothing * (lse - x.mean(1))", "objective += smoothing * (lse - x.sum(1))", "ops"),
+    M("ops/linear_cross_entropy.py", "z-loss has half its gradient",
+      "(1 + 2 * options.z_loss * lse)", "(1 + options.z_loss * lse)", "ops"),
+    M("ops/linear_cross_entropy.py", "only the last chunk makes the head's gradient",
+      "beta = 0.0 if first else 1.0", "beta = 0.0", "ops"),
+    M("ops/linear_cross_entropy.py", "padding of the vocabulary gets probability",
+      "_cross_entropy_(logits[:, :tokens], targets[rows]", "_cross_entropy_(logits, targets[rows]", "ops models"),
+    M("ops/attention.py", "documents see each other",
+      "(doc_ids[:, :, None] == doc_ids[:, None, :])", "(doc_ids[:, :, None] >= 0)", "ops"),
+    M("ops/attention.py", "a sliding window is one key wider",
+      "positions[:, None] - positions < window", "positions[:, None] - positions <= window", "ops"),
+    M("ops/attention.py", "scores are scaled twice",
+      "scale = scaling if scaling is not None else query.shape[-1] ** -0.5", "scale = (scaling or 1.0) * query.shape[-1] ** -0.5", "ops models"),
+    # ---- engine
+    M("engine/step.py", "gradients are divided by the micro-batches too",
+      "sums.loss * (gradient_scale(rt) / max(divisor, 1))", "sums.loss * (gradient_scale(rt) / max(divisor, 1) / 2)", "engine"),
+    M("engine/step.py", "the first of several micro-batches is lost",
+      "self._sums[i].add_(parameter.grad)", "self._sums[i].copy_(parameter.grad)", "engine"),
+    M("engine/step.py", "a loss that is not finite does not skip the step",
+      "nonfinite_loss = (~totals[LOSS].isfinite()).to(share.dtype)", "nonfinite_loss = torch.zeros_like(share)", "engine train"),
+    # ---- optim
+    M("optim/gradients.py", "clipping by the squared norm",
+      "(max_norm / (norm + 1e-6)).clamp(max=1.0)", "(max_norm / (norm * norm + 1e-6)).clamp(max=1.0)", "optim"),
+    M("optim/gradients.py", "small gradients are scaled up",
+      "(max_norm / (norm + 1e-6)).clamp(max=1.0)", "max_norm / (norm + 1e-6)", "optim"),
+    M("optim/gradients.py", "a replica's norm counts once for each rank",
+      "_sum_of_squares(grads) / copies for copies, grads", "_sum_of_squares(grads) for copies, grads", "optim engine parallel"),
+    M("optim/build.py", "norms and biases decay",
+      "groups.append({**groups[-1], \"params\": others, \"weight_decay\": 0.0})", "groups.append({**groups[-1], \"params\": others})", "optim"),
+    M("optim/build.py", "embeddings decay",
+      "matrices = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]", "matrices = [p for p in trained if p.ndim >= 2]", "optim"),
+    M("optim/formula.py", "an update is a tenth too large",
+      "weight = old.weight - (scalars.decay * old.weight + step_size * direction)",
+      "weight = old.weight - (scalars.decay * old.weight + 1.1 * step_size * direction)", "optim"),
+    M("optim/formula.py", "no bias correction of the second moment",
+      "direction = exp_avg / (exp_avg_sq.sqrt() / root2 + scalars.eps)", "direction = exp_avg / (exp_avg_sq.sqrt() + scalars.eps)", "optim"),
+    M("optim/formula.py", "masters are rounded to nearest",
+      "stochastic_round(new.weight, bits.noise(rounded)[0])", "new.weight.to(rounded.dtype)", "optim"),
+    M("optim/muon.py", "Muon without Nesterov's momentum scale",
+      "alpha=-group[\"lr\"] * 0.2 * max(params[0].shape) ** 0.5", "alpha=-group[\"lr\"] * 0.2", "optim"),
+    M("optim/schedule.py", "the warm-up is one step late",
+      "return optim.lr * step / warmup", "return optim.lr * (step - 1) / warmup", "optim"),
+    M("optim/schedule.py", "a cosine that ends at its middle",
+      "0.5 * (1 + math.cos(math.pi * progress))", "0.5 * (1 + math.cos(math.pi * progress / 2))", "optim"),
+    # ---- models
+    M("models/vocabulary.py", "a new row is zeros",
+      "return total / rows", "return total * 0", "models"),
+    M("models/padding.py", "logits of padding stay",
+      "return logits[..., :tokens]", "return logits", "models"),
+    M("models/structure.py", "the head counts for every token",
+      "counted.head * work.targets", "counted.head * work.tokens", "models tracking"),
+    M("models/structure.py", "all experts count",
+      "idle = 1.0 - config.num_experts_per_tok / experts", "idle = 0.0", "models"),
+    # ---- tracking
+    M("tracking/meter.py", "targets are a share of positions",
+      "100.0 * self._targets / max(self._tokens, 1)", "100.0 * self._targets / max(self._positions, 1)", "tracking train"),
+    M("tracking/meter.py", "padding counts as tokens a second",
+      "\"perf/tok_per_sec\": self._tokens / seconds", "\"perf/tok_per_sec\": self._positions / seconds", "tracking train"),
+    M("tracking/meter.py", "the MFU of several GPUs is that of one",
+      "peak = self._peak * self._rt.world_size if self._peak else None", "peak = self._peak", "tracking train"),
+    M("tracking/spikes.py", "a spike enters the history",
+      "torch.where(usable & ~skipped, later, self._history)", "torch.where(usable, later, self._history)", "tracking"),
+    M("tracking/progress.py", "tokens of earlier starts are forgotten",
+      "(self.tokens + tokens, self.targets + targets,", "(tokens, self.targets + targets,", "tracking train"),
+    # ---- evals
+    M("evals/validation.py", "bits per byte in nats",
+      "nll / math.log(2) / num_bytes if num_bytes else None", "nll / num_bytes if num_bytes else None", "evals"),
+    M("evals/validation.py", "the loss of a source is that of a byte",
+      "values[f\"{prefix}loss\"] = nll / targets", "values[f\"{prefix}loss\"] = nll / max(num_bytes, 1)", "evals"),
+    M("evals/scoring.py", "a continuation begins one token late",
+      "return context_ids, full_ids[len(context_ids) :]", "return context_ids, full_ids[len(context_ids) + 1 :]", "evals"),
+    # ---- generation
+    M("generation/rows.py", "positions count padding",
+      "(self._mask.cumsum(-1) - 1).clamp(min=0)", "(torch.ones_like(self._mask).cumsum(-1) - 1)", "generation"),
+    M("generation/rows.py", "an answer keeps its end",
+      "if token in stop_ids:\n            self.stop = \"end_of_turn\"\n            return", "if token in stop_ids:\n            self.stop = \"end_of_turn\"", "generation"),
+    # ---- checkpoint and rundir
+    M("checkpoint/checkpoint.py", "the random state is not restored",
+      "restore_random_state(torch.load(file, map_location=\"cpu\", weights_only=True))", "torch.load(file, map_location=\"cpu\", weights_only=True)", "checkpoint train"),
+    M("checkpoint/checkpoint.py", "a checkpoint of other data is resumed",
+      "check_identity(checkpoint.state.get(\"identity\"), self.identity, prefix)", "pass", "checkpoint"),
+    M("checkpoint/checkpoint.py", "a published step is written again",
+      "if step != self._writer.published:  # a published directory is never rewritten", "if True:", "checkpoint"),
+    M("train/due.py", "no checkpoint at the last step",
+      "saves = last or bool(checkpoint.every and step % checkpoint.every == 0)", "saves = bool(checkpoint.every and step % checkpoint.every == 0)", "train"),
+    M("train/loop.py", "the learning rate is that of the step before",
+      "lr = learning_rate(step, total_steps, cfg.optim)", "lr = learning_rate(max(step - 1, 1), total_steps, cfg.optim)", "train"),
+    M("rundir/manifest.py", "a changed file of the same size passes",
+      "if found != entry.sha256:", "if False:", "rundir checkpoint"),
+    # ---- memory
+    M("memory/traffic.py", "an all-reduce sends half",
+      "\"all_reduce\": 2 * share", "\"all_reduce\": share", "memory"),
+    M("memory/estimate.py", "gradients of earlier micro-batches are free",
+      "return 4 if sums_in_fp32(layout, precision) else BYTES[precision]", "return 0", "memory"),
+    # ---- config, launch
+    M("config/rules.py", "any batch divides",
+      "if batch % world_size:", "if False:", "config launch"),
+    M("config/rules.py", "sdpa with packed rows",
+      "if get(\"attention.backend\") == \"sdpa\" and get(\"data.layout\") == \"packed\":", "if False:", "config"),
+    M("launch/launch.py", "fewer GPUs than divide the batch",
+      "processes = max(shared)", "processes = min(shared)", "launch"),
+    # ---- parallel, compile
+    M("compile/watch.py", "recompiles are not counted",
+      "\"compile/recompiles\": len(self._late()),", "\"compile/recompiles\": 0,", "compile"),
+    M("parallel/tensor.py", "gradients of norms are not added up",
+      "torch.distributed.all_reduce(flat, group=mesh.get_group())", "pass", "parallel"),
+    M("parallel/fsdp.py", "replicas of a tensor group are taken for shards",
+      "return mesh[\"shards\"] if topology.replicas == 1 else mesh[\"replicas\", \"shards\"]", "return mesh[\"shards\"]", "parallel"),
+    M("graph/passes/bucketing.py", "buckets of other dtypes are merged",
+      "found.setdefault((bucket, node.target, node.args[1:], node.meta[\"val\"].dtype), []).append(node)",
+      "found.setdefault((bucket, node.target, node.args[1:]), []).append(node)", "graph"),
+    M("reports/collect.py", "the newest run is the oldest",
+      "key=lambda path: -path.stat().st_mtime", "key=lambda path: path.stat().st_mtime", "reports"),
+    M("preflight/costs.py", "padding over all positions",
+      "\"padding_pct\": 100.0 * (1.0 - float(lengths.sum()) / count)", "\"padding_pct\": 100.0 * float(lengths.sum()) / count", "preflight"),
+    M("runtime/watchdog.py", "a hang has no limit",
+      "if idle > self.limit():", "if False:", "runtime train"),
+    M("rundir/lock.py", "an id that a later process has counts as the holder",
+      "abs(process.create_time() - self.started) < _SAME_START and process.status()", "process.status()", "rundir"),
+]
