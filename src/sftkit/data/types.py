@@ -34,6 +34,10 @@ class Row:
     exists."""
     captions: tuple[str, ...] = ()
     "What the picture shows, each a document of its own."
+    learned: bool = True
+    "False: the row is marked as not to be learned, with weight: 0 for example."
+    unused: tuple[str, ...] = ()
+    "Columns that nothing reads, each as findings name it: column quality."
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,21 @@ class Tokenized:
     "of a dropped row: the details, such as its length"
     odd: Mapping[str, str] = field(default_factory=dict)
     "what is odd in it, although it is learned from: reason -> where, and what"
+    unused: tuple[str, ...] = ()
+    "keys of its messages that nothing reads, each as findings name it: message key mood"
 
 
-Kind = Literal["skipped", "dropped", "accepted"]
+Kind = Literal["skipped", "dropped", "accepted", "unused"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Rows of a source with the same fault or oddity."""
+    """Rows of a source with the same fault or oddity, or with the same column that is not used."""
 
     kind: Kind
-    "skipped as bad; dropped although valid; or accepted although odd"
+    "skipped as bad; dropped although valid; accepted although odd; or with a column or key that is unused"
     reason: str
-    "a short text, the same for all of them"
+    "a short text, the same for all of them; of an unused one what it is: column quality"
     rows: int
     first: str
     "file:line of the first one, and what is wrong there"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
+from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, current_message, has_marker, is_empty
 from sftkit.data.reading.readers import loads, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
@@ -76,6 +77,11 @@ def oddities(messages: list[Message], where: str) -> dict[str, str]:
     found: dict[str, str] = {}
     open_calls: list[str | None] = []  # ids of calls whose result has not come yet
     for i, message in enumerate(messages):
+        if message["role"] != "assistant" and has_marker(message["content"]):
+            found.setdefault(
+                "place of a picture in the text",
+                f"{where}: messages[{i}] has <image>, <video> or <audio> in it, and there is nothing to see or hear",
+            )
         calls = message.get("tool_calls") or ()
         # Several calls may be open at once, and their results come in any order.
         if message["role"] == "tool":
@@ -117,6 +123,7 @@ def function_of(call: Message) -> Message:
 
 def _message(message: object, where: str) -> Message:
     """Return a message with checked role, content and tool calls; null keys are dropped."""
+    message = current_message(message, where)
     if not isinstance(message, dict):
         raise wrong_kind(where, message, "an object with role and content", reason="message is not an object")
     # A key with null is one that Arrow has filled in, except for content, where null says that there is none.
@@ -126,10 +133,15 @@ def _message(message: object, where: str) -> Message:
         raise DataError(
             f"{where}: role {json.dumps(role, default=str)} is not one of {', '.join(ROLES)}", reason="unknown role"
         )
+    check_keys(message, where)
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], where)
         if not message["tool_calls"]:
             del message["tool_calls"]
+        elif role != "assistant":
+            raise DataError(
+                f"{where}: tool_calls of role {role}: only an assistant calls tools", reason="malformed tool call"
+            )
     message["content"] = _content(message, where)
     return message
 
@@ -155,6 +167,11 @@ def _content(message: Message, where: str) -> str:
                 f"{where}: content has a part of type {kind}; only text parts can be trained on",
                 reason="content is not text",
             )
+        if marked := [key for key in MARKS if key in part]:
+            raise DataError(
+                f"{where}: a part of the content has {marked[0]}: mark whole messages, or write the parts as messages",
+                reason="marks of parts",
+            )
     return "".join(part["text"] for part in content)
 
 
@@ -169,9 +186,13 @@ def _tool_call(call: Message, where: str) -> Message:
     function = dict(function_of(call))
     if not isinstance(function.get("name"), str):
         raise DataError(f"{where} has no function name", reason="malformed tool call")
-    function["arguments"] = _arguments(function)
+    given = {key: function.pop(key) for key in ARGUMENTS if key in function}
+    if len([key for key, value in given.items() if not is_empty(value)]) > 1:
+        raise DataError(f"{where} has {' and '.join(given)}: keep one", reason="malformed tool call")
+    said = next((value for value in given.values() if not is_empty(value)), given.get("arguments"))
+    function["arguments"] = _arguments({"arguments": said})
     # Ids and whatever else the data has stay, since templates may write them.
-    kept = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
+    kept = {key: value for key, value in call.items() if key not in ("function", "name", *ARGUMENTS)}
     return {"type": "function", **kept, "function": function}
 
 

@@ -12,6 +12,10 @@ from sftkit.runtime.words import counted
 
 MAX_EXAMPLE = 500
 "The most characters of an example: the names of a row's columns may be its whole text."
+MAX_UNUSED = 50
+"The most columns and keys of a source that are counted by name: objects with data as keys have any number."
+MORE_UNUSED = "further columns and keys"
+"Counts each of them in each row."
 DROPPED = {"dropped_too_long": "too long", "dropped_no_target": "without a target"}
 "Tokenized.note of a row that is left out without being bad -> the reason that is reported."
 
@@ -28,6 +32,8 @@ def add(tally: Tally, kind: Kind, reason: str, where: str, rows: int = 1) -> Non
         kind, reason: as in Finding.
         where: file:line of the first of them, and what is wrong there.
     """
+    if kind == "unused" and (kind, reason) not in tally and sum(known == kind for known, _ in tally) >= MAX_UNUSED:
+        reason = MORE_UNUSED
     first = where.replace("\n", "\\n")  # as in errors.DataError
     first = first if len(first) <= MAX_EXAMPLE else f"{first[:MAX_EXAMPLE]}..."
     known = tally.get((kind, reason), Finding(kind, reason, 0, first))
@@ -35,14 +41,23 @@ def add(tally: Tally, kind: Kind, reason: str, where: str, rows: int = 1) -> Non
 
 
 def sort_findings(tally: Tally, repeat: int = 1) -> tuple[Finding, ...]:
-    """Sort findings: rows that are not learned from first, then by frequency. Counts are over `repeat`
-    passes, as for all of a source."""
-    findings = sorted(tally.values(), key=lambda one: (one.kind == "accepted", -one.rows))
+    """Sort findings: rows that are not learned from first, unused columns last, then by frequency. Counts are over
+    `repeat` passes, as for all of a source."""
+    order = {"accepted": 1, "unused": 2}
+    findings = sorted(tally.values(), key=lambda one: (order.get(one.kind, 0), -one.rows))
     return tuple(replace(one, rows=one.rows * repeat) for one in findings)
 
 
 def finding_text(finding: Finding) -> str:
-    """Format a finding: `2 bad rows skipped, not JSON; the first: a.jsonl:7: not JSON: ...`."""
+    """Format a finding: `2 bad rows skipped, not JSON; the first: a.jsonl:7: not JSON: ...`, or `12,000 rows have a
+    column quality, which is not used; the first: a.jsonl:1`."""
+    if finding.reason == MORE_UNUSED:
+        return f"further columns and keys are not used, of more than {MAX_UNUSED}; the first: {finding.first}"
+    if finding.kind == "unused":
+        have = "has" if finding.rows == 1 else "have"
+        return (
+            f"{counted(finding.rows, 'row')} {have} a {finding.reason}, which is not used; the first: {finding.first}"
+        )
     rows = counted(finding.rows, "bad row" if finding.kind == "skipped" else "row")
     return f"{rows} {finding.kind}, {finding.reason}; the first: {finding.first}"
 

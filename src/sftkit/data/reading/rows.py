@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.readers import RawRow, parse_json, parsed, wrong_kind
 from sftkit.data.reading.sharegpt import turn_to_message
 from sftkit.data.types import JsonObject, Row
@@ -14,16 +16,19 @@ from sftkit.errors import DataError
 
 Raw = JsonObject
 
-ACCEPTED = """messages [tools] | conversations (from, value) [tools] | instruction, output [input] |
-instruction, response [context] | prompt, completion | prompt, response | question, choices, answer or answerKey |
-question, answer | image or file_name with caption, captions or text | text | content; \
-beside any conversation: system, chat_template_kwargs"""
+ACCEPTED = """messages | conversations (from, value) | instruction, output [input] [history] |
+instruction, response [context] [history] | prompt, completion [history] | prompt, response [history] |
+question, choices, answer or answerKey | question, answer [context] [history] |
+image or file_name with caption, captions or text | text | content; next to any conversation: system or system_prompt,
+tools or functions, documents, chat_template_kwargs"""
 
 WRONG_COLUMNS = {"row is not an object", "unknown columns", "conversation, not text", "text, not a conversation"} | {
     "nothing for an encoder",
     "a picture",
+    "tokenized row",
+    "preference row",
 }
-"Reasons to refuse a row for its columns, which all rows of a file share."
+"Reasons to reject a row for its columns, which all rows of a file share."
 
 GENERATED = "builtin:"
 "Prefix of the names of pictures that are generated, not read."
@@ -42,21 +47,107 @@ def parse(raw: RawRow) -> Row:
 
 def convert(raw: object, where: str) -> Row:
     """Convert one row as read to a Row; a row of unknown columns is a DataError that lists them. Null
-    columns count as absent."""
+    columns count as absent, and other spellings of a known name (Label, systemPrompt) as that name."""
     if not isinstance(raw, dict):
         raise wrong_kind(f"{where}: the row", raw, "an object with columns", reason="row is not an object")
-    present = {key: value for key, value in raw.items() if value is not None}
+    present = columns.named({key: value for key, value in raw.items() if value is not None}, where)
+    if not columns.is_empty(present.get("input_ids")):
+        raise DataError(
+            f"{where}: a row that is tokenized already (input_ids), which sftkit does not read: give its text or "
+            "messages alone, without input_ids",
+            reason="tokenized row",
+        )
+    fitting = [shape for shape in FORMATS if all(column in present for column in shape.columns)]
+    if not fitting:
+        columns.check_preferences(present, [], where)
+        raise _unknown_columns(raw, list(present), where)
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
-    for columns, make in FORMATS:
-        if all(column in present for column in columns):
-            return _completed(make(present, where), present)
-    null = [key for key in raw if key not in present]
+    shape = fitting[0]
+    row = replace(shape.make(present, where), learned=columns.is_learned(present, where))
+    used = {
+        *shape.columns,
+        *shape.extra,
+        *(name for name in columns.MARKS if columns.understood(name, present.get(name))),
+    }
+    if row.image is not None and row.text is None:
+        return replace(row, unused=columns.unused_columns(present, used, lambda: row.captions))
+    columns.check_media(present, where)
+    if row.messages is None:
+        columns.check_preferences(present, [], where)
+        return replace(row, unused=columns.unused_columns(present, used, lambda: [row.text]))
+    used |= _used_with_answers(present)
+    row = _completed(row, present, shape)
+    if not isinstance(row.messages, list):
+        return row  # as conversation.validated says
+    turns = columns.turns_of(row.messages)
+    used |= {*columns.check_preferences(present, turns, where)}
+    for other in fitting[1:]:
+        used |= _repeated(other, shape, present, turns, where)
+    texts = [text for _, text in turns]
+    _check_context(present, used, texts, where)
+    return replace(row, unused=columns.unused_columns(present, used, lambda: texts))
+
+
+def _unknown_columns(raw: Raw, present: Sequence[str], where: str) -> DataError:
+    null = [key for key, value in raw.items() if value is None]
     empty = f"; null: {', '.join(null)}" if null else ""
     shapes = " ".join(ACCEPTED.split())
-    raise DataError(
+    return DataError(
         f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}",
         reason="unknown columns",
     )
+
+
+def _used_with_answers(raw: Raw) -> set[str]:
+    """Return the columns that are read next to a conversation."""
+    labels = ("label", "kto_tag")
+    unread = {name for name in labels if not columns.understood(name, raw.get(name))}
+    return {*columns.SYSTEM, *columns.WITH_ANSWERS} - unread
+
+
+_CONVERSATIONS = ("messages", "conversations", "instruction", "prompt", "question", "question_stem")
+"First columns of the kinds of rows that are conversations."
+
+
+def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: list[tuple[object, object]], where: str) -> set[str]:
+    """Return the columns of a second conversation in a row if it is the same as the first.
+
+    Raises:
+        DataError: it is another one, so which of the two is meant is not known.
+    """
+    choices = "choices" in shape.columns  # its answer is a letter, and a question with that letter is no other one
+    if (
+        other.columns[0] not in _CONVERSATIONS
+        or {*other.columns} < {*shape.columns}
+        or (choices and len(other.columns) < 3)
+    ):
+        return set()
+    try:
+        second = other.make(raw, where).messages
+    except DataError:
+        return set()  # columns of these names that hold something else
+    if columns.turns_of(second) == turns:
+        return {*other.columns}
+    raise DataError(
+        f"{where}: two conversations that differ: {', '.join(shape.columns)} and {', '.join(other.columns)}. Remove "
+        "the columns of one of them",
+        reason="two conversations",
+    )
+
+
+def _check_context(raw: Raw, used: set[str], texts: Sequence[object], where: str) -> None:
+    """Reject a conversation whose context or input is in none of its messages: its answers would be learned without
+    what they are about."""
+    for name in columns.CONTEXT_COLUMNS:
+        value = raw.get(name)
+        if name in used or columns.is_empty(value):
+            continue
+        if not isinstance(value, str) or not any(isinstance(text, str) and value.strip() in text for text in texts):
+            raise DataError(
+                f"{where}: the column {name} is in none of the messages, so the answer would be learned without it. "
+                "Write it into the question, or remove or rename the column",
+                reason="context outside the messages",
+            )
 
 
 def require_text(row: Row) -> str:
@@ -90,19 +181,20 @@ def require_source_and_texts(row: Row) -> tuple[str, Sequence[str]]:
         if row.text is not None:
             raise _missing(row.image, row.where)
         return row.image, row.captions
-    turns = row.messages or []
-    if [turn["role"] for turn in turns] == ["user", "assistant"]:
+    turns = conversation.validated(row, ()) if row.messages else []
+    plain = not row.tools and not row.template_args and not any(turn.get("tool_calls") for turn in turns)
+    if plain and [turn["role"] for turn in turns] == ["user", "assistant"]:
         return turns[0]["content"], [turns[1]["content"]]
     raise DataError(
         f"{row.where}: neither a picture with captions (image or file_name, and caption, captions or text) nor a "
-        "question with its answer (prompt, completion), one of which this script needs. Texts and conversations are "
-        "for the other stages",
+        "question with its answer (prompt, completion), one of which this script needs. Texts and conversations, also "
+        "those with system texts or tools, are for the other stages",
         reason="nothing for an encoder",
     )
 
 
 def refuse_picture(row: Row) -> None:
-    """Refuse a row that only a model with an encoder learns from."""
+    """Reject a row that only a model with an encoder learns from."""
     if row.image is not None and row.text is None:
         raise DataError(f"{row.where}: a picture with captions, which are for caption_train.py", reason="a picture")
 
@@ -132,42 +224,86 @@ def _turns(user: str, assistant: str) -> list[JsonObject]:
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
-def _completed(row: Row, raw: Raw) -> Row:
-    """Add the columns that any conversation may have beside it: `system`, as its first message, and
-    `chat_template_kwargs`, arguments of the template."""
-    if row.messages is None:
+def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
+    """Add what any conversation may have in columns of its own: turns before it, tools, a system text, arguments of
+    the template. Messages are written as they are today."""
+    where = row.where
+    columns.check_answer_columns(raw, where)
+    row = replace(row, tools=_tools(raw, where), template_args=_template_args(raw, where))
+    if not isinstance(row.messages, list):
         return row
-    system, args = _text(raw, "system", row.where) if "system" in raw else "", raw.get("chat_template_kwargs")
+    messages: list[Any] = [columns.current_message(m, f"{where}: messages[{i}]") for i, m in enumerate(row.messages)]
+    context = row.context_messages
+    if not columns.is_empty(raw.get("history")):
+        if "history" not in shape.extra or not isinstance(raw[shape.columns[0]], str):
+            raise DataError(
+                f"{where}: the column history is for a question that is a text: put its turns into the messages",
+                reason="malformed history",
+            )
+        # Its answers are learned, as LLaMA-Factory does: a question of text is no context that could be learned.
+        messages, context = [*_history(raw["history"], where), *messages], 0
+    # The column and the first message may say the same, as exports of chats do; two different texts are a mistake.
+    system = _system_text(raw, where)
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    if system and first.get("role") in ("system", "developer"):
+        if first.get("content") != system:
+            raise DataError(
+                f"{where}: the column system and the first message are both system texts, and they differ: drop one "
+                "of them, or put both into the first message",
+                reason="two system texts",
+            )
+    elif system:
+        # The system message goes in front, so what is context is one message longer.
+        messages, context = [{"role": "system", "content": system}, *messages], context + 1 if context else 0
+    return replace(row, messages=messages, context_messages=context)
+
+
+def _system_text(raw: Raw, where: str) -> str:
+    """Return the text of the columns system, system_prompt or system_message; empty without one."""
+    texts = {name: _text(raw, name, where) for name in columns.SYSTEM if name in raw}
+    different = list(dict.fromkeys(text for text in texts.values() if text.strip()))
+    if len(different) > 1:
+        raise DataError(
+            f"{where}: {' and '.join(texts)} are different system texts: keep one", reason="two system texts"
+        )
+    return different[0] if different else ""
+
+
+def _history(history: object, where: str) -> list[JsonObject]:
+    """Return the turns of a column history: pairs of a question and its answer, as LLaMA-Factory and ms-swift have."""
+    turns: list[JsonObject] = []
+    for pair in history if isinstance(history, list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise DataError(
+                f"{where}: history is not a list of pairs of texts, a question and its answer",
+                reason="malformed history",
+            )
+        turns += _turns(*pair)
+    return turns
+
+
+def _template_args(raw: Raw, where: str) -> JsonObject | None:
+    """Return the arguments of the template: chat_template_kwargs, and documents for templates that render them."""
+    args, documents = raw.get("chat_template_kwargs"), raw.get("documents")
     if args is not None and not isinstance(args, dict):
-        raise wrong_kind(f"{row.where}: chat_template_kwargs", args, "an object", reason="malformed template arguments")
+        raise wrong_kind(f"{where}: chat_template_kwargs", args, "an object", reason="malformed template arguments")
     if taken := RESERVED & (args or {}).keys():
         raise DataError(
-            f"{row.where}: chat_template_kwargs has {', '.join(sorted(taken))}, which sftkit sets itself",
+            f"{where}: chat_template_kwargs has {', '.join(sorted(taken))}, which sftkit sets itself",
             reason="malformed template arguments",
         )
-    row = replace(row, template_args=args or None)
-    if not system.strip() or not isinstance(row.messages, list):
-        return row
-    # The column and the first message may say the same, as exports of chats do; two different texts are a mistake.
-    first = row.messages[0] if row.messages and isinstance(row.messages[0], dict) else {}
-    if first.get("role") in ("system", "developer"):
-        if first.get("content") == system:
-            return row
-        raise DataError(
-            f"{row.where}: the column system and the first message are both system texts, and they differ: drop one "
-            "of them, or put both into the first message",
-            reason="two system texts",
-        )
-    # The system message goes in front, so what is context is one message longer.
-    context = row.context_messages + 1 if row.context_messages else 0
-    return replace(row, messages=[{"role": "system", "content": system}, *row.messages], context_messages=context)
+    if columns.is_empty(documents):
+        return args or None
+    if not isinstance(documents, list):
+        raise wrong_kind(f"{where}: documents", documents, "a list", reason="malformed template arguments")
+    return {**(args or {}), "documents": documents}
 
 
 # ---- one function for each shape -------------------------------------------------------------------------------------
 
 
 def _messages(raw: Raw, where: str) -> Row:
-    return Row(where, messages=raw["messages"], tools=_tools(raw, where))
+    return Row(where, messages=raw["messages"])
 
 
 def _conversations(raw: Raw, where: str) -> Row:
@@ -175,41 +311,51 @@ def _conversations(raw: Raw, where: str) -> Row:
     turns = raw["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f"{where}: conversations is not a list of objects", reason="malformed conversations")
-    messages = [turn_to_message(turn, f"{where}: conversations[{i}]") for i, turn in enumerate(turns)]
-    return Row(where, messages=messages, tools=_tools(raw, where))
+    places = [f"{where}: conversations[{i}]" for i in range(len(turns))]
+    messages = [turn_to_message(columns.named(turn, at), at) for turn, at in zip(turns, places, strict=True)]
+    return Row(where, messages=messages)
 
 
-def _question(question: str, answer: str, extra: str | None = None) -> Callable[[Raw, str], Row]:
+def _question(question: str, answer: str) -> Callable[[Raw, str], Row]:
     """Return a converter of questions with answers as published: Alpaca (input, output) and Dolly (context, response),
     whose extra text goes below the instruction, and GSM8K, with reasoning and calculator marks in the answer."""
 
     def make(raw: Raw, where: str) -> Row:
-        asked, more = _text(raw, question, where), raw.get(extra) if extra else None
-        if isinstance(more, str) and more.strip():
-            asked = f"{asked}\n\n{more}"
-        return Row(where, messages=_turns(asked, _text(raw, answer, where)))
+        asked = _text(raw, question, where)
+        below = [_text(raw, name, where) for name in columns.CONTEXT_COLUMNS if not columns.is_empty(raw.get(name))]
+        if len({text.strip() for text in below}) > 1:
+            raise DataError(
+                f"{where}: {' and '.join(columns.CONTEXT_COLUMNS)} are two texts: put one of them into the question",
+                reason="context outside the messages",
+            )
+        return Row(where, messages=_turns("\n\n".join([asked, *below[:1]]), _text(raw, answer, where)))
 
     return make
 
 
-def _prompt(raw: Raw, where: str) -> Row:
-    """Convert prompt and completion (or response): two texts, or two lists of messages. Of the
-    prompt nothing is learned."""
-    answer = "completion" if "completion" in raw else "response"
-    sides: list[list[JsonObject]] = []
-    for column, role in (("prompt", "user"), (answer, "assistant")):
-        value = raw[column]
-        if not isinstance(value, str | list):
-            raise wrong_kind(f"{where}: {column}", value, "text or a list of messages", reason="column is not text")
-        sides.append([{"role": role, "content": value}] if isinstance(value, str) else value)
-    given, learned = sides
-    return Row(where, messages=[*given, *learned], tools=_tools(raw, where), context_messages=len(given))
+def _prompt(answer: str) -> Callable[[Raw, str], Row]:
+    """Return a converter of prompt and completion (or response): two texts, or two lists of messages. Of the prompt
+    nothing is learned."""
+
+    def make(raw: Raw, where: str) -> Row:
+        sides: list[list[JsonObject]] = []
+        for column, role in (("prompt", "user"), (answer, "assistant")):
+            value = raw[column]
+            if not isinstance(value, str | list):
+                raise wrong_kind(f"{where}: {column}", value, "text or a list of messages", reason="column is not text")
+            sides.append([{"role": role, "content": value}] if isinstance(value, str) else value)
+        given, learned = sides
+        return Row(where, messages=[*given, *learned], context_messages=len(given))
+
+    return make
 
 
-def _choices(raw: Raw, where: str) -> Row:
-    """Convert MMLU (choices: list, answer: index) and ARC (choices: text and label, answerKey: a label)."""
-    question = _text(raw, "question" if "question" in raw else "question_stem", where)
-    given, key = raw["choices"], raw.get("answerKey", raw.get("answer"))
+def _choices(asked: str, answer: str) -> Callable[[Raw, str], Row]:
+    """Return a converter of MMLU (choices: list, answer: index) or ARC (choices: text and label, answerKey: a label)."""
+    return lambda raw, where: _multiple_choice(_text(raw, asked, where), raw["choices"], raw[answer], where)
+
+
+def _multiple_choice(question: str, given: object, key: object, where: str) -> Row:
     choices, labels = (given.get("text"), given.get("label")) if isinstance(given, dict) else (given, None)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise DataError(
@@ -257,22 +403,36 @@ def _missing(image: str, where: str) -> DataError:
     return DataError(f"{where}: {image}: no such picture", reason="picture is missing")
 
 
-FORMATS: tuple[tuple[tuple[str, ...], Callable[[Raw, str], Row]], ...] = (
-    *((pair, _picture(*pair)) for pair in product(("image", "file_name"), ("captions", "caption", "text"))),
-    (("messages",), _messages),
-    (("conversations",), _conversations),
-    (("instruction", "output"), _question("instruction", "output", "input")),
-    (("instruction", "response"), _question("instruction", "response", "context")),
-    (("prompt", "completion"), _prompt),
-    (("prompt", "response"), _prompt),
-    (("question", "choices", "answerKey"), _choices),
-    (("question_stem", "choices", "answerKey"), _choices),
-    (("question", "choices", "answer"), _choices),
-    (("question", "answer"), _question("question", "answer")),
-    (("text",), _plain("text")),
-    (("content",), _plain("content")),
+class RowShape(NamedTuple):
+    """One kind of row."""
+
+    columns: tuple[str, ...]
+    "Columns that must be there."
+    make: Callable[[Raw, str], Row]
+    extra: tuple[str, ...] = ()
+    "Further columns that it reads."
+
+
+_QA = (*columns.CONTEXT_COLUMNS, "history")
+_CAPTIONED = ("captions", "caption")
+FORMATS = (
+    *(RowShape(pair, _picture(*pair)) for pair in product(("image", "file_name"), _CAPTIONED)),
+    RowShape(("image", "text"), _picture("image", "text")),
+    RowShape(("messages",), _messages),
+    RowShape(("conversations",), _conversations),
+    RowShape(("instruction", "output"), _question("instruction", "output"), _QA),
+    RowShape(("instruction", "response"), _question("instruction", "response"), _QA),
+    RowShape(("prompt", "completion"), _prompt("completion"), ("history",)),
+    RowShape(("prompt", "response"), _prompt("response"), ("history",)),
+    RowShape(("question", "choices", "answerKey"), _choices("question", "answerKey")),
+    RowShape(("question_stem", "choices", "answerKey"), _choices("question_stem", "answerKey")),
+    RowShape(("question", "choices", "answer"), _choices("question", "answer")),
+    RowShape(("question", "answer"), _question("question", "answer"), _QA),
+    RowShape(("file_name", "text"), _picture("file_name", "text")),
+    RowShape(("text",), _plain("text")),
+    RowShape(("content",), _plain("content")),
 )
-"Columns that must be there, first match wins; a row with messages and a text column is a conversation."
+"Kinds of rows, the first that fits is taken; a row with messages and a text column is a conversation."
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
@@ -289,11 +449,14 @@ def _text(raw: Raw, column: str, where: str) -> str:
 def _tools(raw: Raw, where: str) -> list[JsonObject] | None:
     """Return tool schemas, given as a list or its JSON text; bare functions are wrapped in
     OpenAI's {type, function}."""
-    tools = raw.get("tools")
-    if tools is None or tools in ("", []):
+    given = {name: raw[name] for name in ("tools", "functions") if not columns.is_empty(raw.get(name))}
+    if len(given) > 1:
+        raise DataError(f"{where}: both tools and functions: keep one", reason="malformed tools")
+    if not given:
         return None
+    [(name, tools)] = given.items()
     if isinstance(tools, str):
-        tools = parse_json(tools, f"{where}: tools")
+        tools = parse_json(tools, f"{where}: {name}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: tools is not a list of objects (or the JSON text of one)", reason="malformed tools")
+        raise DataError(f"{where}: {name} is not a list of objects (or the JSON text of one)", reason="malformed tools")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None

@@ -30,14 +30,19 @@ def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
             f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}", reason="unknown role"
         )
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    content = turn["value"] if role != "function_call" else ""
+    for key, said in {"role": "assistant" if role == "function_call" else role, "content": content}.items():
+        if rest.get(key) not in (None, "", said, turn["from"]):
+            raise DataError(
+                f"{where}: from and value next to a {key} that says something else: keep one of the two",
+                reason="malformed conversations",
+            )
     if role != "function_call":
-        return {**rest, "role": role, "content": turn["value"]}
+        return {**rest, "role": role, "content": content}
     value = turn["value"]
     if isinstance(value, str):
         value = parse_json(value, f"{where}: function_call")
     calls = value if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
-    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
-    tool_calls = [{"type": "function", "function": function} for function in functions]
-    return {**rest, "role": "assistant", "content": "", "tool_calls": tool_calls}
+    return {**rest, "role": "assistant", "content": "", "tool_calls": calls}

@@ -8,19 +8,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.reading import conversation
+from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.conversation import Message
 from sftkit.data.reading.rows import require_conversation
 from sftkit.data.tokens.answers import HISTORY, Finder
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, tokens_inside
 from sftkit.data.tokens.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.tokens.reasoning import Thinking, check_reasoning
-from sftkit.data.tokens.template import render_conversation, special_tokens_of, template_of, unused_arguments
+from sftkit.data.tokens.template import (
+    render_conversation,
+    renders_key,
+    special_tokens_of,
+    template_of,
+    unused_arguments,
+)
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -74,6 +81,9 @@ def tokenize(
     messages = conversation.validated(row, special_tokens_of(tokenizer))
     check_reasoning(messages, row.where)
     skipped = not_learned(row, messages, learning.targets)
+    if not row.learned:
+        counts = Counter({"answers": len(skipped), MARKED: len(skipped)})
+        return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
     finder = Finder(tokenizer, replace(row, messages=without_marks(messages)), learning.thinking)
     unused = unused_arguments(row, finder.template)
     # why answers are not learned, by what is known before rendering
@@ -95,9 +105,10 @@ def tokenize(
     counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
     noted = [one for one in fitted if one.note]
+    keys = columns.unused_keys(checked, partial(renders_key, tokenizer, finder.template))
     if examples:
-        odd = {**conversation.oddities(checked, row.where), **unused}
-        return Tokenized(examples, "truncated" if noted else None, counts, odd=odd)
+        odd = {**conversation.oddities(messages, row.where), **unused}
+        return Tokenized(examples, "truncated" if noted else None, counts, odd=odd, unused=keys)
     if noted:
         return Tokenized([], noted[0].note, counts, noted[0].details)
     return Tokenized([], "dropped_no_target", counts, "none of its answers is to be learned")

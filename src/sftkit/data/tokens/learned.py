@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, TRUTH_MARKS
 from sftkit.data.reading.conversation import Message
 from sftkit.data.types import Row
 from sftkit.errors import DataError
@@ -17,11 +18,11 @@ CONTEXT, MARKED, EARLIER = "not_learned_prompt", "not_learned_marked", "not_lear
 def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int, str]:
     """Return the answers that are context only, by their index in messages, and why.
 
-    A message's own `weight` (OpenAI's fine-tuning format: 0 or 1) and `train` (true or false) hold for every setting of
-    targets: text that is marked as bad is learned by none.
+    A message's own marks hold for every setting of targets, `weight` (OpenAI's fine-tuning format: 0 or 1) and `train`
+    (true or false) and their kin: text that is marked as bad is learned by none. So does a mark of the whole row.
 
     Raises:
-        DataError: a weight or train of another value, or on a message that is not an answer.
+        DataError: a mark of another value, or on a message that is not an answer.
     """
     reasons: dict[int, str] = {}
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
@@ -31,7 +32,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
         if message["role"] != "assistant":
             continue
         # What the data says of an answer counts before what the recipe asks for.
-        if marked is False:
+        if marked is False or not row.learned:
             reasons[i] = MARKED
         elif i < row.context_messages and targets != "all":
             reasons[i] = CONTEXT
@@ -42,23 +43,22 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
 
 def without_marks(messages: list[Message]) -> list[Message]:
     """Return the messages as a template should see them."""
-    return [{key: value for key, value in m.items() if key not in ("weight", "train")} for m in messages]
+    return [{key: value for key, value in m.items() if key not in MARKS} for m in messages]
 
 
 def _marked(message: Message, where: str) -> bool | None:
-    """Return whether the message says that it is learned; None if it says nothing."""
-    if "weight" not in message and "train" not in message:
-        return None
-    weight, train = message.get("weight", 1), message.get("train", True)
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise DataError(
-            f"{where}: weight {weight!r} is not 0 or 1: an answer is learned or it is not", reason="bad weight"
-        )
-    if not isinstance(train, bool):
-        raise DataError(f"{where}: train {train!r} is not true or false", reason="bad train mark")
-    if message["role"] != "assistant" and (message.get("weight") or message.get("train")):
+    """Return whether the message says that it is learned, in all of its marks; None if it says nothing."""
+    marks = {name: message[name] for name in MARKS if name in message}
+    for name, value in marks.items():
+        if name in TRUTH_MARKS and not isinstance(value, bool):
+            raise DataError(f"{where}: {name} {value!r} is not true or false", reason="bad train mark")
+        if value not in (0, 1) or (name in NUMBER_MARKS and isinstance(value, bool)):
+            raise DataError(
+                f"{where}: {name} {value!r} is not 0 or 1: an answer is learned or it is not", reason="bad weight"
+            )
+    if message["role"] != "assistant" and any(marks.values()):
         raise DataError(
             f"{where}: a message of role {message['role']} is marked as learned: only answers are",
             reason="bad train mark",
         )
-    return bool(weight) and train
+    return all(marks.values()) if marks else None

@@ -172,6 +172,8 @@ def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow
             part.counts["skipped_bad"] += 1
             findings.add(part.tally, "skipped", error.reason, str(error))
             continue
+        for name in (*row.unused, *result.unused):
+            findings.add(part.tally, "unused", name, row.where)
         # What became of the row: learned from, dropped, or learned from although something was odd.
         part.counts.update(result.counts)
         if result.note:

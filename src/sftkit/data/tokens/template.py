@@ -13,6 +13,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from sftkit.data.reading.columns import REASONING
 from sftkit.data.reading.conversation import Message
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
@@ -23,8 +24,7 @@ Span = tuple[int, int]
 FIRST_QUESTION, FIRST_ANSWER = "first question", "first answer"
 SECOND_QUESTION, SECOND_ANSWER = "second question", "second answer"
 _REASONED = "first reasoning"
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"Fields of a message that published data keeps the reasoning before an answer in."
+REASONING_KEYS = REASONING
 THINKING_ARGUMENTS = ("enable_thinking", "thinking")
 "Arguments by which published templates are told whether an answer begins with reasoning."
 _FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}\}", re.DOTALL)
@@ -122,7 +122,7 @@ def _render_marked(source: str, messages: list[Message], variables: dict[str, An
     blocks: list[str] = []
     length, spans = 0, _Spans()
     with compiled.environment.activate_tracker([], spans):
-        for block in compiled.generate(messages=messages, documents=None, **variables):
+        for block in compiled.generate(**{"messages": messages, "documents": None, **variables}):
             blocks.append(block)
             length += len(block)
             spans.length = length
@@ -276,14 +276,35 @@ def unused_arguments(row: Row, template: Template) -> dict[str, str]:
     for name, value in unused.items():
         if isinstance(value, str | list | dict) and value:
             raise DataError(
-                f"{row.where}: chat_template_kwargs.{name}: the chat template has no {name} in it, so what it says "
-                "would be lost. Take a template that uses it (model.chat_template), or take it out of the record",
+                f"{row.where}: {'' if name == 'documents' else 'chat_template_kwargs.'}{name}: the chat template has no "
+                f"{name} in it, so what it says would be lost. Take a template that uses it (model.chat_template), or take it out of the record",
                 reason="template does not use an argument",
             )
     if not any(value is not None for value in unused.values()):
         return {}
     names = ", ".join(name for name, value in unused.items() if value is not None)
     return {"template argument without effect": f"{row.where}: chat_template_kwargs: the chat template has no {names}"}
+
+
+@lru_cache(maxsize=1024)
+def renders_key(tokenizer: PreTrainedTokenizerBase, template: Template, role: str, key: str) -> bool:
+    """Return whether a template renders a key of the messages of a role: whether a text there changes the rendering of
+    a small conversation."""
+    if not uses(template.source, key):
+        return False
+    turns: list[Message] = [{"role": "user", "content": FIRST_QUESTION}, {"role": "assistant", "content": FIRST_ANSWER}]
+    if role in ("system", "developer"):
+        turns.insert(0, {"role": role, "content": "system text"})
+    elif role == "tool":
+        called = {"type": "function", "function": {"name": "look", "arguments": {}}}
+        asked = {"role": "assistant", "content": "", "tool_calls": [{**called, "id": "call00001"}]}
+        turns[1:1] = [asked, {"role": role, "content": "result", "tool_call_id": "call00001"}]
+    given = [{**turn, key: "value of a key"} if turn["role"] == role else turn for turn in turns]
+    try:
+        plain, other = (render_conversation(tokenizer, template, Row("probe", messages=m)) for m in (turns, given))
+    except TemplateError:  # not known, so by its text alone
+        return True
+    return plain != other
 
 
 def _find(text: str, part: str) -> Span:

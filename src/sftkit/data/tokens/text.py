@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.data.reading.columns import unused_keys
 from sftkit.data.reading.rows import refuse_picture, require_source_and_texts, require_text
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
+from sftkit.data.tokens.learned import not_learned
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError
 
@@ -22,6 +24,8 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -
     in front where the tokenizer adds one, and eos at the end, each once.
     """
     text = require_text(row)
+    if not row.learned:
+        return Tokenized([], "dropped_no_target", details="the row is marked as not to be learned")
     if not text.strip():
         return Tokenized([], "dropped_no_target", details="an empty text")
     ids = _ids(text, tokenizer)
@@ -55,13 +59,17 @@ def tokenize_captions(
         DataError: the row has nothing for an encoder, or a text is too long and `too_long` is error.
     """
     source, texts = require_source_and_texts(row)
+    if not row.learned or (row.messages and not_learned(replace(row, context_messages=0), row.messages, "assistant")):
+        return Tokenized([], "dropped_no_target", details="marked as not to be learned")
     start, eos = start_id(tokenizer), tokenizer.eos_token_id
     encoded = (encode(tokenizer, text, split_special_tokens=True).ids for text in texts if text.strip())
     whole = [chat.Text(np.array([start, *ids, eos]), np.ones(len(ids) + 2, dtype=bool)) for ids in encoded]
     fitted = [chat.fit(row, one, tokenizer, max_length, too_long) for one in whole]
     made = [replace(example, encoder_source=source) for one in fitted for example in one.examples]
     if made:
-        return Tokenized(made, "truncated" if any(one.note == "truncated" for one in fitted) else None)
+        # What an encoder and its decoder are given is text alone, of two messages.
+        keys = unused_keys(row.messages or (), lambda role, key: False)
+        return Tokenized(made, "truncated" if any(one.note == "truncated" for one in fitted) else None, unused=keys)
     return fitted[-1] if fitted else Tokenized([], "dropped_no_target", details="no text")
 
 

@@ -1,0 +1,331 @@
+"""Columns of a row and keys of a message: those with a meaning are honoured or rejected, metadata is ignored, and all
+others are counted as unused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache
+
+from sftkit.data.reading.readers import wrong_kind
+from sftkit.data.types import JsonObject
+from sftkit.errors import DataError
+
+SYSTEM = ("system", "system_prompt", "system_message")
+"Columns with the text of the system message."
+CONTEXT_COLUMNS = ("context", "input")
+"Columns whose text belongs to the question."
+WITH_ANSWERS = ("tools", "functions", "documents", "chat_template_kwargs", "mask", "label", "kto_tag", "history")
+"Further columns that have a meaning next to any conversation."
+TRUTH_MARKS, NUMBER_MARKS, FLAG_MARKS = (
+    ("train", "training", "loss"),
+    ("weight", "loss_scale"),
+    ("loss_mask", "step_loss_mask"),
+)
+"Marks of a message or a row: true or false; 0 or 1; one of both."
+MARKS = (*TRUTH_MARKS, *NUMBER_MARKS, *FLAG_MARKS)
+"True or 1: it is learned; false or 0: it is not."
+MARKS_OF_PARTS = ("train_detail", "assistant_masks", "assistant_mask", "completion_mask", "masked")
+"Marks that no rule of sftkit honours: of characters, of tokens, or with the opposite meaning."
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+PREFERENCES = ("chosen", "chosen_messages", "rejected", "rejected_response", "rejected_messages")
+ASSISTANT = ("assistant", "gpt", "model", "chatgpt", "bot")
+"Names of the role that is learned, in a column mask."
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"Fields of an answer that published data keeps the reasoning before it in."
+MESSAGE = ("role", "content", "tool_calls", "tool_call_id", *MARKS, *REASONING)
+"Keys of an answer that are read."
+REJECTED_KEYS = {
+    "refusal": "put its text into content",
+    "audio": "only text is learned",
+    "prefix": "the answer would continue a text that is given: join the two, or put the given part into the question",
+    "partial": "the answer would continue a text that is given: join the two, or put the given part into the question",
+    "mask": "say train: true or train: false",
+    **dict.fromkeys(MARKS_OF_PARTS, "mark whole messages, with train: true or train: false"),
+    **dict.fromkeys(MEDIA, "only text is learned"),
+}
+"Keys of a message that say something which training cannot follow, and what to do instead."
+_METADATA = """
+_id id uuid guid idx index ind row_id hash sha256 md5 source dataset dataset_name subset config split origin
+category categories subject topic domain tags lang language languages model model_name generator url license date
+timestamp created created_at updated_at meta metadata length num_tokens token_count num_turns file_name filename path
+file_path"""
+METADATA = frozenset(_METADATA.split())
+"Names that describe a row or message and say nothing about learning."
+SHAPES = """messages conversations instruction output response prompt completion question question_stem choices answer
+answerKey text content caption captions file_name input_ids from value function_call"""
+"Columns by which rows are recognised, and keys of turns in other shapes."
+_MARKER = re.compile(r"<(image|video|audio)>")
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _snake(name: str) -> str:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.strip())
+    return re.sub(r"[\s-]+", "_", words).casefold()
+
+
+_KNOWN = (*SYSTEM, *CONTEXT_COLUMNS, *WITH_ANSWERS, *PREFERENCES, *MESSAGE, *REJECTED_KEYS, *SHAPES.split())
+_STANDARD = {_snake(name): name for name in _KNOWN}
+
+
+@lru_cache(maxsize=4096)
+def standard_name(name: str) -> str:
+    """Return the known name that a column or key is another spelling of: label for Label, system_prompt for
+    systemPrompt; any other name as it is."""
+    return _STANDARD.get(_snake(name), name)
+
+
+def is_metadata(name: str) -> bool:
+    """Return whether a name describes a row or message and says nothing about learning."""
+    snake = _snake(name)
+    return snake in METADATA or snake.endswith("_id") or snake.startswith(("__", "unnamed:")) or not snake
+
+
+def is_empty(value: object) -> bool:
+    """Return whether a value says nothing: null, blank text, an empty list or object, or NaN, the null of tables."""
+    if isinstance(value, float):
+        return value != value
+    return value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
+
+
+def named(found: JsonObject, where: str) -> JsonObject:
+    """Return a row or message under the known names of its columns or keys.
+
+    Raises:
+        DataError: one of them is there twice, in two spellings and with two values.
+    """
+    if all(standard_name(name) == name for name in found):
+        return found
+    result: JsonObject = {}
+    for name, value in found.items():
+        known = standard_name(name)
+        if known in result and not is_empty(result[known]):
+            if not is_empty(value) and value != result[known]:
+                raise DataError(
+                    f"{where}: {known} is there in two spellings ({name} is one) and with two values: drop one",
+                    reason="one column in two spellings",
+                )
+            continue
+        result[known] = value
+    return result
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def is_learned(row: JsonObject, where: str) -> bool:
+    """Return whether a row says that it is learned, by marks of its own; most rows have none.
+
+    A mark of another kind is something else of the same name, such as a measured `loss` or the `weight` of a parcel as
+    text, and counts as unused: see `understood`.
+
+    Raises:
+        DataError: a weight that is neither 0 nor 1, or marks of tokens or characters.
+    """
+    for name in MARKS_OF_PARTS:
+        if not is_empty(row.get(name)):
+            raise DataError(
+                f"{where}: the column {name} marks parts of what is learned, which is not supported. Mark messages "
+                "(train: true or false) or remove the column",
+                reason="marks of parts",
+            )
+    learned = True
+    for name in MARKS:
+        value = _cell(row.get(name))
+        if isinstance(value, list) and name not in TRUTH_MARKS and value:
+            raise DataError(
+                f"{where}: the column {name} is a list: marks of tokens or messages next to a row are not supported. "
+                "Put marks into the messages (train: true or false)",
+                reason="marks of parts",
+            )
+        if name in NUMBER_MARKS and isinstance(value, int | float) and (isinstance(value, bool) or value not in (0, 1)):
+            raise DataError(
+                f"{where}: the column {name} is {value!r}, not 0 or 1: a row is learned or it is not. Filter or repeat "
+                "rows instead, or remove or rename the column",
+                reason="bad weight",
+            )
+        if understood(name, value):
+            learned = learned and bool(value)
+    return learned
+
+
+def understood(name: str, value: object) -> bool:
+    """Return whether the value of a column label, kto_tag or of a mark is of a kind that says true or false."""
+    value = _cell(value)
+    if name in NUMBER_MARKS:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, bool) or (name in FLAG_MARKS and isinstance(value, int) and value in (0, 1))
+
+
+def _cell(value: object) -> object:
+    """Return the truth value or number that a cell of a CSV file writes out; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().casefold()
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return float(text) if re.search(r"[.e]", text) else int(text)
+    except ValueError:
+        return value
+
+
+def check_answer_columns(row: JsonObject, where: str) -> None:
+    """Reject a conversation whose row says that its answer is a bad one, or that roles are learned which are not.
+
+    Raises:
+        DataError: `label: false` as in KTO, or `mask` with anything but a role that is not learned anyway.
+    """
+    for name in ("label", "kto_tag"):
+        if understood(name, row.get(name)) and _cell(row[name]) is False:
+            raise DataError(
+                f"{where}: {name} is false: the answer is one not to learn. Keep only the rows with {name}: true",
+                reason="answer labelled false",
+            )
+    mask = row.get("mask")
+    if not is_empty(mask) and (not isinstance(mask, str) or mask.strip().casefold() in ASSISTANT):
+        raise DataError(
+            f"{where}: the column mask is {mask!r}, expected the role that is not learned, such as User. The "
+            "assistant's messages are what is learned: mark messages with train: true or false, or remove the column",
+            reason="marks of parts",
+        )
+
+
+def check_media(row: JsonObject, where: str) -> None:
+    """Reject a row of text that has pictures, videos or sound."""
+    for name in MEDIA:
+        if not is_empty(row.get(name)):
+            raise DataError(
+                f"{where}: the column {name} is not empty, and this stage learns from text alone, so what it shows "
+                "would be lost. Remove the row, or the column if the text is complete without it",
+                reason="pictures or sound with a text",
+            )
+
+
+def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where: str) -> list[str]:
+    """Reject a row with a chosen and a rejected answer, unless its own messages end with the chosen one. Return the
+    columns that repeat these messages.
+
+    Args:
+        turns: (role, content) of its messages; empty: a text.
+    """
+    given = [name for name in PREFERENCES if isinstance(row.get(name), str | list | dict) and not is_empty(row[name])]
+    chosen = [name for name in given if name.startswith("chosen")]
+    if not given or (chosen and turns and all(_ends_with(turns, row[name]) for name in chosen)):
+        return chosen
+    raise DataError(
+        f"{where}: a preference row (columns {', '.join(given)}), and SFT learns one answer. Write the chosen one into "
+        "the row's messages, or as completion next to prompt, and remove the columns of the others",
+        reason="preference row",
+    )
+
+
+def _ends_with(turns: list[tuple[object, object]], answer: object) -> bool:
+    if isinstance(answer, str):
+        return answer.strip() == turns[-1][1]
+    last = turns_of(answer)
+    return bool(last) and last == turns[-len(last) :]
+
+
+def turns_of(messages: object) -> list[tuple[object, object]]:
+    """Return (role, content) of the messages that are not from the system, to compare conversations."""
+    found = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    return [
+        (message.get("role"), text.strip() if isinstance(text := message.get("content"), str) else text)
+        for message in found
+        if message.get("role") not in ("system", "developer")
+    ]
+
+
+def unused_columns(row: JsonObject, used: Collection[str], texts: Callable[[], Iterable[object]]) -> tuple[str, ...]:
+    """Return the columns of a row that nothing reads and that are not metadata, as findings count them.
+
+    Args:
+        used: columns that are read.
+        texts: what the row teaches; a column that repeats one of them is not lost.
+    """
+    found = [name for name in row if name not in used and not is_metadata(name) and not is_empty(row[name])]
+    if not found:
+        return ()
+    known = {text.strip() for text in texts() if isinstance(text, str)}
+    lost = (name for name in found if not isinstance(row[name], str) or row[name].strip() not in known)
+    return tuple(f"column {_shown(name)}" for name in lost)
+
+
+def has_marker(text: str) -> bool:
+    """Return whether a text has the place of a picture, video or sound: <image>, which is not closed as a tag is."""
+    found = _MARKER.search(text)
+    return found is not None and f"</{found[1]}>" not in text
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def current_message(message: object, where: str) -> object:
+    """Return a message as it is written today: known names of keys, role tool for function, and tool_calls for
+    function_call (OpenAI until 2023). What is no object stays, for the check of messages."""
+    if not isinstance(message, dict):
+        return message
+    message = named(message, where)
+    if message.get("role") == "function":
+        message = {**message, "role": "tool"}
+    call = message.get("function_call")
+    if call is None:
+        return message
+    if not isinstance(call, dict):
+        raise wrong_kind(f"{where}: function_call", call, "an object with name", reason="malformed tool call")
+    if message.get("tool_calls"):
+        raise DataError(f"{where}: both function_call and tool_calls: keep one", reason="malformed tool call")
+    rest = {key: value for key, value in message.items() if key != "function_call"}
+    return {**rest, "content": message.get("content"), "tool_calls": [{"type": "function", "function": call}]}
+
+
+def check_keys(message: JsonObject, where: str) -> None:
+    """Reject a message with a key that says something which training cannot follow."""
+    for key in REJECTED_KEYS.keys() & message.keys():
+        if not is_empty(message[key]) and message[key] is not False:
+            raise DataError(
+                f"{where}: {key} is not supported in a message: {REJECTED_KEYS[key]}", reason="unsupported message key"
+            )
+
+
+def unused_keys(messages: Iterable[JsonObject], renders: Callable[[str, str], bool]) -> tuple[str, ...]:
+    """Return the keys of messages, of their text parts and of their tool calls that nothing reads and that are not
+    metadata, as findings count them.
+
+    Args:
+        messages: as they were read, checked.
+        renders: returns, of a role and a key, whether the chat template renders it.
+    """
+    found: dict[str, None] = {}
+    for message in messages:
+        role, parts = message["role"], message.get("content")
+        read = MESSAGE if role == "assistant" else (*MARKS, "role", "content", "tool_call_id")
+        for key in message.keys() - {*read}:
+            if not is_metadata(key) and not is_empty(message[key]) and not renders(role, key):
+                found[f"message key {_shown(key)}"] = None
+        for part in parts if isinstance(parts, list) else ():
+            found.update((f"content part key {name}", None) for name in _unread(part, ("type", "text")))
+        for call in message.get("tool_calls") or ():
+            function = call.get("function")
+            found.update((f"tool call key {name}", None) for name in _unread(call, CALL_KEYS))
+            if isinstance(function, dict):
+                found.update((f"tool call key function.{name}", None) for name in _unread(function, CALL_KEYS[2:]))
+    return tuple(sorted(found))
+
+
+ARGUMENTS = ("arguments", "parameters", "args")
+"Keys that hold the arguments of a tool call: OpenAI, Llama, LangChain."
+CALL_KEYS = ("type", "function", "name", *ARGUMENTS)
+"Keys of a tool call."
+
+
+def _unread(value: JsonObject, known: Collection[str]) -> list[str]:
+    return [_shown(k) for k in value if k not in known and not is_metadata(k) and not is_empty(value[k])]
+
+
+def _shown(name: str) -> str:
+    """Return a name for one line of a log, however long it is and whatever it holds."""
+    printable = name if name.isprintable() else repr(name)[1:-1]
+    return printable if len(printable) <= 80 else f"{printable[:80]}..."
