@@ -97,7 +97,7 @@ def test_page_and_data_hold_what_the_files_say(run: Path) -> None:
 def test_page_says_why_rows_were_skipped_or_are_odd_with_the_first_of_each(run: Path) -> None:
     page = write_report(run).read_text()
     for expected in (
-        "Rows left out or odd, by reason",
+        "Rows left out or odd, and columns not used",
         "empty answer",
         "tool result without a call",
         "812",

@@ -18,6 +18,7 @@ from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.loader import Batches, StepDataset
+from sftkit.data.types import Finding
 from sftkit.engine.checks import compile_checks, compiled_check, document_checks
 from sftkit.engine.self_check import DocumentCheck, check_documents
 from sftkit.errors import RecompileError
@@ -195,6 +196,8 @@ def test_shares_of_sources_and_rows_that_were_left_out_are_logged() -> None:
     source = (examples.lengths < 20).astype("int16")
     counts = {"long": {"truncated": 3, "dropped_too_long": 2}, "short": {"skipped_bad": 1, "dropped_no_target": 4}}
     examples = replace(examples, source=source, source_names=("long", "short"), counts=counts)
+    unused = Finding("unused", "column quality", 12, "a:1"), Finding("unused", "message key mood", 1, "a:7")
+    examples = replace(examples, findings={"long": unused, "short": (Finding("skipped", "empty answer", 1, "b:3"),)})
     layout = make_layout_of("packed", examples.lengths, batch=8, micro=8)
     batches = Batches(StepDataset(examples, layout), seed=0)
     meter = Meter(tiny_llama(), NextToken(LossConfig()), batches, cpu_runtime())
@@ -208,6 +211,7 @@ def test_shares_of_sources_and_rows_that_were_left_out_are_logged() -> None:
     assert values["data/share/long"] == pytest.approx(share)
     assert values["data/share/short"] == pytest.approx(1 - share)
     assert (values["data/dropped_rows"], values["data/truncated_rows"]) == (7, 3)
+    assert values["data/unused_columns"] == 2
     assert values["data/target_pct"] == pytest.approx(100 * examples.num_targets.sum() / examples.lengths.sum())
     assert values["perf/step_p50_seconds"] is not None
     assert (values["perf/host_syncs"], values["mem/reserved_gib"]) == (None, None), "there is no device to wait for"

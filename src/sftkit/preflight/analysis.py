@@ -189,13 +189,15 @@ def source_text(source: dict[str, Any]) -> str:
         "skipped_bad": "skipped as bad",
     }
     happened = "".join(f", {source[key]:,} {words}" for key, words in became.items() if source[key])
+    unused = sum(one["kind"] == "unused" for one in source["findings"])
+    happened += f", {unused:,} of their columns and keys not used" * bool(unused)
     counts = ", ".join(counted(source[f"{noun}s"], noun) for noun in ("row", "document", "token"))
     return f"{source['name']}: {counts}, {share:.1f} % targets{happened}"
 
 
 def finding_lines(analysis: dict[str, Any]) -> list[str]:
-    """Return a line for each reason for which rows of a source were left out, or are odd. The log of a run has
-    them by itself."""
+    """Return a line for each reason for which rows of a source were left out, or are odd, and for each column that is
+    not used. The log of a run has them by itself."""
     sources = [*analysis["sources"], *analysis["validation"]]
     return [
         f"{source['name']}: {findings.finding_text(Finding(**one))}" for source in sources for one in source["findings"]

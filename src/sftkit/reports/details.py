@@ -156,9 +156,10 @@ def _answers(sources: Rows) -> Html | None:
 
 
 def _findings(sources: Rows) -> Html | None:
-    """Return a table of why rows were left out, or what is odd in them, with the first example of each."""
+    """Return a table of why rows were left out, what is odd in them, and what of them is not used, with the first
+    example of each."""
     rows = [finding | {"name": source.get("name")} for source in sources for finding in dicts(source.get("findings"))]
-    return _table(rows, FINDINGS, "Rows left out or odd, by reason", text=(1, 3, 4))
+    return _table(rows, FINDINGS, "Rows left out or odd, and columns not used", text=(1, 3, 4))
 
 
 def _layouts(rows: Any) -> Html | None:

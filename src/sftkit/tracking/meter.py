@@ -295,7 +295,13 @@ class ShapeCounts:
 
 
 def skipped_rows(examples: Examples) -> dict[str, float | None]:
-    """Return data/dropped_rows and data/truncated_rows: what became of the training rows before the first step."""
+    """Return data/dropped_rows and data/truncated_rows: what became of the training rows before the first step; and
+    data/unused_columns, the columns and keys of them that nothing reads."""
     totals = sum(map(Counter, examples.counts.values()), Counter[str]())
     dropped = totals["dropped_too_long"] + totals["dropped_no_target"] + totals["skipped_bad"]
-    return {"data/dropped_rows": dropped, "data/truncated_rows": totals["truncated"]}
+    unused = sum(one.kind == "unused" for found in examples.findings.values() for one in found)
+    return {
+        "data/dropped_rows": dropped,
+        "data/truncated_rows": totals["truncated"],
+        "data/unused_columns": unused,
+    }

@@ -80,6 +80,7 @@ METRICS = (
     Metric("data/encoded", "inputs"),
     Metric("data/dropped_rows", "rows"),
     Metric("data/truncated_rows", "rows"),
+    Metric("data/unused_columns", "columns"),
     Metric("data/share/<source>", "0 to 1", "mean"),
     Metric("ckpt/block_seconds", "s", "max"),
     Metric("ckpt/write_seconds", "s", "max"),

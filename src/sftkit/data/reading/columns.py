@@ -17,12 +17,12 @@ CONTEXT_COLUMNS = ("context", "input")
 "Columns whose text belongs to the question."
 WITH_ANSWERS = ("tools", "functions", "documents", "chat_template_kwargs", "mask", "label", "kto_tag", "history")
 "Further columns that have a meaning next to any conversation."
-TRUTH_MARKS, NUMBER_MARKS, FLAG_MARKS = (
-    ("train", "training", "loss"),
-    ("weight", "loss_scale"),
-    ("loss_mask", "step_loss_mask"),
-)
-"Marks of a message or a row: true or false; 0 or 1; one of both."
+TRUTH_MARKS = ("train", "training", "loss")
+"Marks of a message or a row that are true or false."
+NUMBER_MARKS = ("weight", "loss_scale")
+"Marks that are 0 or 1."
+FLAG_MARKS = ("loss_mask", "step_loss_mask")
+"Marks that are 0, 1, true or false."
 MARKS = (*TRUTH_MARKS, *NUMBER_MARKS, *FLAG_MARKS)
 "True or 1: it is learned; false or 0: it is not."
 MARKS_OF_PARTS = ("train_detail", "assistant_masks", "assistant_mask", "completion_mask", "masked")
@@ -34,7 +34,7 @@ ASSISTANT = ("assistant", "gpt", "model", "chatgpt", "bot")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 "Fields of an answer that published data keeps the reasoning before it in."
 MESSAGE = ("role", "content", "tool_calls", "tool_call_id", *MARKS, *REASONING)
-"Keys of an answer that are read."
+"Keys of a message that are read, the reasoning and calls those of an answer."
 REJECTED_KEYS = {
     "refusal": "put its text into content",
     "audio": "only text is learned",
@@ -290,19 +290,24 @@ def check_keys(message: JsonObject, where: str) -> None:
             )
 
 
-def unused_keys(messages: Iterable[JsonObject], renders: Callable[[str, str], bool]) -> tuple[str, ...]:
+def unused_keys(
+    messages: Iterable[JsonObject], renders: Callable[[str, str], bool], *, reasoning: bool = True
+) -> tuple[str, ...]:
     """Return the keys of messages, of their text parts and of their tool calls that nothing reads and that are not
     metadata, as findings count them.
 
     Args:
         messages: as they were read, checked.
         renders: returns, of a role and a key, whether the chat template renders it.
+        reasoning: the reasoning of answers is read.
     """
     found: dict[str, None] = {}
     for message in messages:
         role, parts = message["role"], message.get("content")
-        read = MESSAGE if role == "assistant" else (*MARKS, "role", "content", "tool_call_id")
-        for key in message.keys() - {*read}:
+        unread = message.keys() - {"role", "content", "tool_call_id", *MARKS, *REJECTED_KEYS}
+        if role == "assistant":
+            unread -= {"tool_calls", *(REASONING if reasoning else ())}
+        for key in unread:
             if not is_metadata(key) and not is_empty(message[key]) and not renders(role, key):
                 found[f"message key {_shown(key)}"] = None
         for part in parts if isinstance(parts, list) else ():

@@ -17,6 +17,8 @@ from sftkit.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+NO_MEDIA = "place of a picture in the text"
+"What is odd in a text with a marker of pictures, videos or sound."
 THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 "Reasoning that is written into the content."
 
@@ -79,7 +81,7 @@ def oddities(messages: list[Message], where: str) -> dict[str, str]:
     for i, message in enumerate(messages):
         if message["role"] != "assistant" and has_marker(message["content"]):
             found.setdefault(
-                "place of a picture in the text",
+                NO_MEDIA,
                 f"{where}: messages[{i}] has <image>, <video> or <audio> in it, and there is nothing to see or hear",
             )
         calls = message.get("tool_calls") or ()

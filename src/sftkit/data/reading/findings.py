@@ -54,10 +54,8 @@ def finding_text(finding: Finding) -> str:
     if finding.reason == MORE_UNUSED:
         return f"further columns and keys are not used, of more than {MAX_UNUSED}; the first: {finding.first}"
     if finding.kind == "unused":
-        have = "has" if finding.rows == 1 else "have"
-        return (
-            f"{counted(finding.rows, 'row')} {have} a {finding.reason}, which is not used; the first: {finding.first}"
-        )
+        rows = f"{counted(finding.rows, 'row')} {'has' if finding.rows == 1 else 'have'}"
+        return f"{rows} a {finding.reason}, which is not used; the first: {finding.first}"
     rows = counted(finding.rows, "bad row" if finding.kind == "skipped" else "row")
     return f"{rows} {finding.kind}, {finding.reason}; the first: {finding.first}"
 

@@ -85,6 +85,7 @@ def convert(raw: object, where: str) -> Row:
         used |= _repeated(other, shape, present, turns, where)
     texts = [text for _, text in turns]
     _check_context(present, used, texts, where)
+    used |= {*columns.CONTEXT_COLUMNS}
     return replace(row, unused=columns.unused_columns(present, used, lambda: texts))
 
 
@@ -115,13 +116,10 @@ def _repeated(other: RowShape, shape: RowShape, raw: Raw, turns: list[tuple[obje
     Raises:
         DataError: it is another one, so which of the two is meant is not known.
     """
-    choices = "choices" in shape.columns  # its answer is a letter, and a question with that letter is no other one
-    if (
-        other.columns[0] not in _CONVERSATIONS
-        or {*other.columns} < {*shape.columns}
-        or (choices and len(other.columns) < 3)
-    ):
+    if other.columns[0] not in _CONVERSATIONS or {*other.columns} < {*shape.columns}:
         return set()
+    if "choices" in shape.columns and "choices" not in other.columns:
+        return set()  # a question and its answer, which the choices belong to
     try:
         second = other.make(raw, where).messages
     except DataError:
@@ -351,7 +349,7 @@ def _prompt(answer: str) -> Callable[[Raw, str], Row]:
 
 
 def _choices(asked: str, answer: str) -> Callable[[Raw, str], Row]:
-    """Return a converter of MMLU (choices: list, answer: index) or ARC (choices: text and label, answerKey: a label)."""
+    """Return a converter of MMLU (choices: list, answer: index) or ARC (choices: text, label; answerKey: a label)."""
     return lambda raw, where: _multiple_choice(_text(raw, asked, where), raw["choices"], raw[answer], where)
 
 

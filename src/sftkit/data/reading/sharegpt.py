@@ -45,4 +45,9 @@ def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
     calls = value if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
-    return {**rest, "role": "assistant", "content": "", "tool_calls": calls}
+    return {
+        **rest,
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }

@@ -20,16 +20,8 @@ from sftkit.rundir.files import own_name
 FORMAT = 3
 DECIDING = (
     *("types", "demo/builtin", "demo/documents", "demo/split", "demo/pictures"),
-    *(
-        "reading/arrow",
-        "reading/bad_rows",
-        "reading/columns",
-        "reading/conversation",
-        "reading/findings",
-        "reading/hub",
-        "reading/origin",
-    ),
-    *("reading/readers", "reading/rows", "reading/sharegpt", "reading/slices"),
+    *("reading/arrow", "reading/bad_rows", "reading/columns", "reading/conversation", "reading/findings"),
+    *("reading/hub", "reading/origin", "reading/readers", "reading/rows", "reading/sharegpt", "reading/slices"),
     *("tokens/answer_matcher", "tokens/answers", "tokens/chat", "tokens/encode", "tokens/learned", "tokens/reasoning"),
     *("tokens/sources", "tokens/spans", "tokens/stages", "tokens/template", "tokens/text"),
 )

@@ -275,9 +275,10 @@ def unused_arguments(row: Row, template: Template) -> dict[str, str]:
     unused = {name: value for name, value in (row.template_args or {}).items() if not uses(template.source, name)}
     for name, value in unused.items():
         if isinstance(value, str | list | dict) and value:
+            column = name if name == "documents" else f"chat_template_kwargs.{name}"
             raise DataError(
-                f"{row.where}: {'' if name == 'documents' else 'chat_template_kwargs.'}{name}: the chat template has no "
-                f"{name} in it, so what it says would be lost. Take a template that uses it (model.chat_template), or take it out of the record",
+                f"{row.where}: {column}: the chat template has no {name} in it, so what it says would be lost. Take a "
+                "template that uses it (model.chat_template), or take it out of the record",
                 reason="template does not use an argument",
             )
     if not any(value is not None for value in unused.values()):

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.reading.columns import unused_keys
+from sftkit.data.reading.columns import has_marker, unused_keys
+from sftkit.data.reading.conversation import NO_MEDIA
 from sftkit.data.reading.rows import refuse_picture, require_source_and_texts, require_text
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
@@ -31,7 +32,9 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -
     ids = _ids(text, tokenizer)
     chunks = [ids[i : i + max_length + 1] for i in range(0, len(ids) - 1, max_length)]
     documents = [one for chunk in chunks if (one := chat.document(chunk, np.ones(len(chunk), bool), tokenizer))]
-    return Tokenized(documents) if documents else Tokenized([], "dropped_no_target", details="a text without tokens")
+    if not documents:
+        return Tokenized([], "dropped_no_target", details="a text without tokens")
+    return Tokenized(documents, odd={NO_MEDIA: f"{row.where}: <image>, <video> or <audio>"} if has_marker(text) else {})
 
 
 def tokenize_any(
@@ -68,7 +71,7 @@ def tokenize_captions(
     made = [replace(example, encoder_source=source) for one in fitted for example in one.examples]
     if made:
         # What an encoder and its decoder are given is text alone, of two messages.
-        keys = unused_keys(row.messages or (), lambda role, key: False)
+        keys = unused_keys(row.messages or (), lambda role, key: False, reasoning=False)
         return Tokenized(made, "truncated" if any(one.note == "truncated" for one in fitted) else None, unused=keys)
     return fitted[-1] if fitted else Tokenized([], "dropped_no_target", details="no text")
 

@@ -155,7 +155,7 @@ PANEL_SECTIONS = (
     _section(
         "Data",
         *(curve(f"data/{name}") for name in ("padding_pct", "target_pct", "encoded", "share/<source>")),
-        *(_number(f"data/{name}") for name in ("dropped_rows", "truncated_rows")),
+        *(_number(f"data/{name}") for name in ("dropped_rows", "truncated_rows", "unused_columns")),
         _number("preflight/warnings_count", "0 is right"),
         *(_number(f"preflight/{name}") for name in ("documents", "tokens", "target_pct", "padding_pct")),
         *(_number(f"preflight/{name}") for name in ("duplicate_pct", "epochs", "estimated_gib")),
