@@ -99,7 +99,7 @@ HONOURED: dict[str, tuple[dict[str, Any], str]] = {
                               "user Ask  More. assistant [[Answer.]]"),
     "context that the prompt has": ({"prompt": "More: Ask", "completion": "Answer", "context": "More"},
                                     "user More: Ask. assistant [[Answer.]]"),
-    "input that is NaN": ({**ALPACA, "input": float("nan")}, PLAIN),
+    "NaN": ({**ALPACA, "input": float("nan"), "weight": float("nan"), "tools": float("nan")}, PLAIN),
     "a prompt that is the question": ({**CHAT, "prompt": "Ask"}, PLAIN),
     "two equal conversations": ({**CHAT, **PAIR}, PLAIN),
     "another case": ({"Messages": [{"Role": "user", "Content": "Ask"}, {**ANSWER, "Loss": True}]}, PLAIN),
@@ -127,6 +127,7 @@ CALLS = {
     "function_call next to text": {"messages": [ASK, {**ANSWER, "function_call": {"name": "f", "arguments": {"x": 1}}}]},
     "parameters": call(name="f", parameters={"x": 1}),
     "args": call(name="f", args={"x": 1}),
+    "input": call(name="f", input={"x": 1}),
     "a call of ShareGPT": {"conversations": [{"from": "human", "value": "Ask"}, {"from": "function_call", "value": '{"name": "f", "parameters": {"x": 1}}'}]},
 }  # fmt: skip
 
@@ -144,6 +145,7 @@ def test_a_call_is_learned_however_it_is_written(name: str, tokenizer) -> None:
 def test_tools_of_any_conversation_are_rendered(raw: dict[str, Any], name: str, tokenizer) -> None:
     learned, unused = read({**raw, name: [SCHEMA]}, tokenizer)
     assert (learned.count('"name": "f"'), unused) == (1, ())
+    assert read({**raw, name: [{**SCHEMA, "type": "function"}]}, tokenizer)[0] == learned  # the Responses API's
 
 
 def test_a_result_of_role_function_is_one_of_a_tool(tokenizer) -> None:
@@ -335,7 +337,7 @@ def test_a_text_with_the_place_of_a_picture_is_counted(tokenizer) -> None:
 
 
 def test_columns_next_to_captions_are_counted(tokenizer) -> None:
-    raw = {"image": "builtin:x", "caption": "A cat.", "filename": "x", "instruction": "Describe", "split": "train"}
+    raw = {"image": "builtin:x", "caption": "A cat.", "filename": "x", "instruction": "Describe"}
     row = rows.convert(raw, "a:1")
     assert row.unused == ("column instruction",)
     assert len(text.tokenize_captions(row, tokenizer, max_length=40).examples) == 1

@@ -28,6 +28,7 @@ MARKS = (*TRUTH_MARKS, *NUMBER_MARKS, *FLAG_MARKS)
 MARKS_OF_PARTS = ("train_detail", "assistant_masks", "assistant_mask", "completion_mask", "masked")
 "Marks that no rule of sftkit honours: of characters, of tokens, or with the opposite meaning."
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_MEDIA = frozenset(MEDIA)
 PREFERENCES = ("chosen", "chosen_messages", "rejected", "rejected_response", "rejected_messages")
 ASSISTANT = ("assistant", "gpt", "model", "chatgpt", "bot")
 "Names of the role that is learned, in a column mask."
@@ -35,6 +36,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 "Fields of an answer that published data keeps the reasoning before it in."
 MESSAGE = ("role", "content", "tool_calls", "tool_call_id", *MARKS, *REASONING)
 "Keys of a message that are read, the reasoning and calls those of an answer."
+_MARKS = frozenset((*MARKS, *MARKS_OF_PARTS))
 REJECTED_KEYS = {
     "refusal": "put its text into content",
     "audio": "only text is learned",
@@ -46,7 +48,7 @@ REJECTED_KEYS = {
 }
 "Keys of a message that say something which training cannot follow, and what to do instead."
 _METADATA = """
-_id id uuid guid idx index ind row_id hash sha256 md5 source dataset dataset_name subset config split origin
+_id id uuid guid idx index ind row_id hash sha256 md5 source dataset dataset_name subset config origin
 category categories subject topic domain tags lang language languages model model_name generator url license date
 timestamp created created_at updated_at meta metadata length num_tokens token_count num_turns file_name filename path
 file_path"""
@@ -66,6 +68,7 @@ def _snake(name: str) -> str:
 
 
 _KNOWN = (*SYSTEM, *CONTEXT_COLUMNS, *WITH_ANSWERS, *PREFERENCES, *MESSAGE, *REJECTED_KEYS, *SHAPES.split())
+_NAMES = frozenset(_KNOWN)
 _STANDARD = {_snake(name): name for name in _KNOWN}
 
 
@@ -76,6 +79,7 @@ def standard_name(name: str) -> str:
     return _STANDARD.get(_snake(name), name)
 
 
+@lru_cache(maxsize=4096)
 def is_metadata(name: str) -> bool:
     """Return whether a name describes a row or message and says nothing about learning."""
     snake = _snake(name)
@@ -95,7 +99,7 @@ def named(found: JsonObject, where: str) -> JsonObject:
     Raises:
         DataError: one of them is there twice, in two spellings and with two values.
     """
-    if all(standard_name(name) == name for name in found):
+    if _NAMES.issuperset(found) or all(standard_name(name) == name for name in found):
         return found
     result: JsonObject = {}
     for name, value in found.items():
@@ -123,6 +127,8 @@ def is_learned(row: JsonObject, where: str) -> bool:
     Raises:
         DataError: a weight that is neither 0 nor 1, or marks of tokens or characters.
     """
+    if row.keys().isdisjoint(_MARKS):
+        return True
     for name in MARKS_OF_PARTS:
         if not is_empty(row.get(name)):
             raise DataError(
@@ -194,8 +200,8 @@ def check_answer_columns(row: JsonObject, where: str) -> None:
 
 def check_media(row: JsonObject, where: str) -> None:
     """Reject a row of text that has pictures, videos or sound."""
-    for name in MEDIA:
-        if not is_empty(row.get(name)):
+    for name in row.keys() & _MEDIA:
+        if not is_empty(row[name]):
             raise DataError(
                 f"{where}: the column {name} is not empty, and this stage learns from text alone, so what it shows "
                 "would be lost. Remove the row, or the column if the text is complete without it",
@@ -210,6 +216,8 @@ def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where
     Args:
         turns: (role, content) of its messages; empty: a text.
     """
+    if row.keys().isdisjoint(PREFERENCES):
+        return []
     given = [name for name in PREFERENCES if isinstance(row.get(name), str | list | dict) and not is_empty(row[name])]
     chosen = [name for name in given if name.startswith("chosen")]
     if not given or (chosen and turns and all(_ends_with(turns, row[name]) for name in chosen)):
@@ -248,7 +256,8 @@ def unused_columns(row: JsonObject, used: Collection[str], texts: Callable[[], I
     found = [name for name in row if name not in used and not is_metadata(name) and not is_empty(row[name])]
     if not found:
         return ()
-    known = {text.strip() for text in texts() if isinstance(text, str)}
+    given = texts() if any(isinstance(row[name], str) for name in found) else ()
+    known = {text.strip() for text in given if isinstance(text, str)}
     lost = (name for name in found if not isinstance(row[name], str) or row[name].strip() not in known)
     return tuple(f"column {_shown(name)}" for name in lost)
 
@@ -283,6 +292,8 @@ def current_message(message: object, where: str) -> object:
 
 def check_keys(message: JsonObject, where: str) -> None:
     """Reject a message with a key that says something which training cannot follow."""
+    if message.keys().isdisjoint(REJECTED_KEYS):
+        return
     for key in REJECTED_KEYS.keys() & message.keys():
         if not is_empty(message[key]) and message[key] is not False:
             raise DataError(
@@ -320,8 +331,8 @@ def unused_keys(
     return tuple(sorted(found))
 
 
-ARGUMENTS = ("arguments", "parameters", "args")
-"Keys that hold the arguments of a tool call: OpenAI, Llama, LangChain."
+ARGUMENTS = ("arguments", "parameters", "args", "input")
+"Keys that hold the arguments of a tool call: OpenAI, Llama, LangChain, Anthropic."
 CALL_KEYS = ("type", "function", "name", *ARGUMENTS)
 "Keys of a tool call."
 

@@ -46,11 +46,12 @@ def parse(raw: RawRow) -> Row:
 
 
 def convert(raw: object, where: str) -> Row:
-    """Convert one row as read to a Row; a row of unknown columns is a DataError that lists them. Null
-    columns count as absent, and other spellings of a known name (Label, systemPrompt) as that name."""
+    """Convert one row as read to a Row; a row of unknown columns is a DataError that lists them. Null columns and NaN
+    count as absent, and other spellings of a known name (Label, systemPrompt) as that name."""
     if not isinstance(raw, dict):
         raise wrong_kind(f"{where}: the row", raw, "an object with columns", reason="row is not an object")
-    present = columns.named({key: value for key, value in raw.items() if value is not None}, where)
+    # NaN is the null of tables: the only value that is not equal to itself.
+    present = columns.named({key: value for key, value in raw.items() if value is not None and value == value}, where)
     if not columns.is_empty(present.get("input_ids")):
         raise DataError(
             f"{where}: a row that is tokenized already (input_ids), which sftkit does not read: give its text or "
@@ -67,7 +68,7 @@ def convert(raw: object, where: str) -> Row:
     used = {
         *shape.columns,
         *shape.extra,
-        *(name for name in columns.MARKS if columns.understood(name, present.get(name))),
+        *(name for name in columns.MARKS if name in present and columns.understood(name, present[name])),
     }
     if row.image is not None and row.text is None:
         return replace(row, unused=columns.unused_columns(present, used, lambda: row.captions))
@@ -99,11 +100,13 @@ def _unknown_columns(raw: Raw, present: Sequence[str], where: str) -> DataError:
     )
 
 
-def _used_with_answers(raw: Raw) -> set[str]:
+_WITH_ANSWERS = frozenset((*columns.SYSTEM, *columns.WITH_ANSWERS))
+
+
+def _used_with_answers(raw: Raw) -> frozenset[str]:
     """Return the columns that are read next to a conversation."""
-    labels = ("label", "kto_tag")
-    unread = {name for name in labels if not columns.understood(name, raw.get(name))}
-    return {*columns.SYSTEM, *columns.WITH_ANSWERS} - unread
+    labels = (name for name in ("label", "kto_tag") if name in raw)
+    return _WITH_ANSWERS.difference(name for name in labels if not columns.understood(name, raw[name]))
 
 
 _CONVERSATIONS = ("messages", "conversations", "instruction", "prompt", "question", "question_stem")
@@ -258,6 +261,8 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
 
 def _system_text(raw: Raw, where: str) -> str:
     """Return the text of the columns system, system_prompt or system_message; empty without one."""
+    if raw.keys().isdisjoint(columns.SYSTEM):
+        return ""
     texts = {name: _text(raw, name, where) for name in columns.SYSTEM if name in raw}
     different = list(dict.fromkeys(text for text in texts.values() if text.strip()))
     if len(different) > 1:
@@ -457,4 +462,9 @@ def _tools(raw: Raw, where: str) -> list[JsonObject] | None:
         tools = parse_json(tools, f"{where}: {name}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: {name} is not a list of objects (or the JSON text of one)", reason="malformed tools")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
+    return [tool if "function" in tool else {"type": "function", "function": _bare(tool)} for tool in tools] or None
+
+
+def _bare(tool: JsonObject) -> JsonObject:
+    """Return a function without the type that tools of OpenAI's Responses API have next to its name."""
+    return {key: value for key, value in tool.items() if (key, value) != ("type", "function")}
