@@ -323,6 +323,7 @@ def test_a_row_that_is_marked_is_learned_by_no_stage(mark: dict[str, Any], token
         result = tokenize(rows.convert({**raw, **mark}, "a:1"), tokenizer, max_length=100)
         assert (result.examples, result.note) == ([], "dropped_no_target")
         assert "marked as not to be learned" in result.details
+        assert result.counts.get("not_learned_marked", 0) == (raw is CHAT)
 
 
 def test_a_text_with_the_place_of_a_picture_is_counted(tokenizer) -> None:
@@ -385,6 +386,14 @@ def test_unused_columns_of_a_source_are_counted_and_shown_also_from_the_cache(lo
         assert said[0].startswith("a: 6 rows have a column quality, which is not used; the first: ")
         assert said[0].endswith("a.jsonl:2")
     assert isinstance(examples.ids, np.memmap)
+
+
+def test_keys_of_messages_are_counted_once_a_row(load) -> None:
+    turns = [{**ASK, "name": "Ann"}, {**ANSWER, "mood": 1}, {**ASK, "name": "Bob"}, {**ANSWER, "mood": 2}]
+    for stage in ("sft", "mid"):
+        found = load([CHAT, {"messages": turns}, {"messages": turns[2:]}], stage).findings["a"]
+        assert {one.reason: one.rows for one in found} == {"message key name": 2, "message key mood": 2}
+        assert all(one.first.endswith("a.jsonl:2") for one in found)
 
 
 def test_rows_that_are_dropped_or_rejected_count_their_unused_columns_once_or_not(load) -> None:

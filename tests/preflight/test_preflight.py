@@ -224,6 +224,19 @@ def test_rows_are_told_by_reason_with_the_first_of_each(tmp_path: Path, tokenize
     assert "31m<b>" not in html
 
 
+def test_columns_that_nothing_reads_are_shown_as_text_and_on_the_page(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [*CHATS, *({**chat, "quality <b>": 3} for chat in CHATS)]
+    prepared = Prepared(tmp_path, tokenizer, rows)
+    plain = shown(prepared, 0, force_terminal=False)
+    assert "% targets, 1 of their columns and keys not used" in plain
+    first = f"{tmp_path}/data.jsonl:21"
+    assert f"rows      data: 20 rows have a column quality <b>, which is not used; the first: {first}" in plain
+    html = page("A", prepared.look(), [])
+    assert all(cell in html for cell in (">unused</td>", ">column quality &lt;b&gt;</td>", "data.jsonl:21"))
+
+
 def turns(count: int, number: int) -> dict[str, Any]:
     """A conversation of so many turns, each with reasoning."""
     messages = []
