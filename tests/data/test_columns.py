@@ -105,6 +105,7 @@ HONOURED: dict[str, tuple[dict[str, Any], str]] = {
     "another case": ({"Messages": [{"Role": "user", "Content": "Ask"}, {**ANSWER, "Loss": True}]}, PLAIN),
     "another spelling": ({**CHAT, "systemPrompt": "Be."}, f"system Be.. {PLAIN}"),
     "metadata": ({**CHAT, "id": 1, "source": "s", "prompt_id": 2, "__index_level_0__": 3, "Model": "m"}, PLAIN),
+    "masked false": ({"messages": [ASK, {**ANSWER, "masked": False}], "masked": False}, PLAIN),
     "nothing in it": ({**CHAT, "quality": None, "note": " ", "tags2": [], "images": [], "weight": None}, PLAIN),
     "refusal null": (key(refusal=None, audio=None, annotations=[], function_call=None, prefix=False), PLAIN),
     "text parts": ({"messages": [{**ASK, "content": [{"type": "text", "text": "Ask"}]}, ANSWER]}, PLAIN),
@@ -220,6 +221,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "image": ({"conversations": CHAT["messages"], "image": "a.png"}, "pictures or sound with a text"),
     "audios": ({**PAIR, "audios": ["a.wav"]}, "pictures or sound with a text"),
     "video of a text": ({"text": "Some", "video": {"bytes": "x"}}, "pictures or sound with a text"),
+    "a picture that is not there": ({"image": "a.png", "text": "Some"}, "picture is missing"),
     "images of a message": ({"messages": [{**ASK, "images": ["a.png"]}, ANSWER]}, "unsupported message key"),
     "input_ids": ({"input_ids": [1, 2], "labels": [-100, 2]}, "tokenized row"),
     "input_ids next to messages": ({**CHAT, "input_ids": [1, 2]}, "tokenized row"),
@@ -263,6 +265,8 @@ UNUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "an answer that is no text": ({**CHAT, "question": "Ask", "answer": True}, ("column answer",)),
     "rejected that is a flag": ({**CHAT, "rejected": False}, ("column rejected",)),
     "hints of choices": ({**CHOICES, "hint": "Not x"}, ("column hint",)),
+    "keys of choices": ({**CHOICES, "choices": {"text": ["x", "y"], "label": ["A", "B"], "why": ["a", "b"]}},
+                        ("choices key why",)),
     "a name with control characters": ({**CHAT, "a\nb\x1b[31m": 1}, (r"column a\nb\x1b[31m",)),
     "a name of a message": ({"messages": [{**ASK, "name": "Ann"}, ANSWER]}, ("message key name",)),
     "logprobs": (key(logprobs=[{"a": 1}], annotations=[{"url": "x"}]), ("message key annotations", "message key logprobs")),
@@ -411,7 +415,7 @@ def test_columns_of_which_there_are_too_many_are_counted_together(load) -> None:
     assert len(found) == findings.MAX_UNUSED + 1
     (more,) = [one for one in found if one.reason == findings.MORE_UNUSED]
     assert sum(one.rows for one in found) == 300
-    assert findings.finding_text(more).startswith("further columns and keys are not used, of more than 50; the first: ")
+    assert findings.finding_text(more).startswith("further columns and keys are not used, of more than 20; the first: ")
 
 
 def test_no_name_is_in_two_lists() -> None:

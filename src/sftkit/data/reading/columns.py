@@ -28,14 +28,19 @@ MARKS = (*TRUTH_MARKS, *NUMBER_MARKS, *FLAG_MARKS)
 MARKS_OF_PARTS = ("train_detail", "assistant_masks", "assistant_mask", "completion_mask", "masked")
 "Marks that no rule of sftkit honours: of characters, of tokens, or with the opposite meaning."
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-_MEDIA = frozenset(MEDIA)
+"Columns of rows that show more than text."
 PREFERENCES = ("chosen", "chosen_messages", "rejected", "rejected_response", "rejected_messages")
+"Columns of a good and a bad answer to one question."
 ASSISTANT = ("assistant", "gpt", "model", "chatgpt", "bot")
 "Names of the role that is learned, in a column mask."
 REASONING = ("reasoning_content", "reasoning", "thinking")
 "Fields of an answer that published data keeps the reasoning before it in."
 MESSAGE = ("role", "content", "tool_calls", "tool_call_id", *MARKS, *REASONING)
 "Keys of a message that are read, the reasoning and calls those of an answer."
+ARGUMENTS = ("arguments", "parameters", "args", "input")
+"Keys that hold the arguments of a tool call: OpenAI, Llama, LangChain, Anthropic."
+CALL_KEYS = ("type", "function", "name", *ARGUMENTS)
+"Keys of a tool call."
 _MARKS = frozenset((*MARKS, *MARKS_OF_PARTS))
 REJECTED_KEYS = {
     "refusal": "put its text into content",
@@ -130,7 +135,7 @@ def is_learned(row: JsonObject, where: str) -> bool:
     if row.keys().isdisjoint(_MARKS):
         return True
     for name in MARKS_OF_PARTS:
-        if not is_empty(row.get(name)):
+        if not is_empty(row.get(name)) and row[name] is not False:
             raise DataError(
                 f"{where}: the column {name} marks parts of what is learned, which is not supported. Mark messages "
                 "(train: true or false) or remove the column",
@@ -200,8 +205,10 @@ def check_answer_columns(row: JsonObject, where: str) -> None:
 
 def check_media(row: JsonObject, where: str) -> None:
     """Reject a row of text that has pictures, videos or sound."""
-    for name in row.keys() & _MEDIA:
-        if not is_empty(row[name]):
+    if row.keys().isdisjoint(MEDIA):
+        return
+    for name in MEDIA:
+        if not is_empty(row.get(name)):
             raise DataError(
                 f"{where}: the column {name} is not empty, and this stage learns from text alone, so what it shows "
                 "would be lost. Remove the row, or the column if the text is complete without it",
@@ -294,11 +301,9 @@ def check_keys(message: JsonObject, where: str) -> None:
     """Reject a message with a key that says something which training cannot follow."""
     if message.keys().isdisjoint(REJECTED_KEYS):
         return
-    for key in REJECTED_KEYS.keys() & message.keys():
-        if not is_empty(message[key]) and message[key] is not False:
-            raise DataError(
-                f"{where}: {key} is not supported in a message: {REJECTED_KEYS[key]}", reason="unsupported message key"
-            )
+    for key, advice in REJECTED_KEYS.items():
+        if not is_empty(message.get(key)) and message[key] is not False:
+            raise DataError(f"{where}: {key} is not supported in a message: {advice}", reason="unsupported message key")
 
 
 def unused_keys(
@@ -322,22 +327,19 @@ def unused_keys(
             if not is_metadata(key) and not is_empty(message[key]) and not renders(role, key):
                 found[f"message key {_shown(key)}"] = None
         for part in parts if isinstance(parts, list) else ():
-            found.update((f"content part key {name}", None) for name in _unread(part, ("type", "text")))
+            found.update((f"content part key {name}", None) for name in unread_keys(part, ("type", "text")))
         for call in message.get("tool_calls") or ():
             function = call.get("function")
-            found.update((f"tool call key {name}", None) for name in _unread(call, CALL_KEYS))
+            found.update((f"tool call key {name}", None) for name in unread_keys(call, CALL_KEYS))
             if isinstance(function, dict):
-                found.update((f"tool call key function.{name}", None) for name in _unread(function, CALL_KEYS[2:]))
+                found.update((f"tool call key function.{name}", None) for name in unread_keys(function, CALL_KEYS[2:]))
     return tuple(sorted(found))
 
 
-ARGUMENTS = ("arguments", "parameters", "args", "input")
-"Keys that hold the arguments of a tool call: OpenAI, Llama, LangChain, Anthropic."
-CALL_KEYS = ("type", "function", "name", *ARGUMENTS)
-"Keys of a tool call."
-
-
-def _unread(value: JsonObject, known: Collection[str]) -> list[str]:
+def unread_keys(value: object, known: Collection[str]) -> list[str]:
+    """Return the keys of an object that are neither known nor metadata, as they are shown; none of anything else."""
+    if not isinstance(value, dict):
+        return []
     return [_shown(k) for k in value if k not in known and not is_metadata(k) and not is_empty(value[k])]
 
 

@@ -12,7 +12,7 @@ from sftkit.runtime.words import counted
 
 MAX_EXAMPLE = 500
 "The most characters of an example: the names of a row's columns may be its whole text."
-MAX_UNUSED = 50
+MAX_UNUSED = 20
 "The most columns and keys of a source that are counted by name: objects with data as keys have any number."
 MORE_UNUSED = "further columns and keys"
 "Counts each of them in each row."

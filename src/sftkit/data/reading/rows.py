@@ -65,11 +65,8 @@ def convert(raw: object, where: str) -> Row:
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
     row = replace(shape.make(present, where), learned=columns.is_learned(present, where))
-    used = {
-        *shape.columns,
-        *shape.extra,
-        *(name for name in columns.MARKS if name in present and columns.understood(name, present[name])),
-    }
+    marks = (name for name in columns.MARKS if name in present and columns.understood(name, present[name]))
+    used = {*shape.columns, *shape.extra, *marks, *columns.MARKS_OF_PARTS}
     if row.image is not None and row.text is None:
         return replace(row, unused=columns.unused_columns(present, used, lambda: row.captions))
     columns.check_media(present, where)
@@ -87,7 +84,9 @@ def convert(raw: object, where: str) -> Row:
     texts = [text for _, text in turns]
     _check_context(present, used, texts, where)
     used |= {*columns.CONTEXT_COLUMNS}
-    return replace(row, unused=columns.unused_columns(present, used, lambda: texts))
+    nested = columns.unread_keys(present["choices"], ("text", "label")) if "choices" in shape.columns else []
+    unused = columns.unused_columns(present, used, lambda: texts)
+    return replace(row, unused=(*unused, *(f"choices key {name}" for name in nested)))
 
 
 def _unknown_columns(raw: Raw, present: Sequence[str], where: str) -> DataError:
@@ -383,8 +382,8 @@ def _plain(column: str) -> Callable[[Raw, str], Row]:
 
 def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
     """Return a converter of pictures with captions. A picture is a file, relative to the row's own, or the name of a
-    generated one; captions are one text or several. A record with `text` whose file does not exist counts as plain
-    text, as corpora have columns of file names too."""
+    generated one; captions are one text or several. A record of `file_name` and `text` whose file does not exist
+    counts as plain text, as corpora have columns of file names too."""
 
     def make(raw: Raw, where: str) -> Row:
         name, said = _text(raw, image, where), raw[text]
@@ -395,7 +394,7 @@ def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
             name = str(Path(where).parent / name)
         if name.startswith(GENERATED) or Path(name).is_file():
             return Row(where, image=name, captions=tuple(captions))
-        if text != "text" or not isinstance(said, str):
+        if (image, text) != ("file_name", "text") or not isinstance(said, str):
             raise _missing(name, where)
         return Row(where, text=said, image=name, captions=(said,))
 
@@ -403,7 +402,10 @@ def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
 
 
 def _missing(image: str, where: str) -> DataError:
-    return DataError(f"{where}: {image}: no such picture", reason="picture is missing")
+    return DataError(
+        f"{where}: {image}: no such picture. Without the column that names it the text alone would be read",
+        reason="picture is missing",
+    )
 
 
 class RowShape(NamedTuple):

@@ -110,8 +110,8 @@ def tokenize(
         odd = {**conversation.oddities(messages, row.where), **unused}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd, unused=keys)
     if noted:
-        return Tokenized([], noted[0].note, counts, noted[0].details)
-    return Tokenized([], "dropped_no_target", counts, "none of its answers is to be learned")
+        return Tokenized([], noted[0].note, counts, noted[0].details, unused=keys)
+    return Tokenized([], "dropped_no_target", counts, "none of its answers is to be learned", unused=keys)
 
 
 class Text(NamedTuple):
