@@ -108,7 +108,8 @@ HONOURED: dict[str, tuple[dict[str, Any], str]] = {
     "masked false": ({"messages": [ASK, {**ANSWER, "masked": False}], "masked": False}, PLAIN),
     "nothing in it": ({**CHAT, "quality": None, "note": " ", "tags2": [], "images": [], "weight": None}, PLAIN),
     "refusal null": (key(refusal=None, audio=None, annotations=[], function_call=None, prefix=False), PLAIN),
-    "text parts": ({"messages": [{**ASK, "content": [{"type": "text", "text": "Ask"}]}, ANSWER]}, PLAIN),
+    "text parts": (
+        {"messages": [{**ASK, "content": [{"type": "text", "text": "Ask", "weight": None}]}, ANSWER]}, PLAIN),
     "both labels of choices": ({**CHOICES, "answer": 1},
                                "user Ask  A. x B. y  Answer with the letter.. assistant [[B.]]"),
 }  # fmt: skip

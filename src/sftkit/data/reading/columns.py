@@ -91,11 +91,14 @@ def is_metadata(name: str) -> bool:
     return snake in METADATA or snake.endswith("_id") or snake.startswith(("__", "unnamed:")) or not snake
 
 
+def is_nan(value: object) -> bool:
+    """Return whether a value is NaN, which is not equal to itself."""
+    return isinstance(value, float) and value != value
+
+
 def is_empty(value: object) -> bool:
     """Return whether a value says nothing: null, blank text, an empty list or object, or NaN, the null of tables."""
-    if isinstance(value, float):
-        return value != value
-    return value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
+    return is_nan(value) or value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
 
 
 def named(found: JsonObject, where: str) -> JsonObject:

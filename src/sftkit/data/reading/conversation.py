@@ -169,7 +169,7 @@ def _content(message: Message, where: str) -> str:
                 f"{where}: content has a part of type {kind}; only text parts can be trained on",
                 reason="content is not text",
             )
-        if marked := [key for key in MARKS if key in part]:
+        if marked := [key for key in MARKS if part.get(key) is not None]:
             raise DataError(
                 f"{where}: a part of the content has {marked[0]}: mark whole messages, or write the parts as messages",
                 reason="marks of parts",

@@ -50,8 +50,9 @@ def convert(raw: object, where: str) -> Row:
     count as absent, and other spellings of a known name (Label, systemPrompt) as that name."""
     if not isinstance(raw, dict):
         raise wrong_kind(f"{where}: the row", raw, "an object with columns", reason="row is not an object")
-    # NaN is the null of tables: the only value that is not equal to itself.
-    present = columns.named({key: value for key, value in raw.items() if value is not None and value == value}, where)
+    # NaN is the null of tables.
+    given = {key: value for key, value in raw.items() if not (value is None or columns.is_nan(value))}
+    present = columns.named(given, where)
     if not columns.is_empty(present.get("input_ids")):
         raise DataError(
             f"{where}: a row that is tokenized already (input_ids), which sftkit does not read: give its text or "
