@@ -20,11 +20,11 @@ from helpers import cpu_runtime
 
 from sftkit.errors import ConfigError
 from sftkit.rundir import lock
-from sftkit.rundir.lock import Holder, pid_scope, read_holder, take_lock
+from sftkit.rundir.lock import Holder, pid_scope, process_start, read_holder, take_lock
 from sftkit.rundir.names import LOCK
 from sftkit.runtime.open import open_run
 
-ME = Holder(*pid_scope(), os.getpid(), psutil.Process().create_time(), time.time())
+ME = Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())
 
 
 def holding(do: Callable[[], object]) -> int:
@@ -152,7 +152,7 @@ def test_without_flock_the_record_decides_whether_the_holder_lives(tmp_path: Pat
     held.release()
     assert not (tmp_path / LOCK).exists()
     gone = in_fork_id()
-    for dead in (replace(ME, pid=gone), replace(ME, started=ME.started - 100)):
+    for dead in (replace(ME, pid=gone), replace(ME, after_boot=ME.after_boot - 100)):
         record(tmp_path, dead)
         take_lock(tmp_path).release()
     record(tmp_path, replace(ME, processes="pid:[1]"))
@@ -180,7 +180,7 @@ def test_the_record_of_another_machine_is_believed_unless_the_disk_is_this_machi
         return
     with pytest.raises(ConfigError, match=rf"process {os.getpid()} on node17.*remove .*run/\.lock"):
         take_lock(tmp_path / "run")
-    record(tmp_path / "run", replace(ME, machine="the boot before", started=psutil.boot_time() - 1000))
+    record(tmp_path / "run", replace(ME, machine="the boot before", since=psutil.boot_time() - 1000))
     take_lock(tmp_path / "run").release()
 
 

@@ -66,14 +66,15 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     return recipes
 
 
-def was_stopped(run_dir: Path, since: float, code: int) -> bool:
-    """Return whether the stage that was started at this Unix time was stopped, by a signal or by train.max_minutes.
+def was_stopped(run_dir: Path, earlier: str | None, code: int) -> bool:
+    """Return whether a stage was stopped, by a signal or by train.max_minutes.
 
     Args:
+        earlier: newest_start of its directory before the stage was started.
         code: its exit code, which says so before the first step alone: 128 + the signal's number.
     """
     status = read_status(run_dir)
-    return code > 128 or (status.get("status") in ("stopped", "preempted") and status["time"] >= since)
+    return code > 128 or (status.get("status") in ("stopped", "preempted") and status.get("start_id") != earlier)
 
 
 def evaluate_command(run: RunConfig, eval: EvalConfig) -> list[str]:

@@ -19,6 +19,8 @@ class Failure:
     time: float
     symptom: bool = False
     "it saw only what another rank, whose own error is the cause, did to it"
+    start_id: str = ""
+    "of the start that it ended; see RunStatus.start_id"
 
     def __str__(self) -> str:
         where = f"at step {self.step}" if self.step else "before the first step"

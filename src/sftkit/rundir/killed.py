@@ -79,14 +79,14 @@ def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
     return status | values
 
 
-def report_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, words: list[str]) -> str:
+def report_killed(run_dir: Path, number: signal.Signals, cause: str, earlier: str | None, words: list[str]) -> str:
     """Return the message about a run that was killed. Write it to run_status.json too, unless a surviving rank
     has done so.
 
     Args:
         number: the signal that killed it.
         cause: what has likely sent the signal, in words (runtime.oom.likely_cause).
-        started: Unix time before the run was started.
+        earlier: status.newest_start before the run was started.
         words: script and arguments that started it.
     """
     status = read_status(run_dir)
@@ -95,7 +95,7 @@ def report_killed(run_dir: Path, number: signal.Signals, cause: str, started: fl
         return f"error: the launcher was killed by {number.name}: {cause}\n{run_dir}: the run itself is still at work"
     who = "the run"
     # What is there is of an earlier run.
-    if status.get("time", 0.0) < started:
+    if status.get("start_id") == earlier:
         end = f"It had not begun to train. Start it again: {start_command(words)}"
         return f"error: {who} was killed by {number.name}: {cause}\n{end}"
     # Nobody was left to write the end. Where a rank was, it knows more than the exit code does.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
 import os
 import socket
@@ -29,8 +30,7 @@ _LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "
 _SETTLE_SECONDS = 0.5
 "How long a record without flock is watched: of two starts at a time the one that wrote first sees the other's."
 _SAME_START = 2.0
-"""Seconds by which two readings of a process's start may differ: it is counted from the boot, whose time a clock
-corrects."""
+"Seconds by which two readings of a process's start may differ, on systems that count it from the time of the boot."
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Holder:
     processes: str
     "the pid namespace, in which its id has a meaning"
     pid: int
-    started: float
-    "when the process started, Unix time"
+    after_boot: float
+    "when the process started, as of process_start"
     since: float
     "when it took the lock, Unix time"
 
@@ -59,8 +59,8 @@ class Holder:
     def lives(self) -> bool:
         """Return whether the process still runs, and its id is not a later one's. Only for a holder that `is_here`."""
         try:
-            process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.started) < _SAME_START and process.status() != psutil.STATUS_ZOMBIE
+            same = abs(process_start(self.pid) - self.after_boot) < _SAME_START
+            return same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
@@ -176,12 +176,31 @@ def refuse_at_work(run_dir: Path) -> None:
         raise ConfigError(_lock_message(run_dir / LOCK, read_holder(run_dir / LOCK)))
 
 
+def process_start(pid: int) -> float:
+    """Return the seconds from the boot of this machine to the start of a process, whatever the clock is set to; on
+    systems without /proc, Unix time.
+
+    Raises:
+        psutil.NoSuchProcess: it is gone.
+    """
+    try:
+        # The name of the program, in brackets, may hold anything; the start is the 20th field after it (proc(5)).
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return psutil.Process(pid).create_time()
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return what names this boot of the machine's kernel."""
+    return read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or socket.gethostname()
+
+
 def pid_scope() -> tuple[str, str, str]:
     """Return where a process id has a meaning: host, boot of its kernel, pid namespace. Host names alone may be the
     same on several machines."""
-    host = socket.gethostname()
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return host, read_text(boot).strip() or host, os.readlink(namespace) if namespace.exists() else ""
+    namespace = Path("/proc/self/ns/pid")
+    return socket.gethostname(), boot_id(), os.readlink(namespace) if namespace.exists() else ""
 
 
 def _flock(descriptor: int, path: Path) -> bool:
@@ -218,7 +237,7 @@ def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> Non
         if by_kernel or (holder.is_here() and not holder.lives()):
             return
         raise ConfigError(_lock_message(path, holder, sure=holder.is_here()))
-    if holder.host == host and holder.started < psutil.boot_time():
+    if holder.host == host and holder.since < psutil.boot_time():
         return  # this machine was started again since
     # Another machine's holder is gone for certain only where no other machine can write to this disk.
     if not (by_kernel and _is_local(path)):
@@ -226,8 +245,7 @@ def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> Non
 
 
 def _write(descriptor: int, path: Path, *, by_kernel: bool) -> None:
-    now, started = time.time(), psutil.Process().create_time()
-    text = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), started, now))).encode()
+    text = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time()))).encode()
     # In place: a file that is renamed to this path would not be the one that is locked.
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text, 0)

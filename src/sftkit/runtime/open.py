@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from functools import partial
 from pathlib import Path
 
@@ -37,8 +38,9 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     """
     assert_same_on_ranks(rt, recipe_identity(recipe))
     # One lock for all ranks: not every file system shows a lock to other machines, but all can ask the main rank.
-    place, rt.resumes = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
+    place, rt.resumes, start_id = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
     status = rt.open_status(place)
+    status.start_id = start_id
     status.open(place)
     # Known before anything can fail: by their process ids a rank finds out which one was killed without a word.
     status.neighbours = neighbours(rt)
@@ -73,11 +75,12 @@ def claim_run_dir(rt: Runtime) -> None:
     _is_there(status)
 
 
-def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool]:
+def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool, str]:
     """Lock the directory on the main rank.
 
     Returns:
-        (where to write before the first step; whether this start goes on with the run that is there)
+        (where to write before the first step; whether this start goes on with the run that is there; what names this
+        start)
 
     Raises:
         ConfigError: a run is at work there, or none can begin.
@@ -90,7 +93,7 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool]:
         if read_status(folder).get("status") == "running":  # and the lock was free
             then = "this start resumes from there" if resumes else "train.resume=auto would resume from there"
             rt.print(f"{folder}: the previous run was killed: {where_it_was(folder)}; {then}")
-        return attempt.make_attempt_dir(folder, resumes=resumes), resumes
+        return attempt.make_attempt_dir(folder, resumes=resumes), resumes, secrets.token_hex(8)
     except OSError as error:
         raise ConfigError(f"run.dir={folder}: {error}") from None
 
