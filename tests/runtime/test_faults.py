@@ -253,6 +253,62 @@ def test_a_run_that_has_lost_a_rank_and_is_started_again_by_its_launcher_trains_
     assert run.steps() == list(range(1, 61))
 
 
+def rename(run_dir: Path) -> None:
+    run_dir.rename(run_dir.with_name("moved"))
+
+
+def delete(run_dir: Path) -> None:
+    while run_dir.exists():  # the run may write into it meanwhile
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def remove_lock(run_dir: Path) -> None:
+    (run_dir / ".lock").unlink()
+
+
+@pytest.mark.parametrize(
+    ("loss", "processes"),
+    [
+        (rename, 1),
+        pytest.param(delete, 1, marks=pytest.mark.slow),
+        pytest.param(rename, 2, marks=pytest.mark.slow),
+        (remove_lock, 1),
+    ],
+)
+def test_a_run_whose_directory_is_taken_away_ends_and_writes_nothing_there_any_more(start, loss, processes) -> None:
+    settings = ("train.max_steps=1000", "checkpoint.every=3")
+    run = start("slow", *settings, processes=processes, forked=True)
+    run.until(lambda: len(step_dirs(run.dir)) > 0)
+    folder, metrics = run.dir, run.dir / "metrics.jsonl"
+    loss(folder)
+    before = metrics.read_bytes() if metrics.exists() else None
+    assert run.end() == 1
+    assert f"run.dir={folder} is no longer this run's: " in run.output, run.output[-3000:]
+    assert "Traceback" not in run.output
+    if loss is rename:
+        assert f"its folder is now {folder.with_name('moved')}" in run.output
+        assert all(verify(path) is None for path in step_dirs(folder.with_name("moved")))
+    if loss is remove_lock:
+        assert metrics.read_bytes() == before
+        assert read_status(folder)["status"] == "failed"
+    else:
+        assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_is_renamed_does_not_mix_with_a_second_start_of_its_name(start) -> None:
+    settings = ("train.max_steps=1000", "checkpoint.every=3")
+    run = start("slow", *settings, processes=1, forked=True)
+    run.until(lambda: len(step_dirs(run.dir)) > 0)
+    rename(run.dir)
+    second = start("slow", "train.max_steps=30", "checkpoint.every=3", processes=1, forked=True)
+    assert run.end() == 1
+    assert second.end() == 0, second.output[-3000:]
+    assert second.steps() == list(range(1, 31))
+    assert second.status()["status"] == "finished"
+    assert all(verify(path) is None for path in step_dirs(second.dir))
+
+
 @pytest.mark.slow
 def test_a_full_disk_costs_saves_until_there_is_room_and_fails_a_run_whose_last_save_finds_none(
     start, tmp_path

@@ -195,6 +195,8 @@ class Writer:
 
     def _open(self, temporary: Path, snapshot: Snapshot, num_bytes: int) -> None:
         """Make the temporary folder, once the disk has room for the checkpoint."""
+        if self.rt.lock is not None:
+            self.rt.lock.check(self.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         sweep(self.run_dir)
         free = free_bytes(self.run_dir)
@@ -219,6 +221,8 @@ class Writer:
 
     def _publish(self, step: int, temporary: Path, files: Entries) -> None:
         """Write the manifest, rename the folder to its final name, and delete older checkpoints."""
+        if self.rt.lock is not None:
+            self.rt.lock.check(self.run_dir)
         final = step_dir(self.run_dir, step)
         write_manifest(temporary, step, files)
         publish(temporary, final)

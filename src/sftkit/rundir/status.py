@@ -94,10 +94,10 @@ class RunStatus:
     def is_withdrawn(self) -> bool:
         """Return whether the directory is another start's, which this one must not write to: an earlier run's, to which
         the main rank has left it, or a later start's, if this rank was stopped meanwhile."""
-        if newest_start(self.run_dir) not in (None, self.start_id):
-            return True
+        if (newest := newest_start(self.run_dir)) is not None:
+            return newest != self.start_id
         try:
-            return not self.stepped and self.inode is not None and self.run_dir.stat().st_ino != self.inode
+            return self.inode is not None and self.run_dir.stat().st_ino != self.inode
         except FileNotFoundError:
             return True
 

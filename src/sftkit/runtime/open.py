@@ -107,6 +107,8 @@ def _claim_run_dir(status: RunStatus, rt: Runtime) -> None:
     folder = status.run_dir.parent
     with rt.leaving:  # a signal that came before this may be about to delete it
         try:
+            if rt.lock is not None:  # renamed meanwhile, its name may be another start's
+                rt.lock.check(folder)
             if not attempt.is_attempt(status):
                 pass
             elif rt.resumes:

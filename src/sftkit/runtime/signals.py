@@ -90,13 +90,15 @@ class Stopping:
         "the first that came"
         self.deadline: Deadline | None = None
         "of the main rank, in the loop"
+        self.lost = False
+        "whether the run directory is no longer this run's; known to the main rank"
         self._since = 0.0
         self._at_once: Callable[[int], None] | None = None
         self._listener: Listener | None = None
 
     def stop_requested(self) -> bool:
         """Return whether this rank requests a stop."""
-        return self.signal is not None or (self.deadline is not None and self.deadline.due())
+        return self.signal is not None or self.lost or (self.deadline is not None and self.deadline.due())
 
     def add_step(self, seconds: float, last_save: Mapping[str, float]) -> None:
         """Tell the time limit, if there is one, how long a step took; see Deadline.add_step."""
