@@ -3,6 +3,7 @@ launchers where one has a part."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,13 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import cpu_runtime
 from launched import Launcher, fill, launching, small_file_system
 
+from sftkit.rundir import files
 from sftkit.rundir.failure import is_symptom
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import HEARTBEATS, heartbeat_file, step_dirs
-from sftkit.rundir.status import RunStatus, effective_resume, read_status
+from sftkit.rundir.status import RunStatus, effective_resume, read_status, report
 from sftkit.runtime.consistency import differing_values
+from sftkit.runtime.open import open_run
 from sftkit.runtime.watchdog import find_blocking_ranks as compare_places
 from sftkit.runtime.watchdog import open_heartbeat
 
@@ -370,6 +374,33 @@ def test_how_a_run_ended_is_written_on_a_disk_without_a_free_byte(tmp_path: Path
         found = json.loads((disk / "run_status.json").read_text())
     assert (found["status"], found["step"], found["first_failing_rank"]) == ("failed", 7, 0)
     assert "no room for the last checkpoint" in found["error"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_is_told_in_words_wherever_a_run_writes(tmp_path, monkeypatch, capsys, number) -> None:
+    """Before the first step the start is refused, and later the run ends without a traceback."""
+    full, write = OSError(number, os.strerror(number)), files.replace_text
+    for name in ("config.yaml", "environment.json"):
+
+        def refuse(path: Path, text: str, name: str = name) -> None:
+            if path.name == name:
+                raise full
+            write(path, text)
+
+        monkeypatch.setattr("sftkit.runtime.open.replace_text", refuse)
+        with pytest.raises(SystemExit) as ended, cpu_runtime() as rt:
+            open_run(str(tmp_path / "run"), None, "run: {}\n", rt)
+        assert ended.value.code == 2
+        assert not (tmp_path / "run").exists()
+        told = capsys.readouterr().err
+        assert f"run.dir={tmp_path / 'run'}: a disk is full, or a quota is reached" in told
+    status = RunStatus(tmp_path, 0, 1, step=7)
+    for error in (full, RuntimeError(f"I/O error: {os.strerror(number)} (os error {number})")):
+        assert report(error, status) == 1
+        told = capsys.readouterr().err
+        assert "a disk is full, or a quota is reached" in told
+        assert "train.resume=auto" in told
+        assert "Traceback" not in told
 
 
 def test_a_rank_told_to_stop_before_training_is_not_called_failed_by_those_that_lose_it(

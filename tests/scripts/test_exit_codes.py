@@ -72,6 +72,13 @@ def test_a_mistake_of_the_users_is_told_without_a_traceback_and_ends_with_2(what
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr[-3000:]
 
 
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("LOCAL_RANK", "x")])
+def test_a_launchers_number_that_is_none_is_told_without_a_traceback_and_ends_with_2(folder, name, value) -> None:
+    done = preloaded.run(["scripts/chat_sft.py", str(folder / "sft.yaml"), SCRATCH], 1, {**ENV, name: value})
+    assert f"{name}='{value}' is not a whole number from" in done.stderr
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr[-3000:]
+
+
 def test_a_failure_that_nobody_can_mend_on_the_command_line_ends_with_1(folder: Path) -> None:
     row = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]}
     (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sftkit.rundir.files import replace_shared
+from sftkit.rundir.files import UNREADABLE, replace_shared
 from sftkit.rundir.lock import at_work
 from sftkit.rundir.names import METRICS_FILE, STATUS, latest_checkpoint
 from sftkit.rundir.status import read_status, resume_command, start_command
@@ -23,9 +23,10 @@ def killed_by(code: int) -> signal.Signals | None:
     """Return the signal that killed a process of this exit code (128 + the signal's number).
 
     Returns:
-        None: no signal did, or it was one that asks for a stop (SIGTERM, SIGINT, SIGUSR1, SIGHUP, SIGQUIT).
+        None: no signal did, or it was one that asks for a stop (runtime.signals.SIGNALS).
     """
-    asked = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT}
+    queues = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU}
+    asked = {*queues, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
     return next((number for number in signal.Signals if number == code - 128 and number not in asked), None)
 
 
@@ -61,7 +62,7 @@ def last_step(run_dir: Path) -> int | None:
     except OSError:
         return None
     for line in reversed(lines):
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(*UNREADABLE):
             return int(json.loads(line)["step"])
     return None
 

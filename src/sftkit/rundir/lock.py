@@ -245,6 +245,13 @@ def process_start(pid: int) -> float:
         return psutil.Process(pid).create_time()
 
 
+def process_age() -> float:
+    """Return the seconds since this process was started, whatever the clock is set to."""
+    # Both since the boot on Linux, where suspended time counts too; elsewhere both are Unix time.
+    now = time.clock_gettime(time.CLOCK_BOOTTIME) if Path("/proc/self/stat").exists() else time.time()
+    return max(now - process_start(os.getpid()), 0.0)
+
+
 @functools.cache
 def boot_id() -> str:
     """Return what names this boot of the machine's kernel."""

@@ -23,7 +23,7 @@ import psutil
 from sftkit.config.commands import invocation, typed
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError, DataError, RunError
-from sftkit.rundir.failure import Failure, describe_error, is_symptom
+from sftkit.rundir.failure import Failure, describe_error, is_full_disk, is_symptom
 from sftkit.rundir.files import read_object, replace_shared
 from sftkit.rundir.lock import boot_id, process_start
 from sftkit.rundir.names import ERRORS, STATUS, error_file, error_files, step_dirs
@@ -272,7 +272,7 @@ def _report_error(error: BaseException, status: RunStatus | None) -> int:
     the exit code."""
     code = 2 if isinstance(error, ConfigError | DataError) else 1
     # An error that is made for people says all there is; any other is a mistake of ours, whose place is needed.
-    expected = isinstance(error, ConfigError | DataError | RunError)
+    expected = isinstance(error, ConfigError | DataError | RunError) or is_full_disk(error)
     prefix, cause = "", None
     if status is not None:
         own = status.failed(error)
