@@ -132,7 +132,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("validation bits per byte", metric("evals", "val/bpb", ".4f")),
         row("held-out accuracy", metric("evals", "eval/families/acc", ".3f")),
         row("tokens/s", metric("metrics", "perf/tok_per_sec", ",.0f")),
-        row("seconds in steps", lambda s: f"{s['train_seconds']:.0f}"),
+        row("seconds in steps", lambda s: "-" if s["train_seconds"] is None else f"{s['train_seconds']:.0f}"),
         row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
         row("graphs / recompiles", lambda s: "{compile/graphs:.0f} / {compile/recompiles:.0f}".format(**s["metrics"])),
         f"  {'checks passed / failed':<28}" + "".join(f"{checks(found):>12}" for found in proofs),

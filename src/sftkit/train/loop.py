@@ -158,5 +158,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
             proof.write_proof(status.run_dir, checks, logits)
         write_end(status, rt, stopped=stopped)
     trained.step, trained.stopped = step, stopped
-    trained.tokens, trained.train_seconds = monitor.meter.progress.tokens, monitor.meter.total_step_seconds
+    progress = monitor.meter.progress
+    trained.tokens, trained.train_seconds = progress.tokens, progress.seconds if progress.is_whole else None
+    trained.start_train_seconds = monitor.meter.total_step_seconds
     return trained
