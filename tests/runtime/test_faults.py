@@ -244,6 +244,8 @@ def test_a_run_that_has_lost_a_rank_is_resumed_and_outlives_the_watchdog(start) 
     os.kill(again.rank(0), signal.SIGTERM)
     again.end()
     assert again.check_ended("preempted", "SIGTERM")["step"] > before + 20
+    summary = json.loads((run.dir / "summary.json").read_text())
+    assert summary["train_seconds"] > summary["start_train_seconds"] > 10.0, "of both starts, and of the second alone"
 
 
 @pytest.mark.slow
