@@ -20,6 +20,7 @@ def main() -> int:
     from sftkit.config.terminal import print_text
     from sftkit.launch import launch
     from sftkit.launch.chain import CHAIN_SCRIPTS, evaluate_command, is_evaluated, read_stages, summary, was_stopped
+    from sftkit.rundir.status import newest_start
 
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         help = "--help" in sys.argv or "-h" in sys.argv
@@ -32,9 +33,9 @@ def main() -> int:
     started = time.perf_counter()
     for stage, name in CHAIN_SCRIPTS.items():
         print_text(f"\n=== {stage}: {folder / stage}.yaml")
-        stage_started = time.time()
+        earlier = newest_start(runs[stage])
         code = launch.run_script(name, str(folder / f"{stage}.yaml"), overrides)
-        if was_stopped(runs[stage], stage_started, code):
+        if was_stopped(runs[stage], earlier, code):
             words = [word for word in sys.argv[1:] if not word.startswith("train.resume=")]
             print_text(f"stopped; resume with: {invocation('scripts/run_chain.py', *words, 'train.resume=auto')}")
             return code

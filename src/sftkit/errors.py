@@ -43,6 +43,11 @@ class CheckpointError(RunError):
     could not be: the message says why."""
 
 
+class RunDirError(RunError):
+    """The directory of a run is no longer its own: it was renamed or deleted, or its lock was, while the run was at
+    work."""
+
+
 class NumericsError(RunError):
     """Numbers that training must not go on with; raised on all ranks together."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -315,6 +316,53 @@ def test_a_pickle_in_a_checkpoint_is_refused_by_name_and_runs_nothing(tmp_path: 
     ):
         resumed_step(tmp_path / "run", tokenizer, "auto")
     assert not (tmp_path / "ran").exists()
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "training_state/state.json"])
+@pytest.mark.parametrize("text", [nested(100_000), '{"step": "two", "files": 7}'])
+def test_a_checkpoint_whose_json_has_another_form_is_skipped_for_the_one_before(
+    tmp_path: Path, tokenizer, name: str, text: str
+) -> None:
+    Run(tmp_path / "run", tokenizer, cpu_runtime()).steps(0, 2, every=1, wait=True)
+    folder = tmp_path / "run" / "step-000002"
+    (folder / name).write_text(text)
+    if name != "manifest.json":
+        rewrite_manifest(folder)
+    with pytest.raises(ConfigError, match=name):
+        resumed_step(tmp_path / "run", tokenizer, str(folder))
+    assert resumed_step(tmp_path / "run", tokenizer, "auto") == 1
+
+
+def evil_bytes(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    if kind == "another form":
+        torch.save({"python": [1, 2], "torch": "no tensor"}, buffer)
+    if kind == "half a file":
+        torch.save({"python": list(range(10_000))}, buffer)
+        return buffer.getvalue()[:-500]
+    if kind == "a known class with other fields":
+        return pickle.dumps(torch.distributed.checkpoint.metadata.Metadata(state_dict_metadata=7, storage_data={}))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{OPTIMIZER}/.metadata", f"{OPTIMIZER}/__0_0.distcp", "training_state/rng-rank000.pt"],
+)
+@pytest.mark.parametrize("kind", ["another form", "half a file", "a known class with other fields"])
+def test_whatever_a_binary_file_of_a_checkpoint_holds_it_is_refused_in_words(
+    tmp_path: Path, tokenizer, name: str, kind: str
+) -> None:
+    Run(tmp_path / "run", tokenizer, cpu_runtime()).steps(0, 1, every=1, wait=True)
+    folder = tmp_path / "run" / "step-000001"
+    (folder / name).write_bytes(evil_bytes(kind))
+    rewrite_manifest(folder)
+    with pytest.raises(ConfigError, match="resume from another checkpoint"):
+        resumed_step(tmp_path / "run", tokenizer, "auto")
 
 
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, tokenizer) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sftkit.config.topology import Topology, idle_pipeline, read_topology, take_topology
+from sftkit.config.topology import Topology, check_numbers, idle_pipeline, read_topology, take_topology
 from sftkit.errors import ConfigError
+from sftkit.runtime.launcher import check_variables
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
@@ -127,3 +128,38 @@ def test_a_topology_that_is_refused_stays_in_the_environment() -> None:
     with pytest.raises(ConfigError):
         take_topology(environ, 8)
     assert environ == mesh(dp_shard=3)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a whole number from 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK='-1'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
+        ({"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_RANK=4 does not fit LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=4 does not fit WORLD_SIZE=2"),
+        (
+            {"MASTER_PORT": "abc", "RANK": "1.5"},
+            "RANK='1.5' is not a whole number from 0 to 1000000; MASTER_PORT='abc'",
+        ),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000' is not a whole number from 1 to 65535"),
+        ({"TORCHELASTIC_RESTART_COUNT": "once"}, "TORCHELASTIC_RESTART_COUNT='once'"),
+        ({"OMPI_COMM_WORLD_SIZE": "²"}, "OMPI_COMM_WORLD_SIZE='²'"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "wide"}, "PARALLELISM_CONFIG_TP_SIZE='wide'"),
+    ],
+)
+def test_a_launchers_number_that_is_none_is_named_before_anything_reads_it(environ, named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_numbers(environ)
+    assert named in str(error.value)
+    with pytest.raises(ConfigError):
+        check_variables(environ)
+
+
+def test_the_numbers_that_launchers_set_are_accepted() -> None:
+    check_numbers({})
+    check_numbers({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"})
+    check_numbers({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1", "PARALLELISM_CONFIG_TP_SIZE": "", "NODE_RANK": "0"})

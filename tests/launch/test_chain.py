@@ -76,11 +76,11 @@ def test_a_model_that_learned_nothing_is_not_told_as_one_that_did(
 def test_a_stage_that_a_signal_has_ended_was_stopped_with_a_status_of_this_start_and_without_one(
     tmp_path: Path,
 ) -> None:
-    assert was_stopped(tmp_path, since=100.0, code=143)  # before its first step, when nothing is written
-    assert not was_stopped(tmp_path, since=100.0, code=1)
-    (tmp_path / "run_status.json").write_text(json.dumps({"status": "preempted", "time": 120.0}))
-    assert was_stopped(tmp_path, since=100.0, code=1)
-    assert not was_stopped(tmp_path, since=130.0, code=1), "an earlier start was stopped, not this one"
+    assert was_stopped(tmp_path, earlier=None, code=143)  # before its first step, when nothing is written
+    assert not was_stopped(tmp_path, earlier=None, code=1)
+    (tmp_path / "run_status.json").write_text(json.dumps({"status": "preempted", "start_id": "second"}))
+    assert was_stopped(tmp_path, earlier="first", code=1)
+    assert not was_stopped(tmp_path, earlier="second", code=1), "an earlier start was stopped, not this one"
 
 
 def test_the_readme_shows_every_line_of_the_table_as_it_is_printed(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_run import make_run
 
+from sftkit.reports.card import model_card
 from sftkit.reports.collect import gather_report
 from sftkit.reports.compare import compare_curves, speed_words
+from sftkit.reports.numbers import duration
 from sftkit.reports.page import render_report
 
 
@@ -81,6 +85,80 @@ def test_the_page_of_a_longer_run_compares_at_the_end_of_the_shorter_one(tmp_pat
     assert "long makes 1.00 times the tokens/s of b/short" in page
     assert "the runs go on to step 300 and 200" in page
     assert " at step 200</td>" in page, "evaluations of step 300 have none beside them"
+
+
+def changed(run: Path, name: str, **values: Any) -> None:
+    found = json.loads((run / name).read_text())
+    (run / name).write_text(json.dumps({**found, **values}))
+
+
+def config_with(run: Path, old: str, new: str) -> None:
+    text = (run / "config.yaml").read_text()
+    assert old in text
+    (run / "config.yaml").write_text(text.replace(old, new, 1))
+
+
+def with_identity(run: Path, **values: str) -> None:
+    (run / "step-000100" / "training_state").mkdir()
+    (run / "step-000100" / "training_state" / "state.json").write_text(json.dumps({"identity": values}))
+
+
+VALIDATION = [{"name": "held out", "documents": 100}]
+OTHERS = {
+    "other targets (chat_sft.py here, mid_train.py there)": (
+        lambda run: changed(run, "run_status.json", resume="python scripts/mid_train.py r.yaml train.resume=auto"),
+        {"training loss", "validation loss"},
+    ),
+    "other targets (data.targets)": (
+        lambda run: config_with(run, "targets: null", "targets: last_turn"),
+        {"training loss", "validation loss"},
+    ),
+    "another tokenizer": (lambda run: with_identity(run, tokenizer="b"), {"training loss", "validation loss"}),
+    "other validation data": (
+        lambda run: changed(run, "preflight.json", validation=[{"name": "held out", "documents": 99}]),
+        {"validation loss"},
+    ),
+    "other training data": (
+        lambda run: config_with(run, "train[:90%]", "train[:80%]"),
+        {"training loss"},
+    ),
+}
+
+
+@pytest.mark.parametrize("why", OTHERS)
+def test_losses_of_other_targets_tokenizers_or_data_stand_without_a_change_and_with_the_reason(tmp_path, why) -> None:
+    run, other = (make_run(tmp_path / place / "sft", steps=100) for place in ("here", "there"))
+    for folder in (run, other):
+        changed(folder, "preflight.json", validation=VALIDATION)
+    change, names = OTHERS[why]
+    if why == "another tokenizer":
+        with_identity(run, tokenizer="a")
+    rows = gather_report(run, other)["against"]["comparison"]["rows"]
+    assert all(row["change"] == 0.0 for row in rows)
+    change(other)
+    report = gather_report(run, other)
+    rows = {row["name"]: row for row in report["against"]["comparison"]["rows"]}
+    assert {name for name, row in rows.items() if row["change"] is None} == names
+    assert all(rows[name]["how"] == f"not comparable: {why}" for name in names)
+    assert f"not comparable: {why}" in html.unescape(render_report(report))
+
+
+def test_time_and_tokens_are_those_of_the_whole_run_over_all_its_starts(tmp_path: Path) -> None:
+    """70 steps in 63 s, of which the newest start has done the last ones in 11 s."""
+    run = make_run(tmp_path / "sft", steps=100)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    whole = [{**line, "train/tokens": 10 * line["step"], "train/seconds": 0.63 * line["step"]} for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
+    for step, tokens in (
+        (100, 1000),
+        (60, 600),
+    ):  # of a start that ended, and of an earlier one if the newest is killed
+        changed(run, "summary.json", step=step, tokens=tokens, train_seconds=11.0)
+        report = gather_report(run)
+        assert (report["summary"]["tokens"], report["summary"]["train_seconds"]) == (1000, pytest.approx(63.0))
+        for page in (model_card(report, {}), render_report(report)):
+            assert duration(63.0) in page
+            assert duration(11.0) not in page
 
 
 def test_a_page_of_a_run_on_a_cpu_says_nothing_per_gpu(tmp_path: Path) -> None:

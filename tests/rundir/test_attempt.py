@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -33,8 +35,10 @@ from sftkit.rundir.names import (
     step_dir,
     step_dirs,
 )
+from sftkit.rundir.status import RunStatus, read_status
 from sftkit.runtime.open import claim_run_dir, open_run
 from sftkit.runtime.start import Runtime
+from sftkit.runtime.watchdog import open_heartbeat
 
 ENV = {
     **os.environ,
@@ -168,6 +172,32 @@ def test_a_run_that_is_resumed_keeps_all_that_the_start_has_not_written_anew(tmp
     assert changed == {CONFIG, STATUS, "environment.json", "preflight.json", str(evaluations[1].relative_to(folder))}
     assert before.keys() <= now.keys()
     assert [path.name for path in tmp_path.iterdir()] == ["sft"]
+
+
+def test_what_ranks_of_an_earlier_start_have_written_of_themselves_is_neither_read_nor_left(tmp_path: Path) -> None:
+    """Errors and places of four ranks, as a start that failed leaves them."""
+    folder = earlier_run(tmp_path / "sft")
+    for rank in range(4):
+        earlier = RunStatus(folder, rank, 4, start_id="the first", step=2, phase="step")
+        earlier.failed(RuntimeError("out of memory, last week"))
+        os.close(open_heartbeat(earlier))
+    with cpu_runtime() as rt:
+        open_run(str(folder), "auto", "run: {}\n", rt)
+        claim_run_dir(rt)
+        assert not list(folder.glob("rank-errors/*")) + list(folder.glob(".heartbeat/*"))
+        assert rt.status is not None
+        earlier.run_dir, earlier.failure = folder, None  # a rank that the kernel lets go on late
+        earlier.failed(RuntimeError("still out of memory"))
+        for name, text in (("rank002", json.dumps(asdict(earlier.failure))), ("rank003", '{"rank": 3, "st')):
+            (folder / "rank-errors").mkdir(exist_ok=True)
+            (folder / "rank-errors" / f"{name}.json").write_text(text)  # as written a moment before the claim
+        assert rt.status.failures() == []
+        earlier.end("failed", error="late")
+        assert read_status(folder)["status"] == "running"
+        rt.status.step = 3
+        rt.status.failed(ValueError("cheese"))
+        first = rt.status.write_failed()
+    assert str(first) == read_status(folder)["error"] == "rank 0 failed at step 3 (start): ValueError: cheese"
 
 
 @pytest.mark.parametrize("error", [DataError("a typo"), RuntimeError("a GPU is gone"), KeyboardInterrupt()])

@@ -82,16 +82,17 @@ def test_of_a_run_on_another_machine_nothing_is_claimed(killed_run: Path) -> Non
 
 
 def test_what_a_rank_that_was_left_has_written_stays_and_a_run_that_lives_on_is_not_called_dead(tmp_path: Path) -> None:
-    folder, started = tmp_path / "run", time.time() - 1.0
+    folder, earlier = tmp_path / "run", None
     words = ["scripts/chat_sft.py", "sft.yaml", "train.resume=other/step-000002"]
     held = lock.take_lock(folder)
-    status = RunStatus(folder, 0, 2, step=7)
+    status = RunStatus(folder, 0, 2, step=7, start_id="this")
     status.begin({})
-    told = report_killed(folder, signal.SIGKILL, "a cause", started, words)
+    told = report_killed(folder, signal.SIGKILL, "a cause", earlier, words)
     assert told == f"error: the launcher was killed by SIGKILL: a cause\n{folder}: the run itself is still at work"
     held.release()
     status.end("failed", first_failing_rank=1, error="rank 1 ended without an error message")
-    told = report_killed(folder, signal.SIGKILL, "a cause", started, words)
+    assert "had not begun to train" in report_killed(folder, signal.SIGKILL, "a cause", "this", words)
+    told = report_killed(folder, signal.SIGKILL, "a cause", earlier, words)
     assert told.startswith("error: rank 1 was killed by SIGKILL: a cause\n")
     assert told.endswith(f"no checkpoint; start it again: {start_command(words)}")
     assert "train.resume=other/step-000002" in told, "there is nothing that auto would find"

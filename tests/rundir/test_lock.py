@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import random
+import re
+import shutil
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from forked import in_fork
 from helpers import cpu_runtime
 
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, RunDirError
 from sftkit.rundir import lock
-from sftkit.rundir.lock import Holder, pid_scope, read_holder, take_lock
+from sftkit.rundir.lock import Holder, pid_scope, process_start, read_holder, take_lock
 from sftkit.rundir.names import LOCK
 from sftkit.runtime.open import open_run
 
-ME = Holder(*pid_scope(), os.getpid(), psutil.Process().create_time(), time.time())
+ME = Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())
 
 
 def holding(do: Callable[[], object]) -> int:
@@ -152,7 +158,7 @@ def test_without_flock_the_record_decides_whether_the_holder_lives(tmp_path: Pat
     held.release()
     assert not (tmp_path / LOCK).exists()
     gone = in_fork_id()
-    for dead in (replace(ME, pid=gone), replace(ME, started=ME.started - 100)):
+    for dead in (replace(ME, pid=gone), replace(ME, after_boot=ME.after_boot - 100)):
         record(tmp_path, dead)
         take_lock(tmp_path).release()
     record(tmp_path, replace(ME, processes="pid:[1]"))
@@ -160,11 +166,131 @@ def test_without_flock_the_record_decides_whether_the_holder_lives(tmp_path: Pat
         take_lock(tmp_path)
 
 
+def slow_down(monkeypatch, name: str, draw: random.Random, slowest: float) -> None:
+    """Let a function of the lock pause before it does anything."""
+    do = getattr(lock, name)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(draw.uniform(0, slowest))
+        return do(*args, **kwargs)
+
+    monkeypatch.setattr(lock, name, slow)
+
+
+def taken_by(folder: Path, starts: int, monkeypatch, slowest: float) -> list[int]:
+    """Of starts at a time, each of which pauses before every file that it creates and writes: 0 if it has taken the
+    lock, 3 if it was refused. Those that have it keep it until all have tried."""
+    told, tell = os.pipe()
+    waits, go_on = os.pipe()
+    children = []
+    for seed in range(starts):
+        child = os.fork()
+        if child == 0:
+            os.close(go_on)
+            for name in ("_create", "_write", "_check_earlier"):
+                slow_down(monkeypatch, name, random.Random(seed), slowest)
+            try:
+                take_lock(folder)
+                os.write(tell, bytes([0]))
+                os.read(waits, 1)
+            except ConfigError:
+                os.write(tell, bytes([3]))
+            except BaseException:
+                traceback.print_exc()
+                os.write(tell, bytes([1]))
+            finally:
+                os._exit(0)
+        children.append(child)
+    codes = sorted(os.read(told, 1)[0] for _ in children)
+    for descriptor in (go_on, told, tell, waits):
+        os.close(descriptor)
+    for child in children:
+        os.waitpid(child, 0)
+    return codes
+
+
 @pytest.mark.usefixtures("no_flock")
-def test_without_flock_two_starts_at_a_time_do_not_both_get_it(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda _: record(tmp_path, replace(ME, pid=1)))
-    with pytest.raises(ConfigError, match="process 1 on"):
+@pytest.mark.parametrize("before", ["nothing", "dead", "dead successor"])
+def test_without_flock_one_of_several_starts_gets_it_however_slow_each_is(tmp_path, monkeypatch, before: str) -> None:
+    monkeypatch.setattr(lock, "_SETTLE_SECONDS", 2.0)
+    for number in range(2):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        dead = replace(ME, pid=in_fork_id(), since=float(number))
+        if before != "nothing":
+            record(folder, dead)
+        if before == "dead successor":  # a start that was killed while it took over
+            name = hashlib.sha256(json.dumps(asdict(dead)).encode()).hexdigest()[:16]
+            (folder / f"{LOCK}.{name}").write_text(json.dumps(asdict(replace(dead, since=99.0))))
+        assert taken_by(folder, 5, monkeypatch, slowest=0.05) == [0, 3, 3, 3, 3]
+        assert [path.name for path in folder.iterdir()] == [LOCK]
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_without_flock_a_lock_without_a_record_is_refused_with_what_to_remove(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    with pytest.raises(ConfigError, match=r"If it is gone, remove .*\.lock and start again"):
         take_lock(tmp_path)
+
+
+def renamed(folder: Path) -> str:
+    folder.rename(folder.with_name("moved"))
+    return f"its folder is now {folder.with_name('moved')}"
+
+
+def renamed_and_made_again(folder: Path) -> str:
+    words = renamed(folder)
+    assert in_fork(lambda: take_lock(folder)) == 0
+    return words
+
+
+def deleted(folder: Path) -> str:
+    shutil.rmtree(folder)
+    return "its folder was deleted"
+
+
+def lock_removed(folder: Path) -> str:
+    (folder / LOCK).unlink()
+    return f"{folder}/.lock was removed"
+
+
+def lock_replaced(folder: Path) -> str:
+    (folder / LOCK).unlink()
+    assert in_fork(lambda: take_lock(folder)) == 0
+    return f"{folder}/.lock was removed, and process "
+
+
+def a_file_in_its_place(folder: Path) -> str:
+    renamed(folder)
+    folder.write_text("")
+    return "its folder is now"
+
+
+@pytest.mark.parametrize(
+    "loss", [renamed, renamed_and_made_again, deleted, lock_removed, lock_replaced, a_file_in_its_place]
+)
+def test_a_run_learns_that_its_directory_is_no_longer_its_own_and_where_it_went(tmp_path: Path, loss) -> None:
+    folder = tmp_path / "run"
+    held = take_lock(folder)
+    held.check(folder)
+    words = loss(folder)
+    with pytest.raises(RunDirError, match=re.escape(f"run.dir={folder} is no longer this run's: {words}")):
+        held.check(folder)
+    held.release()
+
+
+def test_a_link_that_leads_elsewhere_now_is_no_longer_the_runs_directory(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    (tmp_path / "disk").mkdir()
+    link.symlink_to(tmp_path / "disk")
+    held = take_lock(tmp_path / "disk")
+    held.check(link)
+    link.unlink()
+    (tmp_path / "other").mkdir()
+    link.symlink_to(tmp_path / "other")
+    with pytest.raises(RunDirError, match=f"its folder is now {tmp_path}/disk"):
+        held.check(link)
+    held.release()
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -180,7 +306,7 @@ def test_the_record_of_another_machine_is_believed_unless_the_disk_is_this_machi
         return
     with pytest.raises(ConfigError, match=rf"process {os.getpid()} on node17.*remove .*run/\.lock"):
         take_lock(tmp_path / "run")
-    record(tmp_path / "run", replace(ME, machine="the boot before", started=psutil.boot_time() - 1000))
+    record(tmp_path / "run", replace(ME, machine="the boot before", since=psutil.boot_time() - 1000))
     take_lock(tmp_path / "run").release()
 
 

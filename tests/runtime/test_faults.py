@@ -3,6 +3,7 @@ launchers where one has a part."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,13 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import cpu_runtime
 from launched import Launcher, fill, launching, small_file_system
 
+from sftkit.rundir import files
 from sftkit.rundir.failure import is_symptom
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import HEARTBEATS, heartbeat_file, step_dirs
-from sftkit.rundir.status import RunStatus, effective_resume, read_status
+from sftkit.rundir.status import RunStatus, effective_resume, read_status, report
 from sftkit.runtime.consistency import differing_values
+from sftkit.runtime.open import open_run
 from sftkit.runtime.watchdog import find_blocking_ranks as compare_places
 from sftkit.runtime.watchdog import open_heartbeat
 
@@ -223,6 +227,95 @@ def test_a_run_that_the_launcher_starts_again_resumes_by_itself(start, tmp_path:
 
 
 @pytest.mark.slow
+def test_a_run_that_has_lost_a_rank_is_resumed_and_outlives_the_watchdog(start) -> None:
+    settings = ("train.max_steps=1000", "checkpoint.every=2")
+    run = start("slow", *settings)
+    run.until_step(5)
+    os.kill(run.rank(1), signal.SIGKILL)
+    assert run.end() != 0
+    assert run.status()["first_failing_rank"] == 1
+    assert any((run.dir / "rank-errors").iterdir())
+    before = run.steps()[-1]
+    again = start("slow", *settings, "train.resume=auto")
+    again.until_step(before + 1)
+    began = time.monotonic()
+    again.until(lambda: time.monotonic() - began > 15.0)
+    assert not list(run.dir.glob("rank-errors/*"))
+    os.kill(again.rank(0), signal.SIGTERM)
+    again.end()
+    assert again.check_ended("preempted", "SIGTERM")["step"] > before + 20
+    summary = json.loads((run.dir / "summary.json").read_text())
+    assert summary["train_seconds"] > summary["start_train_seconds"] > 10.0, "of both starts, and of the second alone"
+
+
+@pytest.mark.slow
+def test_a_run_that_has_lost_a_rank_and_is_started_again_by_its_launcher_trains_to_the_end(start, tmp_path) -> None:
+    variables = {"FAULT_ONCE": str(tmp_path / "struck"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    restarts = ("--standalone", "--max-restarts", "1", "--monitor-interval", "1")
+    run = start("killed once", "checkpoint.every=2", "train.max_steps=60", torchrun=restarts, **variables)
+    assert run.end() == 0, run.output[-3000:]
+    assert "restart 1 of this launch: train.resume=auto" in run.output
+    assert run.status()["status"] == "finished"
+    assert run.steps() == list(range(1, 61))
+
+
+def rename(run_dir: Path) -> None:
+    run_dir.rename(run_dir.with_name("moved"))
+
+
+def delete(run_dir: Path) -> None:
+    while run_dir.exists():  # the run may write into it meanwhile
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def remove_lock(run_dir: Path) -> None:
+    (run_dir / ".lock").unlink()
+
+
+@pytest.mark.parametrize(
+    ("loss", "processes"),
+    [
+        (rename, 1),
+        pytest.param(delete, 1, marks=pytest.mark.slow),
+        pytest.param(rename, 2, marks=pytest.mark.slow),
+        (remove_lock, 1),
+    ],
+)
+def test_a_run_whose_directory_is_taken_away_ends_and_writes_nothing_there_any_more(start, loss, processes) -> None:
+    settings = ("train.max_steps=1000", "checkpoint.every=3")
+    run = start("slow", *settings, processes=processes, forked=True)
+    run.until(lambda: len(step_dirs(run.dir)) > 0)
+    folder, metrics = run.dir, run.dir / "metrics.jsonl"
+    loss(folder)
+    before = metrics.read_bytes() if metrics.exists() else None
+    assert run.end() == 1
+    assert f"run.dir={folder} is no longer this run's: " in run.output, run.output[-3000:]
+    assert "Traceback" not in run.output
+    if loss is rename:
+        assert f"its folder is now {folder.with_name('moved')}" in run.output
+        assert all(verify(path) is None for path in step_dirs(folder.with_name("moved")))
+    if loss is remove_lock:
+        assert metrics.read_bytes() == before
+        assert read_status(folder)["status"] == "failed"
+    else:
+        assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_is_renamed_does_not_mix_with_a_second_start_of_its_name(start) -> None:
+    settings = ("train.max_steps=1000", "checkpoint.every=3")
+    run = start("slow", *settings, processes=1, forked=True)
+    run.until(lambda: len(step_dirs(run.dir)) > 0)
+    rename(run.dir)
+    second = start("slow", "train.max_steps=30", "checkpoint.every=3", processes=1, forked=True)
+    assert run.end() == 1
+    assert second.end() == 0, second.output[-3000:]
+    assert second.steps() == list(range(1, 31))
+    assert second.status()["status"] == "finished"
+    assert all(verify(path) is None for path in step_dirs(second.dir))
+
+
+@pytest.mark.slow
 def test_a_full_disk_costs_saves_until_there_is_room_and_fails_a_run_whose_last_save_finds_none(
     start, tmp_path
 ) -> None:
@@ -283,6 +376,33 @@ def test_how_a_run_ended_is_written_on_a_disk_without_a_free_byte(tmp_path: Path
         found = json.loads((disk / "run_status.json").read_text())
     assert (found["status"], found["step"], found["first_failing_rank"]) == ("failed", 7, 0)
     assert "no room for the last checkpoint" in found["error"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_is_told_in_words_wherever_a_run_writes(tmp_path, monkeypatch, capsys, number) -> None:
+    """Before the first step the start is refused, and later the run ends without a traceback."""
+    full, write = OSError(number, os.strerror(number)), files.replace_text
+    for name in ("config.yaml", "environment.json"):
+
+        def refuse(path: Path, text: str, name: str = name) -> None:
+            if path.name == name:
+                raise full
+            write(path, text)
+
+        monkeypatch.setattr("sftkit.runtime.open.replace_text", refuse)
+        with pytest.raises(SystemExit) as ended, cpu_runtime() as rt:
+            open_run(str(tmp_path / "run"), None, "run: {}\n", rt)
+        assert ended.value.code == 2
+        assert not (tmp_path / "run").exists()
+        told = capsys.readouterr().err
+        assert f"run.dir={tmp_path / 'run'}: a disk is full, or a quota is reached" in told
+    status = RunStatus(tmp_path, 0, 1, step=7)
+    for error in (full, RuntimeError(f"I/O error: {os.strerror(number)} (os error {number})")):
+        assert report(error, status) == 1
+        told = capsys.readouterr().err
+        assert "a disk is full, or a quota is reached" in told
+        assert "train.resume=auto" in told
+        assert "Traceback" not in told
 
 
 def test_a_rank_told_to_stop_before_training_is_not_called_failed_by_those_that_lose_it(

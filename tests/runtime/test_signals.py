@@ -15,8 +15,10 @@ import pytest
 from launched import ROOT, LaunchedRun, Launcher, Terminal, launching
 
 from sftkit.config.commands import program_path
+from sftkit.rundir.killed import killed_by
+from sftkit.rundir.lock import Holder, pid_scope, process_start
 from sftkit.rundir.names import LATEST, step_dirs
-from sftkit.rundir.status import resume_command
+from sftkit.rundir.status import launch_id, resume_command
 from sftkit.runtime.launcher import check_launcher, signal_env
 from sftkit.runtime.signals import Deadline, Stopping, heeded
 
@@ -55,7 +57,7 @@ def test_a_signal_in_the_middle_of_a_save_completes_it_and_saves_the_last_step_t
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["the launcher", "the process group"])
 @pytest.mark.parametrize(
-    ("number", "status"), [("SIGTERM", "preempted"), ("SIGINT", "stopped"), ("SIGUSR1", "preempted")]
+    ("number", "status"), [("SIGTERM", "preempted"), ("SIGINT", "stopped"), ("SIGUSR2", "preempted")]
 )
 def test_a_signal_to_the_launcher_or_to_everything_saves_once_and_leaves_no_process(start, to, number, status) -> None:
     run = start("slow", "train.max_steps=1000", "data.num_workers=1")
@@ -272,6 +274,35 @@ def test_the_time_limit_keeps_room_for_the_steps_on_their_way_and_a_checkpoint()
     deadline.add_step(10.0, {"block_seconds": 1.0, "write_seconds": 9.0, "bytes": 1e9})
     assert not deadline.due(now=3600 - 1.1 * 40 - 1)
     assert deadline.due(now=3600 - 1.1 * 40 + 1)
+
+
+def test_a_clock_that_is_set_neither_ends_a_run_nor_prolongs_it(monkeypatch) -> None:
+    before = launch_id({"TORCHELASTIC_RUN_ID": "none"})
+    holder = Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())
+    for jump in (-1e6, 1e6):
+        monkeypatch.setattr(time, "time", lambda jump=jump, now=time.time: now() + jump)
+        monkeypatch.setattr(psutil._pslinux, "boot_time", lambda jump=jump, at=psutil.boot_time: at() + jump)
+        assert not Deadline(600.0, save_seconds=0.0).due(), "this process was started minutes ago"
+        assert Deadline(0.001, save_seconds=0.0).due()
+        assert holder.lives()
+        assert launch_id({"TORCHELASTIC_RUN_ID": "none"}) == before
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU])
+def test_every_signal_that_queues_send_asks_for_a_stop_and_is_passed_on_by_launchers(number) -> None:
+    stopping = Stopping()
+    stopping.save_first()
+    try:
+        os.kill(os.getpid(), number)
+        end = time.monotonic() + 10
+        while not stopping.stop_requested() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert stopping.signal == number
+    finally:
+        stopping.close()
+    assert number.name in signal_env({})["PET_SIGNALS_TO_HANDLE"].split(",")
+    assert killed_by(128 + number) is None
 
 
 def test_the_command_that_continues_a_run_replaces_an_earlier_resume() -> None:

@@ -72,6 +72,13 @@ def test_a_mistake_of_the_users_is_told_without_a_traceback_and_ends_with_2(what
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr[-3000:]
 
 
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("LOCAL_RANK", "x")])
+def test_a_launchers_number_that_is_none_is_told_without_a_traceback_and_ends_with_2(folder, name, value) -> None:
+    done = preloaded.run(["scripts/chat_sft.py", str(folder / "sft.yaml"), SCRATCH], 1, {**ENV, name: value})
+    assert f"{name}='{value}' is not a whole number from" in done.stderr
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr[-3000:]
+
+
 def test_a_failure_that_nobody_can_mend_on_the_command_line_ends_with_1(folder: Path) -> None:
     row = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]}
     (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
@@ -82,11 +89,11 @@ def test_a_failure_that_nobody_can_mend_on_the_command_line_ends_with_1(folder: 
 
 
 @pytest.mark.parametrize(
-    ("number", "since", "expected"),
-    [(signal.SIGTERM, 0.0, signal.SIGTERM), (signal.SIGTERM, 1e12, None), (None, 0.0, None)],
+    ("number", "earlier", "expected"),
+    [(signal.SIGTERM, None, signal.SIGTERM), (signal.SIGTERM, "this", None), (None, None, None)],
 )
-def test_a_launcher_learns_from_the_run_which_signal_has_stopped_it(tmp_path: Path, number, since, expected) -> None:
+def test_a_launcher_learns_from_the_run_which_signal_has_stopped_it(tmp_path: Path, number, earlier, expected) -> None:
     """Not of an earlier run's, nor of the time limit, after which a run ends with 0."""
-    RunStatus(tmp_path, 0, 1, step=3).write_end(number, stopped=True)
-    assert stopped_by(tmp_path, since) == expected
-    assert stopped_by(tmp_path / "none", since) is None
+    RunStatus(tmp_path, 0, 1, start_id="this", step=3).write_end(number, stopped=True)
+    assert stopped_by(tmp_path, earlier) == expected
+    assert stopped_by(tmp_path / "none", earlier) is None

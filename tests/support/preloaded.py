@@ -37,7 +37,9 @@ PRELOADED = (
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")),
     *("accelerate", "datasets", "sftkit.train.assemble", "sftkit.train.loop", "sftkit.evals.suite"),
 )
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP, signal.SIGQUIT),
+)
 
 
 # ---- for tests -------------------------------------------------------------------------------------------------------

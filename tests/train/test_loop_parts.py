@@ -60,7 +60,7 @@ def test_a_time_limit_that_is_over_before_the_first_step_is_an_error(tmp_path: P
     cfg = tiny_recipe(tmp_path, eval=EvalConfig(at_start=True), train=TrainConfig(max_minutes=1.0))
     rt, status = cpu_runtime(), RunStatus(tmp_path, 0, 1, total_steps=9)
     if before:
-        rt.stopping.deadline = Deadline(1.0, started=0.0)
+        rt.stopping.deadline = Deadline(1.0, started=-1e6)
     with pytest.raises(ConfigError, match="the time was up before the first step"):
         first_evaluation(cfg, status, rt, ENGINE, services(tmp_path, stop))
 

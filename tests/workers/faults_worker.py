@@ -99,14 +99,20 @@ def save_slowly(run_dir: str, rank: int) -> None:
 
 def inject(fault: str, rank: int, batches: Batches) -> None:
     """Put the fault into rank 1, at step 4."""
-    slowed = ("slow", "saving")
+    slowed = ("slow", "saving", "killed once")
     everywhere = (*slowed, "kill while others wait")
     if (fault in ("raise", "hang", "kill") and rank == 1) or fault in everywhere:
 
         def faulty(step: int, _: StepBatches) -> None:
             if fault in slowed:
                 time.sleep(0.2)
-            elif step == 4 and not Path(os.environ.get("FAULT_ONCE", "/nowhere")).exists():
+            if fault == "killed once" and rank == 0:
+                return
+            if (
+                fault not in ("slow", "saving")
+                and step == 4
+                and not Path(os.environ.get("FAULT_ONCE", "/nowhere")).exists()
+            ):
                 strike(fault)
 
         before_each_step(batches, faulty)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from sftkit.models.stages import stages_of
 from sftkit.models.weights import load_weights
 from sftkit.optim.protocol import Optimizer
 from sftkit.optim.state import named_states, states_loaded
+from sftkit.rundir.failure import describe_error
 from sftkit.rundir.files import archive, replace_text
 from sftkit.rundir.names import (
     BEST,
@@ -274,8 +274,8 @@ class Checkpoints:
             file = random_state_file(folder, self.rt.rank)
             try:
                 restore_random_state(torch.load(file, map_location="cpu", weights_only=True))
-            except pickle.UnpicklingError as error:
-                raise ConfigError(f"{file}: {error}; resume from another checkpoint") from None
+            except Exception as error:  # of torch, of zip files, of states of another form
+                raise ConfigError(f"{file}: {describe_error(error)}; resume from another checkpoint") from None
             return
         seed = ((yaml.safe_load(self.recipe) or {}).get("run") or {}).get("seed", 0)
         # 63 bits: a non-negative int64

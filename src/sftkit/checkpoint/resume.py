@@ -13,6 +13,7 @@ import yaml
 
 from sftkit.data.batches.pack import PlanSegment
 from sftkit.errors import CheckpointError, ConfigError
+from sftkit.rundir.files import UNREADABLE
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import RECIPE, TRAINING_STATE, step_dirs
 from sftkit.runtime.start import Runtime
@@ -57,8 +58,8 @@ def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint:
         folder = None if setting is None else _named(setting) if setting != "auto" else _newest(run_dir, skipped)
         if folder is None:
             return ResumeCheckpoint(setting)
-        state = json.loads((folder / TRAINING_STATE).read_text())
-        return ResumeCheckpoint(setting, folder, state, _segments(state, folder), skipped)
+        state, segments = _read_state(folder)
+        return ResumeCheckpoint(setting, folder, state, segments, skipped)
     # A disk that cannot be read is not an empty one: a new start would put the run aside that is there.
     except OSError as error:
         raise CheckpointError(
@@ -68,15 +69,34 @@ def _find(run_dir: Path, setting: str | None) -> ResumeCheckpoint:
         ) from None
 
 
+def _problem(folder: Path) -> str | None:
+    """Return why a step directory cannot be resumed; None: its files verify, and its state can be read."""
+    if (problem := verify(folder)) is not None:
+        return problem
+    try:
+        _read_state(folder)
+    except (*UNREADABLE, yaml.YAMLError) as error:  # hashes that fit say that nothing was damaged, not who wrote it
+        return f"{folder / TRAINING_STATE}: no state of a run ({type(error).__name__}: {str(error)[:100]})"
+    return None
+
+
+def _read_state(folder: Path) -> tuple[dict[str, Any], Sequence[PlanSegment]]:
+    """Return the state of a checkpoint, and the segments of the steps before it."""
+    state = json.loads((folder / TRAINING_STATE).read_text())
+    if not isinstance(state["step"], int):
+        raise TypeError("step is no whole number")
+    return state, _segments(state, folder)
+
+
 def _named(setting: str) -> Path:
-    if problem := verify(Path(setting)):
+    if problem := _problem(Path(setting)):
         raise ConfigError(f"train.resume={setting}: {problem}")
     return Path(setting)
 
 
 def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
     for folder in reversed(step_dirs(run_dir)):
-        problem = verify(folder)
+        problem = _problem(folder)
         if problem is None:
             return folder
         log.warning("checkpoint skipped: %s", problem)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from sftkit.errors import ConfigError
+from sftkit.rundir.failure import describe_error
 from sftkit.runtime.words import first_of
 
 INDEX_CLASSES = {
@@ -170,8 +171,9 @@ class SafeReader(dcp.FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _IndexUnpickler(file).load()
-        except (OSError, ConfigError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path}: {error}; resume from another checkpoint") from None
+        # A pickle that was made up may raise anything while it is read.
+        except Exception as error:
+            raise ConfigError(f"{path}: {describe_error(error)}; resume from another checkpoint") from None
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise ConfigError(f"{path}: not an index of optimizer states; resume from another checkpoint")
         for info in metadata.storage_data.values():
@@ -198,8 +200,13 @@ def load_states(
         ConfigError: names, shapes or dtypes are not those of the checkpoint, or a file in it is not what it should be.
     """
     reader = SafeReader(folder)
-    saved = reader.read_metadata().state_dict_metadata
-    _check_fit(tensors, {name: there for name, there in saved.items() if not elsewhere(name)}, folder)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+        _check_fit(tensors, {name: there for name, there in saved.items() if not elsewhere(name)}, folder)
+    except ConfigError:
+        raise
+    except Exception as error:  # known classes, with fields of other types than theirs
+        raise ConfigError(f"{folder}: {describe_error(error)}; resume from another checkpoint") from None
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         # Each rank reads by itself: torch warns as above.
@@ -210,6 +217,8 @@ def load_states(
         except dcp.CheckpointException as error:
             inner = next(iter(error.failures.values()))[0]
             raise ConfigError(f"{folder}: {type(inner).__name__}: {inner}; resume from another checkpoint") from None
+        except Exception as error:
+            raise ConfigError(f"{folder}: {describe_error(error)}; resume from another checkpoint") from None
 
 
 def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], folder: Path) -> None:

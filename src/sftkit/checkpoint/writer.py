@@ -37,6 +37,7 @@ from sftkit.checkpoint.manifest import (
 from sftkit.checkpoint.state_store import HostShard, save_states
 from sftkit.checkpoint.weight_files import WeightSnapshot, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
+from sftkit.rundir.failure import is_full_disk
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import LATEST, OPTIMIZER, TRAINING_STATE, being_written, random_state_file, step_dir
 from sftkit.runtime.start import Runtime
@@ -149,6 +150,8 @@ class Writer:
         except BaseException as error:  # torch's CheckpointException is not an Exception
             self.failure = reason(error)
             if self.rt.is_main:
+                if is_full_disk(error) and self.run_dir.is_dir():
+                    self.failure += f" ({in_mb(free_bytes(self.run_dir))} free on its disk)"
                 shutil.rmtree(temporary, ignore_errors=True)
         finally:
             self.ended.put(SaveEnd(snapshot.step, self.failure))
@@ -195,6 +198,8 @@ class Writer:
 
     def _open(self, temporary: Path, snapshot: Snapshot, num_bytes: int) -> None:
         """Make the temporary folder, once the disk has room for the checkpoint."""
+        if self.rt.lock is not None:
+            self.rt.lock.check(self.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         sweep(self.run_dir)
         free = free_bytes(self.run_dir)
@@ -219,6 +224,8 @@ class Writer:
 
     def _publish(self, step: int, temporary: Path, files: Entries) -> None:
         """Write the manifest, rename the folder to its final name, and delete older checkpoints."""
+        if self.rt.lock is not None:
+            self.rt.lock.check(self.run_dir)
         final = step_dir(self.run_dir, step)
         write_manifest(temporary, step, files)
         publish(temporary, final)

@@ -22,7 +22,7 @@ from sftkit.config.rules import cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.secrets import SECRET, secret_in
 from sftkit.config.terminal import Level, print_text
-from sftkit.config.topology import Topology, read_topology
+from sftkit.config.topology import Topology, check_numbers, read_topology
 from sftkit.config.validation_errors import explain_error
 from sftkit.config.yaml_text import (
     COMMAND_LINE,
@@ -106,7 +106,7 @@ def fail(message: str) -> NoReturn:
 
 
 def _print(message: str, level: Level | None = None) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0").strip() == "0" or not os.environ["LOCAL_RANK"].strip().isdigit():
         print_text(message, error=True, level=level)
 
 
@@ -167,6 +167,8 @@ def _resolve(
     train = TrainConfig() if cfg is None else cfg.train
     try:
         stages, environ = num_stages(train), os.environ
+        if topology is None:
+            check_numbers(environ)
         processes = topology(train) if topology else read_topology(environ, int(environ.get("WORLD_SIZE", "1")), stages)
     except ConfigError as error:
         problems.append(str(error))

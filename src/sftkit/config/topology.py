@@ -3,6 +3,7 @@ in this file."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,6 +87,42 @@ class Sharding:
         weights = "gathered once a step" if self.keep_weights else "gathered for each pass, block by block"
         gradients = "exchanged once a step" if self.keep_gradients else "exchanged after each micro-batch"
         return f"weights {weights}, gradients {gradients}"
+
+
+_NUMBERS = {
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), (1, 10**6)),
+    **dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"), (1, 10**6)),
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK"), (0, 10**6)),
+    **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), (0, 10**9)),
+    "MASTER_PORT": (1, 65535),
+    **dict.fromkeys((_PREFIX + name for name in (*_SIZES.values(), "SP_SIZE")), (-1, 10**6)),
+}
+"Variables of launchers that are whole numbers -> smallest and largest value."
+
+
+def check_numbers(environ: Mapping[str, str]) -> None:
+    """Check the variables by which a launcher numbers its processes, before anything reads them.
+
+    Raises:
+        ConfigError: all that are no numbers, or cannot be those of one group.
+    """
+    problems, found = [], {}
+    for name, (low, high) in _NUMBERS.items():
+        text = environ.get(name)
+        if text is None or (text == "" and name.startswith(_PREFIX)):
+            continue
+        if not re.fullmatch(r"\s*-?\d{1,18}\s*", text, re.ASCII) or not low <= int(text) <= high:
+            problems.append(f"{name}={text[:40]!r} is not a whole number from {low} to {high}")
+        else:
+            found[name] = int(text)
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE")):
+        if rank in found and found[rank] > found.get(size, 10**6) - (rank != "LOCAL_WORLD_SIZE"):
+            problems.append(f"{rank}={found[rank]} does not fit {size}={found[size]}")
+    if problems:
+        raise ConfigError(
+            f"the environment of this process: {'; '.join(problems)}. A launcher sets these (make, sftkit, python -m "
+            "sftkit.launch, torchrun, accelerate launch): unset them for one process alone"
+        )
 
 
 def take_topology(environ: MutableMapping[str, str], world_size: int, stages: int | None = 1) -> Topology:

@@ -66,14 +66,15 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
     return recipes
 
 
-def was_stopped(run_dir: Path, since: float, code: int) -> bool:
-    """Return whether the stage that was started at this Unix time was stopped, by a signal or by train.max_minutes.
+def was_stopped(run_dir: Path, earlier: str | None, code: int) -> bool:
+    """Return whether a stage was stopped, by a signal or by train.max_minutes.
 
     Args:
+        earlier: newest_start of its directory before the stage was started.
         code: its exit code, which says so before the first step alone: 128 + the signal's number.
     """
     status = read_status(run_dir)
-    return code > 128 or (status.get("status") in ("stopped", "preempted") and status["time"] >= since)
+    return code > 128 or (status.get("status") in ("stopped", "preempted") and status.get("start_id") != earlier)
 
 
 def evaluate_command(run: RunConfig, eval: EvalConfig) -> list[str]:
@@ -131,7 +132,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("validation bits per byte", metric("evals", "val/bpb", ".4f")),
         row("held-out accuracy", metric("evals", "eval/families/acc", ".3f")),
         row("tokens/s", metric("metrics", "perf/tok_per_sec", ",.0f")),
-        row("seconds in steps", lambda s: f"{s['train_seconds']:.0f}"),
+        row("seconds in steps", lambda s: "-" if s["train_seconds"] is None else f"{s['train_seconds']:.0f}"),
         row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
         row("graphs / recompiles", lambda s: "{compile/graphs:.0f} / {compile/recompiles:.0f}".format(**s["metrics"])),
         f"  {'checks passed / failed':<28}" + "".join(f"{checks(found):>12}" for found in proofs),

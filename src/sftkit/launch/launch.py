@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +36,7 @@ from sftkit.preflight.inputs import input_rules
 from sftkit.preflight.launched import launch_rules
 from sftkit.rundir.killed import killed_by, report_killed
 from sftkit.rundir.lock import refuse_at_work
-from sftkit.rundir.status import stopped_by
+from sftkit.rundir.status import newest_start, stopped_by
 from sftkit.runtime.launcher import signal_env
 from sftkit.runtime.oom import likely_cause, oom_kills
 from sftkit.runtime.signals import handled_by, heeded, torch_passes_on_once
@@ -268,13 +267,13 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
     if line := advice(cfg, topology, hardware.gpu_memory_bytes, taken):
         print_text(line)
     # A run that was stopped has written so itself; of one that was killed only its files and the kernel can tell.
-    started, before = time.time(), oom_kills()
+    earlier, before = newest_start(Path(cfg.run.dir)), oom_kills()
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
-    if code == 0 and (number := stopped_by(Path(cfg.run.dir), started)) is not None:
+    if code == 0 and (number := stopped_by(Path(cfg.run.dir), earlier)) is not None:
         return 128 + number  # several ranks end with 0: torch's launcher takes all else for a failure
     if (number := killed_by(code)) is not None:
         words, cause = [script, recipe, *overrides], likely_cause(number, before)
-        print_text("\n" + report_killed(Path(cfg.run.dir), number, cause, started, words), error=True, level="error")
+        print_text("\n" + report_killed(Path(cfg.run.dir), number, cause, earlier, words), error=True, level="error")
     return code
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from sftkit.config.commands import first_run
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
-from sftkit.reports.compare import compare_curves, known, steady
+from sftkit.reports.compare import compare_curves, incomparable, known, steady
 from sftkit.reports.evaluated import evaluations, final_evaluation, newest_samples
 from sftkit.reports.experts import load_of
 from sftkit.reports.files import (
@@ -62,7 +62,8 @@ def gather_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
         report["against"]["config_diff"] = differences(report["config"], other["config"])
         machines = machine_name(report["environment"]), machine_name(other["environment"])
         # Curves are compared with all their steps, not with the thinned ones that the page draws.
-        report["against"]["comparison"] = compare_curves(curves, its_curves, machines)
+        reasons = incomparable(report, other)
+        report["against"]["comparison"] = compare_curves(curves, its_curves, machines, reasons)
     return report
 
 
@@ -163,7 +164,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "world_size": int(world_size) if world_size else None,
         },
         "status": status,
-        "summary": {key: value for key, value in summary.items() if not isinstance(value, dict | list)},
+        "identity": identity(folder),
+        "summary": _sums(summary, full, last),
         "compiling": compiling(summary, full, dicts(proof.get("rows")), settings),
         "command": _command(status.get("resume")),
         "headline": _headline(full, last, cpu=on_cpu(environment.get("device"))),
@@ -184,6 +186,26 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
         "notes": notes,
     }
     return report, full
+
+
+def _sums(summary: dict[str, Any], curves: Mapping[str, Curve], last: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return the numbers of summary.json; tokens and time are those of the whole run, over all its starts.
+
+    The newest line has them. summary.json is of the newest start that ended: a run that goes on, or was killed, has
+    done more since. Versions before wrote the time of that start alone.
+    """
+    found = {key: value for key, value in summary.items() if not isinstance(value, dict | list)}
+    logged = {"tokens": last.get("train/tokens"), "train_seconds": last.get("train/seconds")}
+    ended, newest = drawable_number(summary.get("step")), max(known(curves, "train/tokens"), default=-1.0)
+    if ended is None or newest >= ended:
+        found |= {key: value for key, value in logged.items() if value is not None}
+    return found
+
+
+def identity(folder: Path | None) -> dict[str, Any]:
+    """Return what the checkpoint of a run says of its model, tokenizer and data; empty without one."""
+    state = mapping(read_json(folder / names.TRAINING_STATE, [], optional=True)) if folder else {}
+    return mapping(state.get("identity"))
 
 
 def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:

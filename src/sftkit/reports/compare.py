@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
+from sftkit.reports.files import dicts, mapping
 from sftkit.reports.numbers import format_value
 
 Curves = Mapping[str, list[list[float | None]]]
@@ -21,12 +23,62 @@ SPEEDS = (
 )
 
 
-def compare_curves(mine: Curves, other: Curves, machines: Sequence[str | None] = (None, None)) -> dict[str, Any]:
+_TARGETS = ("targets", "thinking", "split_turns", "too_long", "max_length")
+"Keys of the recipe's data section that say which tokens are targets."
+
+
+def incomparable(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return why the losses of two runs are not of the same thing, by metric; an empty list: nothing is known against
+    it.
+
+    Losses are nats per target without z-loss and label smoothing, so no setting of the loss is a reason.
+
+    Args:
+        mine, other: as collect.read_run returns them.
+    """
+    ours, its = mapping(mine["config"].get("data")), mapping(other["config"].get("data"))
+    scripts = [_script(run["status"]) for run in (mine, other)]
+    both, data = [], {"train/loss": "training", "val/loss": "validation"}
+    # Another tokenizer makes other targets of the same text; bits per byte could be compared.
+    for name, words in (("tokenizer", "another tokenizer"), ("chat_template", "another chat template")):
+        if mine["identity"].get(name, 0) != other["identity"].get(name, 0) and mine["identity"] and other["identity"]:
+            both.append(words)
+    if all(scripts) and scripts[0] != scripts[1]:
+        both.append(f"other targets ({scripts[0]} here, {scripts[1]} there)")
+    for name in _TARGETS:
+        default = "assistant" if name == "targets" else None
+        if (ours.get(name) or default) != (its.get(name) or default):
+            both.append(f"other targets (data.{name})")
+    reasons = {metric: list(both) for metric in data}
+    for metric, kind in data.items():
+        section, part = ("train", "sources") if kind == "training" else ("val", "validation")
+        counts = [
+            [(row.get("name"), row.get("documents")) for row in dicts(run["preflight"].get(part))]
+            for run in (mine, other)
+        ]
+        if ours.get(section) != its.get(section) or (all(counts) and counts[0] != counts[1]):
+            reasons[metric].append(f"other {kind} data")
+    return reasons
+
+
+def _script(status: Mapping[str, Any]) -> str | None:
+    """Return the script of a run, which says what it learns, from the command in run_status.json; None: unknown."""
+    words = str(status.get("resume") or "").split()
+    return next((word.rpartition("/")[2] for word in words if word.endswith(".py")), None)
+
+
+def compare_curves(
+    mine: Curves,
+    other: Curves,
+    machines: Sequence[str | None] = (None, None),
+    reasons: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Return {"rows": [{"name", "step", "value", "other", "change", "how"}], "speed_up": a number
     or null, "notes": [...]}.
 
     Args:
         machines: what each run ran on, by which speeds are told apart.
+        reasons: what `incomparable` returned: such losses are shown without a change.
     """
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -41,7 +93,10 @@ def compare_curves(mine: Curves, other: Curves, machines: Sequence[str | None] =
         if step is None:
             notes.append(f"{name}: not compared, no step was {done} by both (here {_steps(a)}; there {_steps(b)})")
             continue
-        rows.append(_row(name, step, a[step], b[step], f"nats per target, the last step that both have {done}"))
+        row = _row(name, step, a[step], b[step], f"nats per target, the last step that both have {done}")
+        if why := reasons.get(metric):
+            row |= {"change": None, "how": f"not comparable: {', '.join(why)}"}
+        rows.append(row)
         last = max(a), max(b)
         if last != (step, step):
             ends = " and ".join(map(format_value, last))

@@ -19,7 +19,9 @@ from sftkit.rundir.names import (
     ARCHIVED,
     ATTEMPT,
     COMPILE,
+    ERRORS,
     EVALUATIONS,
+    HEARTBEATS,
     LOCK,
     METRICS_FILE,
     OF_STEPS,
@@ -137,6 +139,8 @@ def move_into_run(folder: Path) -> None:
     """Move the files of a start over those of the run that it resumes. Folders are replaced as wholes; in EVALUATIONS,
     only those of evaluations that this start has made."""
     ours = folder / ATTEMPT
+    for name in (ERRORS, HEARTBEATS):  # of the ranks of an earlier start, which may have been more than now
+        shutil.rmtree(folder / name, ignore_errors=True)
     for new in [*ours.glob(f"{EVALUATIONS}/*"), *ours.iterdir()]:
         target = folder / new.relative_to(ours)
         # Its folders are moved one by one, and `make_attempt_dir` has copied the tokenizer from the run itself.

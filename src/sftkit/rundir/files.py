@@ -12,6 +12,9 @@ from typing import Any
 
 from sftkit.rundir.names import ARCHIVED
 
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, NotADirectoryError)
+"""What reading JSON of another form, or what is no JSON, raises; RecursionError where it is nested thousands deep."""
+
 
 def replace_text(path: Path, text: str) -> None:
     """Write a small file so that readers see the old text or the new one, never a part."""
@@ -63,7 +66,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds; empty where there is none that can be read."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, *UNREADABLE):
         return {}
     return value if isinstance(value, dict) else {}
 

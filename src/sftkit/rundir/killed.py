@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sftkit.rundir.files import replace_shared
+from sftkit.rundir.files import UNREADABLE, replace_shared
 from sftkit.rundir.lock import at_work
 from sftkit.rundir.names import METRICS_FILE, STATUS, latest_checkpoint
 from sftkit.rundir.status import read_status, resume_command, start_command
@@ -23,9 +23,10 @@ def killed_by(code: int) -> signal.Signals | None:
     """Return the signal that killed a process of this exit code (128 + the signal's number).
 
     Returns:
-        None: no signal did, or it was one that asks for a stop (SIGTERM, SIGINT, SIGUSR1, SIGHUP, SIGQUIT).
+        None: no signal did, or it was one that asks for a stop (runtime.signals.SIGNALS).
     """
-    asked = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT}
+    queues = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU}
+    asked = {*queues, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
     return next((number for number in signal.Signals if number == code - 128 and number not in asked), None)
 
 
@@ -61,7 +62,7 @@ def last_step(run_dir: Path) -> int | None:
     except OSError:
         return None
     for line in reversed(lines):
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(*UNREADABLE):
             return int(json.loads(line)["step"])
     return None
 
@@ -79,14 +80,14 @@ def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
     return status | values
 
 
-def report_killed(run_dir: Path, number: signal.Signals, cause: str, started: float, words: list[str]) -> str:
+def report_killed(run_dir: Path, number: signal.Signals, cause: str, earlier: str | None, words: list[str]) -> str:
     """Return the message about a run that was killed. Write it to run_status.json too, unless a surviving rank
     has done so.
 
     Args:
         number: the signal that killed it.
         cause: what has likely sent the signal, in words (runtime.oom.likely_cause).
-        started: Unix time before the run was started.
+        earlier: status.newest_start before the run was started.
         words: script and arguments that started it.
     """
     status = read_status(run_dir)
@@ -95,7 +96,7 @@ def report_killed(run_dir: Path, number: signal.Signals, cause: str, started: fl
         return f"error: the launcher was killed by {number.name}: {cause}\n{run_dir}: the run itself is still at work"
     who = "the run"
     # What is there is of an earlier run.
-    if status.get("time", 0.0) < started:
+    if status.get("start_id") == earlier:
         end = f"It had not begun to train. Start it again: {start_command(words)}"
         return f"error: {who} was killed by {number.name}: {cause}\n{end}"
     # Nobody was left to write the end. Where a rank was, it knows more than the exit code does.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
+import hashlib
 import json
 import os
 import socket
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, RunDirError
 from sftkit.rundir.files import read_object, read_text
 from sftkit.rundir.names import LOCK
 
@@ -27,10 +29,9 @@ _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
 "File systems that one machine alone writes, so that its kernel knows every lock."
 _SETTLE_SECONDS = 0.5
-"How long a record without flock is watched: of two starts at a time the one that wrote first sees the other's."
+"How long a start waits for the record of a holder that has just made the file."
 _SAME_START = 2.0
-"""Seconds by which two readings of a process's start may differ: it is counted from the boot, whose time a clock
-corrects."""
+"Seconds by which two readings of a process's start may differ, on systems that count it from the time of the boot."
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Holder:
     processes: str
     "the pid namespace, in which its id has a meaning"
     pid: int
-    started: float
-    "when the process started, Unix time"
+    after_boot: float
+    "when the process started, as of process_start"
     since: float
     "when it took the lock, Unix time"
 
@@ -59,8 +60,8 @@ class Holder:
     def lives(self) -> bool:
         """Return whether the process still runs, and its id is not a later one's. Only for a holder that `is_here`."""
         try:
-            process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.started) < _SAME_START and process.status() != psutil.STATUS_ZOMBIE
+            same = abs(process_start(self.pid) - self.after_boot) < _SAME_START
+            return same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
@@ -94,10 +95,40 @@ class RunLock:
         self._descriptor = -1
         _held.remove(self)
 
+    def lost(self, run_dir: Path) -> str | None:
+        """Return what has become of the run's directory, in words; None: its lock is still there."""
+        path = run_dir / LOCK
+        try:
+            if self._is_at(path):
+                return None
+        except OSError:  # a disk that stumbles
+            return None
+        link = Path(f"/proc/self/fd/{self._descriptor}")
+        place = os.readlink(link) if link.is_symlink() else ""
+        if place and not place.endswith(" (deleted)"):
+            return f"its folder is now {Path(place).parent}"
+        if not run_dir.is_dir():
+            return "its folder was deleted" if place else "its folder was renamed or deleted"
+        holder = read_holder(path)
+        return f"{path} was removed" + (f", and {holder} has taken the directory" if holder else "")
+
+    def check(self, run_dir: Path) -> None:
+        """Check that the directory is still this run's, before anything is written there.
+
+        Raises:
+            RunDirError: it is not; with where it went.
+        """
+        if (found := self.lost(run_dir)) is not None:
+            raise RunDirError(
+                f"run.dir={run_dir} is no longer this run's: {found}, while the run was at work. It has ended, because "
+                "another start may write there now. What it saved until then is in its folder: give the folder its "
+                "name back, or take another run.dir, and resume with train.resume=auto"
+            )
+
     def _is_at(self, path: Path) -> bool:
         try:
             return os.path.samestat(path.stat(), os.fstat(self._descriptor))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
 
@@ -131,8 +162,8 @@ def take_lock(run_dir: Path) -> RunLock:
         made |= not run_dir.exists()
         run_dir.mkdir(parents=True, exist_ok=True)
         try:
-            # Open to other users, for the message that says who is at work.
-            lock = RunLock(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
+            descriptor = _create(path)
+            lock = RunLock(path, os.open(path, os.O_RDWR) if descriptor is None else descriptor)
         except FileNotFoundError:  # renamed by the holder that has just ended
             continue
         try:
@@ -140,14 +171,30 @@ def take_lock(run_dir: Path) -> RunLock:
             # Between open and flock the holder before may have removed or renamed the file: then this
             # lock guards nothing.
             if lock._is_at(path):
-                _check_earlier(read_holder(path), path, by_kernel=by_kernel)
-                _write(lock._descriptor, path, by_kernel=by_kernel)
-                lock.made_folder = made
-                return lock
+                record = json.dumps(asdict(_this_process())).encode()
+                if by_kernel:
+                    _check_earlier(read_holder(path), path, by_kernel=True)
+                # Without flock whoever has created the file holds it.
+                if by_kernel or descriptor is not None:
+                    _write(lock._descriptor, record)
+                    taken = True
+                else:
+                    taken = _take_over(lock._descriptor, path, record)
+                if taken:
+                    lock.made_folder = made
+                    return lock
         except BaseException:
             lock.close()
             raise
         lock.close()
+
+
+def _create(path: Path) -> int | None:
+    """Create a file that is not there and open it; None: it is there. Of several processes one creates it."""
+    with suppress(FileExistsError):
+        # Open to other users, for the message that says who is at work.
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    return None
 
 
 def read_holder(path: Path) -> Holder | None:
@@ -155,6 +202,14 @@ def read_holder(path: Path) -> Holder | None:
     with suppress(TypeError):
         return Holder(**read_object(path))
     return None
+
+
+def _settled_holder(path: Path) -> Holder | None:
+    """Return the process that a lock file names, once it has written its record; None: it does not write one."""
+    end = time.monotonic() + _SETTLE_SECONDS
+    while (holder := read_holder(path)) is None and time.monotonic() < end:
+        time.sleep(0.02)
+    return holder
 
 
 def at_work(run_dir: Path) -> bool | None:
@@ -176,12 +231,38 @@ def refuse_at_work(run_dir: Path) -> None:
         raise ConfigError(_lock_message(run_dir / LOCK, read_holder(run_dir / LOCK)))
 
 
+def process_start(pid: int) -> float:
+    """Return the seconds from the boot of this machine to the start of a process, whatever the clock is set to; on
+    systems without /proc, Unix time.
+
+    Raises:
+        psutil.NoSuchProcess: it is gone.
+    """
+    try:
+        # The name of the program, in brackets, may hold anything; the start is the 20th field after it (proc(5)).
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return psutil.Process(pid).create_time()
+
+
+def process_age() -> float:
+    """Return the seconds since this process was started, whatever the clock is set to."""
+    # Both since the boot on Linux, where suspended time counts too; elsewhere both are Unix time.
+    now = time.clock_gettime(time.CLOCK_BOOTTIME) if Path("/proc/self/stat").exists() else time.time()
+    return max(now - process_start(os.getpid()), 0.0)
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return what names this boot of the machine's kernel."""
+    return read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or socket.gethostname()
+
+
 def pid_scope() -> tuple[str, str, str]:
     """Return where a process id has a meaning: host, boot of its kernel, pid namespace. Host names alone may be the
     same on several machines."""
-    host = socket.gethostname()
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return host, read_text(boot).strip() or host, os.readlink(namespace) if namespace.exists() else ""
+    namespace = Path("/proc/self/ns/pid")
+    return socket.gethostname(), boot_id(), os.readlink(namespace) if namespace.exists() else ""
 
 
 def _flock(descriptor: int, path: Path) -> bool:
@@ -193,10 +274,7 @@ def _flock(descriptor: int, path: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        end = time.monotonic() + _SETTLE_SECONDS
-        while (holder := read_holder(path)) is None and time.monotonic() < end:
-            time.sleep(0.02)  # it is writing it
-        raise ConfigError(_lock_message(path, holder)) from None
+        raise ConfigError(_lock_message(path, _settled_holder(path))) from None
     except OSError as error:
         if error.errno not in _NO_FLOCK:
             raise
@@ -218,25 +296,63 @@ def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> Non
         if by_kernel or (holder.is_here() and not holder.lives()):
             return
         raise ConfigError(_lock_message(path, holder, sure=holder.is_here()))
-    if holder.host == host and holder.started < psutil.boot_time():
+    if holder.host == host and holder.since < psutil.boot_time():
         return  # this machine was started again since
     # Another machine's holder is gone for certain only where no other machine can write to this disk.
     if not (by_kernel and _is_local(path)):
         raise ConfigError(_lock_message(path, holder, sure=False))
 
 
-def _write(descriptor: int, path: Path, *, by_kernel: bool) -> None:
-    now, started = time.time(), psutil.Process().create_time()
-    text = json.dumps(asdict(Holder(*pid_scope(), os.getpid(), started, now))).encode()
+def _this_process() -> Holder:
+    return Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())
+
+
+def _write(descriptor: int, record: bytes) -> None:
     # In place: a file that is renamed to this path would not be the one that is locked.
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text, 0)
-    # Without flock two starts may write at the same time: after a pause, the record of one of them is left.
-    if not by_kernel:
-        os.fsync(descriptor)
-        time.sleep(_SETTLE_SECONDS)
-        if path.read_bytes() != text:
-            raise ConfigError(_lock_message(path, read_holder(path)))
+    os.pwrite(descriptor, record, 0)
+    os.ftruncate(descriptor, len(record))
+    os.fsync(descriptor)
+
+
+def _take_over(descriptor: int, path: Path, record: bytes) -> bool:
+    """Take over the lock of a process that is gone, on a file system without flock.
+
+    Of several starts one creates the file that is named after the record of the process that is gone; the others see
+    it. A start that is killed before it has written its own record is itself a process that is gone.
+
+    Returns:
+        whether it was taken; else another start has taken it and may have ended meanwhile: look again.
+
+    Raises:
+        ConfigError: the process may still be at work.
+    """
+    gone = [(path, b"")]
+    while True:
+        file, _ = gone[-1]
+        holder = _settled_holder(file)
+        if holder is None:
+            if not file.exists():
+                return False
+            raise ConfigError(_lock_message(path, None, sure=False))
+        _check_earlier(holder, path, by_kernel=False)
+        found = json.dumps(asdict(holder)).encode()
+        gone[-1] = (file, found)
+        successor = path.with_name(f"{LOCK}.{hashlib.sha256(found).hexdigest()[:16]}")
+        if (own := _create(successor)) is not None:
+            break
+        gone.append((successor, b""))
+    try:
+        _write(own, record)
+        # A start that looked long ago finds the name free again: then the record at the path is a newer one.
+        if any(read_holder(file) != Holder(**json.loads(found)) for file, found in gone):
+            return False
+        _write(descriptor, record)
+        for file, _ in gone[1:]:
+            file.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(own)
+        successor.unlink(missing_ok=True)
 
 
 def _is_local(path: Path) -> bool:

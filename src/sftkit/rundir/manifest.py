@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from sftkit.config.schema import DataConfig
 from sftkit.errors import ConfigError
-from sftkit.rundir.files import replace_shared
+from sftkit.rundir.files import UNREADABLE, replace_shared
 from sftkit.rundir.names import MANIFEST, RECIPE, STATE, TRAINING_STATE, step_dirs
 
 HASHES = "hashes"
@@ -101,7 +101,9 @@ def read_manifest(folder: Path) -> dict[str, Entry] | str:
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         return {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except FileNotFoundError as error:
+        return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
+    except UNREADABLE as error:
         return f"{folder}: no readable {MANIFEST} ({type(error).__name__})"
 
 
@@ -193,7 +195,7 @@ def _stamp(path: Path) -> Stamp:
 def _read(kept: Path) -> dict[Stamp, str]:
     try:
         return {tuple(map(int, stamp)): str(value) for *stamp, value in json.loads(kept.read_text())["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *UNREADABLE):
         return {}
 
 

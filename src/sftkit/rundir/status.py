@@ -23,12 +23,13 @@ import psutil
 from sftkit.config.commands import invocation, typed
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError, DataError, RunError
-from sftkit.rundir.failure import Failure, describe_error, is_symptom
+from sftkit.rundir.failure import Failure, describe_error, is_full_disk, is_symptom
 from sftkit.rundir.files import read_object, replace_shared
+from sftkit.rundir.lock import boot_id, process_start
 from sftkit.rundir.names import ERRORS, STATUS, error_file, error_files, step_dirs
 
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
-_BEAT_BYTES = 96
+_BEAT_BYTES = 192
 "Of a heartbeat's text, filled up with blanks, so that each one covers the one before."
 _WATCH_SECONDS = 3.0
 
@@ -41,6 +42,9 @@ class RunStatus:
     run_dir: Path
     rank: int
     world_size: int
+    start_id: str = ""
+    """names this start, the same on all its ranks: errors, heartbeats and a status of another id are of an earlier
+    one"""
     step: int = 0
     total_steps: int | None = None
     phase: str = "start"
@@ -75,7 +79,9 @@ class RunStatus:
     def beat(self) -> None:
         """Tell the other ranks where this one is, and that it lives: a write to memory, some microseconds."""
         if self.heartbeat is not None:
-            text = json.dumps({"step": self.step, "phase": self.phase, "time": round(time.time(), 3)})
+            # Ranks of one machine compare the clock that nobody sets; other machines have only the time of day.
+            clocks = {"time": round(time.time(), 3), "monotonic": round(time.monotonic(), 3), "boot": boot_id()}
+            text = json.dumps({"step": self.step, "phase": self.phase, "start_id": self.start_id, **clocks})
             with suppress(OSError):  # a full or shared disk that stumbles is no reason to end training
                 os.pwrite(self.heartbeat, text.ljust(_BEAT_BYTES).encode(), 0)
 
@@ -86,15 +92,19 @@ class RunStatus:
             self.inode = run_dir.stat().st_ino
 
     def is_withdrawn(self) -> bool:
-        """Return whether the main rank has left the directory to an earlier run, which this start must not write to."""
+        """Return whether the directory is another start's, which this one must not write to: an earlier run's, to which
+        the main rank has left it, or a later start's, if this rank was stopped meanwhile."""
+        if (newest := newest_start(self.run_dir)) is not None:
+            return newest != self.start_id
         try:
-            return not self.stepped and self.inode is not None and self.run_dir.stat().st_ino != self.inode
+            return self.inode is not None and self.run_dir.stat().st_ino != self.inode
         except FileNotFoundError:
             return True
 
     def begin(self, environ: Mapping[str, str]) -> None:
         """Clear what an earlier start left, and write that the run is running. Main rank."""
         shutil.rmtree(self.run_dir / ERRORS, ignore_errors=True)
+        (self.run_dir / STATUS).unlink(missing_ok=True)
         self._write("running", launch=launch_id(environ), failed_save=None)
 
     def save_ended(self, step: int, failure: str | None) -> None:
@@ -106,7 +116,7 @@ class RunStatus:
         """
         # Only where it changes: a run that saves often would write the file each time.
         failed = None if failure is None else {"step": step, "error": failure}
-        before = read_status(self.run_dir)
+        before = self._own_status()
         with suppress(OSError):  # on a full disk the event is what tells of it
             if before and failed != before.get("failed_save"):
                 _replace(self.run_dir / STATUS, before | {"failed_save": failed, "time": round(time.time(), 3)})
@@ -115,16 +125,21 @@ class RunStatus:
         """Write how the run ended, once: a rank that writes later, say when a signal wakes it, changes nothing. But a
         cause replaces what was only its symptom."""
         # By every rank: which one comes first is not known, and the launcher may end the main rank before.
-        before = read_status(self.run_dir)
+        before = self._own_status()
         symptoms = [str(failure) for failure in self.failures() if failure.symptom]
         if before.get("status") in (None, "running") or before.get("error") in symptoms:
             self._write(status, **more)
+
+    def _own_status(self) -> dict[str, Any]:
+        """Return the content of run_status.json; empty if an earlier start has written it."""
+        found = read_status(self.run_dir)
+        return found if found.get("start_id", "") == self.start_id else {}
 
     def _write(self, status: Outcome, **more: Any) -> None:
         """Replace run_status.json."""
         if self.is_withdrawn():
             return
-        before = read_status(self.run_dir)
+        before = self._own_status()
         values = {
             "status": status,
             "step": self.step,
@@ -135,6 +150,7 @@ class RunStatus:
             "resume": resume_command(sys.argv),
             "start": start_command(sys.argv),
             "launch": before.get("launch"),
+            "start_id": self.start_id,
             "failed_save": before.get("failed_save"),
             "time": round(time.time(), 3),
         }
@@ -151,7 +167,7 @@ class RunStatus:
         """
         name = signal.Signals(number).name
         with suppress(OSError):
-            if first := read_status(self.run_dir).get("signal"):
+            if first := self._own_status().get("signal"):
                 return first, None
             if self.failures():
                 return name, None
@@ -190,7 +206,7 @@ class RunStatus:
         if self.failure is None:
             text = error if isinstance(error, str) else describe_error(error)
             symptom = symptom or (self.world_size > 1 and not isinstance(error, str) and is_symptom(error))
-            self.failure = Failure(self.rank, self.step, self.phase, text, time.time(), symptom)
+            self.failure = Failure(self.rank, self.step, self.phase, text, time.time(), symptom, self.start_id)
             file = error_file(self.run_dir, self.rank)
             with suppress(OSError):  # on a full disk the error itself is what must be told
                 if not self.is_withdrawn():
@@ -199,8 +215,12 @@ class RunStatus:
         return self.failure
 
     def failures(self) -> list[Failure]:
-        """Return the failures of all ranks, causes before symptoms, earliest first."""
-        found = [Failure(**json.loads(path.read_text())) for path in error_files(self.run_dir)]
+        """Return the failures of all ranks in this start, causes before symptoms, earliest first."""
+        found = []
+        for path in error_files(self.run_dir):
+            with suppress(TypeError):  # half a file, or one of another version
+                found.append(Failure(**read_object(path)))
+        found = [failure for failure in found if failure.start_id == self.start_id]
         if self.failure is not None and all(failure.rank != self.rank for failure in found):
             found.append(self.failure)  # the disk had no room for it
         return sorted(found, key=lambda failure: (failure.symptom, failure.time))
@@ -252,7 +272,7 @@ def _report_error(error: BaseException, status: RunStatus | None) -> int:
     the exit code."""
     code = 2 if isinstance(error, ConfigError | DataError) else 1
     # An error that is made for people says all there is; any other is a mistake of ours, whose place is needed.
-    expected = isinstance(error, ConfigError | DataError | RunError)
+    expected = isinstance(error, ConfigError | DataError | RunError) or is_full_disk(error)
     prefix, cause = "", None
     if status is not None:
         own = status.failed(error)
@@ -274,10 +294,23 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     return read_object(run_dir / STATUS)
 
 
-def stopped_by(run_dir: Path, since: float) -> signal.Signals | None:
-    """Return the signal that has stopped the run which was started at this Unix time; None: it ended otherwise."""
+def newest_start(run_dir: Path) -> str | None:
+    """Return the id of the newest start that has done a step in a directory; None: there is none.
+
+    A launcher that asks before and after a run learns whether a status is the run's. Times would not do: a clock may be
+    set meanwhile, and a file server has its own.
+    """
+    return read_status(run_dir).get("start_id")
+
+
+def stopped_by(run_dir: Path, earlier: str | None) -> signal.Signals | None:
+    """Return the signal that has stopped a run; None: it ended otherwise.
+
+    Args:
+        earlier: newest_start of the directory before the run was started.
+    """
     status = read_status(run_dir)
-    stopped = status.get("status") in ("stopped", "preempted") and status["time"] >= since
+    stopped = status.get("status") in ("stopped", "preempted") and status.get("start_id") != earlier
     return signal.Signals[status["signal"]] if stopped and status["signal"] else None
 
 
@@ -287,8 +320,8 @@ def launch_id(environ: Mapping[str, str]) -> str | None:
     # The elastic agent sets it for each process that it starts, and is their parent.
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    launcher = psutil.Process(os.getppid())
-    return f"{socket.gethostname()}:{launcher.pid}:{launcher.create_time():.2f}"
+    launcher = os.getppid()
+    return f"{socket.gethostname()}:{launcher}:{process_start(launcher):.2f}"
 
 
 def effective_resume(setting: str | None, run_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:

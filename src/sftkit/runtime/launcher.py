@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from sftkit.config.topology import check_numbers
 from sftkit.errors import ConfigError
 from sftkit.rundir.files import read_text
 from sftkit.runtime.signals import heeded
@@ -37,6 +38,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: it cannot, with what is missing.
     """
+    check_numbers(environ)
     named = [name for name in GROUP_SIZES if name in environ]
     missing = [name for name in _PLACES if name not in environ]
     if named == ["WORLD_SIZE"] and environ["WORLD_SIZE"] != "1" and missing:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.rundir import attempt, lock
+from sftkit.rundir.failure import describe_error
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.killed import where_it_was
 from sftkit.rundir.names import CONFIG, ENVIRONMENT
@@ -37,24 +40,37 @@ def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path
     """
     assert_same_on_ranks(rt, recipe_identity(recipe))
     # One lock for all ranks: not every file system shows a lock to other machines, but all can ask the main rank.
-    place, rt.resumes = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
+    place, rt.resumes, start_id = rt.from_main(lambda: _lock(attempt.real(Path(run_dir)), resume, rt))
     status = rt.open_status(place)
+    status.start_id = start_id
     status.open(place)
     # Known before anything can fail: by their process ids a rank finds out which one was killed without a word.
     status.neighbours = neighbours(rt)
-    if rt.is_main:
-        status.begin(os.environ)
+    rt.from_main(lambda: _written(run_dir, lambda: status.begin(os.environ)))
     rt.barrier()  # the files of the start before are cleared: no rank may write an end that would go with them
     # There is a status now for a signal to be written to, and nothing yet that would be worth saving.
     rt.stopping.end_at_once(partial(_end_of_signal, rt))
+    found = json.dumps(environment(rt.device, rt.world_size), indent=1) if rt.is_main else ""
+    rt.from_main(lambda: _written(run_dir, lambda: replace_text(place / CONFIG, recipe)))
+    rt.from_main(lambda: _written(run_dir, lambda: replace_text(place / ENVIRONMENT, found)))
     if rt.is_main:
-        replace_text(place / CONFIG, recipe)
-        replace_text(place / ENVIRONMENT, json.dumps(environment(rt.device, rt.world_size), indent=1))
         if warning := check_launcher(os.environ):
             rt.print(warning, "warning")
         if not rt.resumes and attempt.has_begun(place.parent):
             rt.print(f"{run_dir} holds an earlier run, which is renamed after the first step of this one")
     return place
+
+
+def _written(run_dir: str, write: Callable[[], object]) -> None:
+    """Write a file of the run directory.
+
+    Raises:
+        ConfigError: the disk takes none, say because it is full.
+    """
+    try:
+        write()
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir}: {describe_error(error)}") from None
 
 
 def claim_run_dir(rt: Runtime) -> None:
@@ -73,11 +89,12 @@ def claim_run_dir(rt: Runtime) -> None:
     _is_there(status)
 
 
-def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool]:
+def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool, str]:
     """Lock the directory on the main rank.
 
     Returns:
-        (where to write before the first step; whether this start goes on with the run that is there)
+        (where to write before the first step; whether this start goes on with the run that is there; what names this
+        start)
 
     Raises:
         ConfigError: a run is at work there, or none can begin.
@@ -90,7 +107,7 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool]:
         if read_status(folder).get("status") == "running":  # and the lock was free
             then = "this start resumes from there" if resumes else "train.resume=auto would resume from there"
             rt.print(f"{folder}: the previous run was killed: {where_it_was(folder)}; {then}")
-        return attempt.make_attempt_dir(folder, resumes=resumes), resumes
+        return attempt.make_attempt_dir(folder, resumes=resumes), resumes, secrets.token_hex(8)
     except OSError as error:
         raise ConfigError(f"run.dir={folder}: {error}") from None
 
@@ -104,6 +121,8 @@ def _claim_run_dir(status: RunStatus, rt: Runtime) -> None:
     folder = status.run_dir.parent
     with rt.leaving:  # a signal that came before this may be about to delete it
         try:
+            if rt.lock is not None:  # renamed meanwhile, its name may be another start's
+                rt.lock.check(folder)
             if not attempt.is_attempt(status):
                 pass
             elif rt.resumes:

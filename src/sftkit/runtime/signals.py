@@ -18,10 +18,19 @@ from typing import Any, NoReturn
 import psutil
 
 from sftkit.config.terminal import leave_lost_terminal, print_text
-from sftkit.rundir.lock import release_all
+from sftkit.rundir.lock import process_age, release_all
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
-"Signals that request a stop. Of several that came, the first in this order is the one that is written down."
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGINT,
+)
+"""Signals that request a stop; queues announce a preemption or a limit by each of the first four. Of several that came,
+the first in this order is the one that is written down."""
 _END, _MARK = b"\0", b"\xff"
 "No signal has these numbers."
 
@@ -50,10 +59,10 @@ class Deadline:
 
         Args:
             max_minutes: from `started` on.
-            started: Unix time; None: when this process was started.
+            started: on time.monotonic(), which no change of the clock moves; None: when this process was started.
             save_seconds: what a checkpoint of this run took before; None: unknown.
         """
-        self._end = (psutil.Process().create_time() if started is None else started) + 60.0 * max_minutes
+        self._end = (time.monotonic() - process_age() if started is None else started) + 60.0 * max_minutes
         self._step_seconds: deque[float] = deque([0.0], maxlen=64)
         self._save_seconds = min(6.0 * max_minutes, 120.0) if save_seconds is None else save_seconds
 
@@ -67,11 +76,11 @@ class Deadline:
         requested. Before the first checkpoint a tenth of the limit is kept for it, 120 s at most.
 
         Args:
-            now: Unix time; None: the present one.
+            now: on time.monotonic(); None: the present time.
         """
         # The slowest of the last 64: one of the next may wait for data, or for another rank, as long as that one did.
         needed = 1.1 * (3 * max(self._step_seconds) + self._save_seconds)
-        return (time.time() if now is None else now) + needed >= self._end
+        return (time.monotonic() if now is None else now) + needed >= self._end
 
 
 def save_seconds(last_save: Mapping[str, float]) -> float | None:
@@ -90,13 +99,15 @@ class Stopping:
         "the first that came"
         self.deadline: Deadline | None = None
         "of the main rank, in the loop"
+        self.lost = False
+        "whether the run directory is no longer this run's; known to the main rank"
         self._since = 0.0
         self._at_once: Callable[[int], None] | None = None
         self._listener: Listener | None = None
 
     def stop_requested(self) -> bool:
         """Return whether this rank requests a stop."""
-        return self.signal is not None or (self.deadline is not None and self.deadline.due())
+        return self.signal is not None or self.lost or (self.deadline is not None and self.deadline.due())
 
     def add_step(self, seconds: float, last_save: Mapping[str, float]) -> None:
         """Tell the time limit, if there is one, how long a step took; see Deadline.add_step."""

@@ -75,7 +75,7 @@ class Runtime:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             # Told before signals are given back: the launcher sends one when another rank has failed.
-            stays = self.status is not None and not leaves_nothing(self.status)
+            stays = self.status is not None and not leaves_nothing(self.status) and not self.status.is_withdrawn()
             page = self.page if stays else None
             code = report(error, self.status, page) if isinstance(error, Exception) else None
             if code is not None and self.world_size > 1:
@@ -109,6 +109,22 @@ class Runtime:
                 pass
             finally:
                 self.leaving.release()
+
+    def owns(self, run_dir: Path) -> bool:
+        """Return whether the run directory is still this run's. If not, request a stop: `check_run_dir` then ends all
+        ranks. It looks on the main rank alone, and costs microseconds."""
+        if self.lock is None or self.lock.lost(run_dir) is None:
+            return True
+        self.stopping.lost = True
+        return False
+
+    def check_run_dir(self, run_dir: Path) -> None:
+        """Check that the run directory is still this run's, before a save and at the end; every rank must call it.
+
+        Raises:
+            RunDirError: on every rank, with where the directory went.
+        """
+        self.from_main(lambda: self.lock.check(run_dir) if self.lock is not None else None)
 
     def output_dir(self, run_dir: Path) -> Path:
         """Return where to write now what belongs into the run directory."""

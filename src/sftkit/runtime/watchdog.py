@@ -15,7 +15,8 @@ from typing import NoReturn
 from sftkit.config.schema import RunConfig
 from sftkit.config.terminal import print_text
 from sftkit.rundir.files import read_object
-from sftkit.rundir.names import HEARTBEATS, error_file, error_files, heartbeat_file
+from sftkit.rundir.lock import boot_id
+from sftkit.rundir.names import HEARTBEATS, heartbeat_file
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import end_process
 from sftkit.runtime.start import Runtime
@@ -98,8 +99,7 @@ class Watchdog:
         collective that fails. NCCL's do not fail: they wait, and the launcher kills who waits for 30 s."""
         # Two signs: a rank that failed has written so; one that was killed could not, but once the launcher ends the
         # others, its process id is gone.
-        own = error_file(self._status.run_dir, self._status.rank)
-        failed = any(path != own for path in error_files(self._status.run_dir))
+        failed = any(failure.rank != self._status.rank for failure in self._status.failures())
         dead = self._status.gone() if self._rt.stopping.signal is not None and not failed else []
         if not (failed or dead):
             return
@@ -124,7 +124,9 @@ class Watchdog:
             with suppress(OSError):
                 self._write_heartbeat(flush=True)
             time.sleep(2.0)  # the others, whose time is up as well, say where they are
-            behind, where = find_blocking_ranks(status.run_dir / HEARTBEATS, status.world_size, silent_after=idle / 2)
+            behind, where = find_blocking_ranks(
+                status.run_dir / HEARTBEATS, status.world_size, silent_after=idle / 2, start_id=status.start_id
+            )
             text += f"; {where}"
         if self._stopped.is_set():
             return
@@ -154,11 +156,12 @@ def open_heartbeat(status: RunStatus) -> int:
     return os.open(heartbeat_file(beats, status.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
 
-def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tuple[list[int], str]:
+def find_blocking_ranks(beats: Path, world_size: int, silent_after: float, start_id: str = "") -> tuple[list[int], str]:
     """Find who keeps the others waiting.
 
     Args:
         silent_after: seconds; a rank without a heartbeat for so long is stopped or dead, wherever it was last.
+        start_id: RunStatus.start_id; heartbeats of another start are not seen.
 
     Returns:
         (the ranks that are silent, else those that are behind the others, none if all are at the same place; where
@@ -168,10 +171,14 @@ def find_blocking_ranks(beats: Path, world_size: int, silent_after: float) -> tu
     # of phases in a step. Phases outside of the loop, such as an evaluation, come after a step.
     places: dict[tuple[bool, int, int, str], list[int]] = {}
     for rank in range(world_size):
-        beat = read_object(heartbeat_file(beats, rank)) or {"step": 0, "phase": "start", "time": 0.0}
+        beat = read_object(heartbeat_file(beats, rank))
+        if beat.get("start_id", "") != start_id or "time" not in beat:
+            beat = {"step": 0, "phase": "start", "time": 0.0}
         phase = beat["phase"]
         order = _LOOP_PHASES.index(phase) if phase in _LOOP_PHASES else len(_LOOP_PHASES)
-        responds = time.time() - beat["time"] < silent_after
+        same_clock = beat.get("boot") == boot_id()
+        age = time.monotonic() - beat["monotonic"] if same_clock else time.time() - beat["time"]
+        responds = age < silent_after
         places.setdefault((responds, beat["step"], order, phase), []).append(rank)
     words = [
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} at step {step} (in "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from sftkit.models.routing import Routing
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import EXPERTS
 from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
 
 
 class ExpertLoad:
@@ -37,5 +40,8 @@ class ExpertLoad:
         load = counts * counts.shape[1] / counts.sum(1, keepdim=True).clamp(min=1.0)
         if self._rt.is_main:
             rows = [[round(value, 4) for value in row] for row in load.tolist()]
-            replace_text(run_dir / EXPERTS, json.dumps({"step": step, "load": rows}))
+            try:
+                replace_text(run_dir / EXPERTS, json.dumps({"step": step, "load": rows}))
+            except OSError as error:  # a full disk costs the file, not the run
+                log.warning("%s cannot be written: %s", run_dir / EXPERTS, error)
         return {"train/expert_load_max": float(load.max()), "train/expert_load_min": float(load.min())}

@@ -227,9 +227,14 @@ class Health:
                 for i, number in micro_batches_of(known.step_batches)
             ],
         }
-        file = skipped_documents_file(self._status.run_dir, kind, known.step, self._rt.rank)
+        folder, step, ranks = self._status.run_dir, known.step, range(self._rt.world_size)
+        of_ranks = [skipped_documents_file(folder, kind, step, rank) for rank in ranks]
         with suppress(OSError):  # a full disk must not hide the error that this is about
-            file.write_text(json.dumps(content, indent=1))
+            of_ranks[self._rt.rank].write_text(json.dumps(content, indent=1))
+            if self._rt.is_main:  # an earlier start, of more ranks, may have skipped this step too
+                for path in folder.glob(skipped_documents_file(folder, kind, step, None).name):
+                    if path not in of_ranks:
+                        path.unlink()
 
     def _of_all_ranks(self, known: StepRecord) -> list[RankLoss]:
         """Return what each rank knows of its loss in a skipped step; every rank must call it."""

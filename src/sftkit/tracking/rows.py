@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sftkit.rundir.files import replace_text
+from sftkit.rundir.files import UNREADABLE, replace_text
 from sftkit.rundir.names import FINAL, RESULTS, step_of
 
 MetricsLine = dict[str, Any]
@@ -20,8 +20,9 @@ def drop_rows_after(path: Path, step: int) -> None:
     """Drop the rows after a step, which a run that resumes from a checkpoint of that step will write again."""
     if not path.exists():
         return
-    kept = [line for line in _lines_of(path) if row_step(line) <= step]
-    replace_text(path, "".join(line + "\n" for line in kept))
+    text = "".join(line + "\n" for line in _lines_of(path) if row_step(line) <= step)
+    if text != path.read_text():  # a full disk would have no room for the same again
+        replace_text(path, text)
 
 
 def drop_evals_after(folder: Path, step: int) -> None:
@@ -50,8 +51,8 @@ def _lines_of(path: Path) -> list[str]:
 
 def row_step(line: str) -> float:
     """Return the step of a row; infinite for one that a kill has cut short."""
-    with suppress(json.JSONDecodeError, KeyError):
-        return json.loads(line)["step"]
+    with suppress(*UNREADABLE):
+        return float(json.loads(line)["step"])
     return math.inf
 
 
@@ -64,6 +65,6 @@ def read_metric_rows(path: Path) -> list[dict[str, Any]]:
 
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Return what an evaluation wrote of its tasks; nothing where it had none."""
-    with suppress(OSError, json.JSONDecodeError):
+    with suppress(OSError, *UNREADABLE):
         return json.loads(path.read_text())
     return []

@@ -246,7 +246,9 @@ class Tracker:
 
     def _write(self, name: str, rows: Sequence[Mapping[str, Any]], otherwise: str = "are lost") -> bool:
         """Append lines, whole or not at all; a full disk costs the lines, not the run, whose
-        checkpoint may find room."""
+        checkpoint may find room. Nothing is written to a directory that is no longer this run's."""
+        if not self._rt.owns(self._run_dir):
+            return False
         try:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             append_all_or_nothing(self._run_dir / name, text)

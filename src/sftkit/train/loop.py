@@ -128,6 +128,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 # Save, then evaluate, so that a failed evaluation loses no step.
                 if due.keeps_weights:
                     pausing = time.perf_counter()
+                    rt.check_run_dir(checkpoints.run_dir)
                     progress, axes = monitor.meter.progress, monitor.meter.axes()
                     position = LoopPosition(step_batches.epoch, total_steps, progress, window or monitor.open_window())
                     state = checkpoint_state(position, cfg.data, batches, services)
@@ -150,11 +151,14 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         status.at(step, "checkpoint")
         checkpoints.finish()
         report_ended_saves()
+        rt.check_run_dir(checkpoints.run_dir)
         logits = proof.logits_of(orig_model)
         checks += closing_checks(None)
         if rt.is_main and not already_done:
             proof.write_proof(status.run_dir, checks, logits)
         write_end(status, rt, stopped=stopped)
     trained.step, trained.stopped = step, stopped
-    trained.tokens, trained.train_seconds = monitor.meter.progress.tokens, monitor.meter.total_step_seconds
+    progress = monitor.meter.progress
+    trained.tokens, trained.train_seconds = progress.tokens, progress.seconds if progress.is_whole else None
+    trained.start_train_seconds = monitor.meter.total_step_seconds
     return trained

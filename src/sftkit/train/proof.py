@@ -22,6 +22,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.data.tokens.prompts import PromptedTargets
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine
+from sftkit.errors import RunDirError
 from sftkit.models import auto_classes
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import inference, positions, vocab_size
@@ -180,7 +181,7 @@ def write_proof_on_error(
     try:
         yield
     except BaseException as error:
-        if rt.is_main:
+        if rt.is_main and not isinstance(error, RunDirError):
             write_proof(status.run_dir, [*checks, *at_end(error)])
         raise
 

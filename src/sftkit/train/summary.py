@@ -22,9 +22,13 @@ class Trained:
     step: int
     total_steps: int
     tokens: int = 0
-    train_seconds: float = 0.0
-    "time in steps, without evaluation, checkpoints and warm-up"
+    train_seconds: float | None = 0.0
+    """time in steps over all starts of the run, as step and tokens are, without evaluation, checkpoints and warm-up;
+    None: not known, of a run that a version began which did not keep it"""
+    start_train_seconds: float = 0.0
+    "the same, of this start alone"
     warm_up_seconds: float = 0.0
+    "of this start"
     compiled: bool = False
     stopped: bool = False
     "ended early, by a signal or train.max_minutes"
@@ -51,6 +55,14 @@ def write_end(status: RunStatus, rt: Runtime, *, stopped: bool) -> None:
         status.write_end(number, stopped=stopped)
 
 
+def _seconds(trained: Trained) -> str:
+    """Return the time in steps in words; of a resumed run, that of this start too."""
+    own, whole = f"{trained.start_train_seconds:.0f} s", trained.train_seconds
+    if whole is None:
+        return f"{own} of this start"
+    return own if whole <= trained.start_train_seconds + 0.5 else f"{whole:.0f} s, {own} of them in this start"
+
+
 def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     """Write summary.json and the report, and print the closing lines."""
     if not rt.is_main:
@@ -68,7 +80,7 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     how = "stopped at" if trained.stopped else "finished"
     rt.print(
         f"\n{how} step {trained.step} of {trained.total_steps}: {trained.tokens:,} tokens\n"
-        f"training time of this start: {trained.train_seconds:.0f} s; speed of the last line: {speed or 0:,.0f} tok/s"
+        f"training time: {_seconds(trained)}; speed of the last line: {speed or 0:,.0f} tok/s"
     )
     where = f"{trained.checkpoint} (also {run_dir}/{LATEST})" if trained.checkpoint else "none: no step was done"
     rt.print(f"checkpoint: {where}")
