@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from sftkit.checkpoint.state_store import to_host
 from sftkit.models.padding import without_padding
-from sftkit.models.size import INDEX_FILE, SINGLE_FILE
+from sftkit.models.files import INDEX_FILE, SINGLE_FILE
 from sftkit.models.stages import stages_of
 
 MAX_FILE_BYTES = 5 * 10**9

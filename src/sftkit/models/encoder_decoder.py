@@ -18,6 +18,7 @@ from sftkit.data.batches.collate import OF_TOKENS, Batch
 from sftkit.data.tokens.text import start_id
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
+from sftkit.models.causal import without_router_logits
 from sftkit.models.kind import ModelKind
 from sftkit.models.structure import decoder
 from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
@@ -114,7 +115,8 @@ class EncoderDecoder(ModelKind):
         """Return the logits of the whole model, [1, L, V]."""
         given = self.plain_inputs(orig_model, {name: value for name, value in inputs.items() if name not in OF_TOKENS})
         with plain_attention(orig_model):
-            return orig_model(**given, decoder_input_ids=inputs["input_ids"], use_cache=False).logits
+            asked = without_router_logits(orig_model)
+            return orig_model(**given, decoder_input_ids=inputs["input_ids"], use_cache=False, **asked).logits
 
 
 def _nothing(hidden: Tensor) -> None:

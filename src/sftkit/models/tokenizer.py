@@ -19,7 +19,7 @@ from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.data.tokens import sources
 from sftkit.data.tokens.template import with_arguments
 from sftkit.errors import ConfigError
-from sftkit.models.load import load_options, offline_help
+from sftkit.models.load import load_options, loading
 from sftkit.models.vocabulary import add_tokens
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import TOKENIZER, resolve
@@ -49,10 +49,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
     check_loadable(path)
     options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
-    try:
+    with loading(path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        raise offline_help(path, error, "tokenizer") from error
     if not tokenizer.is_fast:
         raise ConfigError(
             f"{path}: a slow tokenizer, without the character offsets that the loss mask needs: convert it to a fast "

@@ -26,7 +26,6 @@ from sftkit.data.batches import loader
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import DocumentLengths, make_layout
 from sftkit.data.batches.shard import RankRows, row_shard
-from sftkit.data.tokens import chat
 from sftkit.data.tokens.prompts import check_prompted_targets
 from sftkit.data.types import Tokenized
 from sftkit.engine.blocks import Blocks
@@ -107,8 +106,6 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial)
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
-    # saved with every checkpoint, so that whatever loads it stops at the end of a turn
-    orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     longest = positions(orig_model)
     max_length, resolved = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
