@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -160,6 +160,7 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
         ConfigError: such a weight.
     """
     config = start_config(path, options)
+    start_generation_config(path, options)  # else an error in it would name no file
     trained = trained_config(config)
     # Weights of another shape are not refused by transformers, but reported, so that the error below names them.
     orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
@@ -202,6 +203,19 @@ def start_config(path: str, options: dict[str, object]) -> PretrainedConfig:
     config = AutoConfig.from_pretrained(path, **options)
     check_unquantized(config.to_dict(), f"{path}: config.json")
     return config
+
+
+def start_generation_config(path: str, options: dict[str, object]) -> GenerationConfig | None:
+    """Return the generation_config.json of the model at this path; None: it has none.
+
+    Raises:
+        ConfigError: transformers rejects it.
+    """
+    with reading_files(f"{path}: generation_config.json", "its settings"):
+        try:
+            return GenerationConfig.from_pretrained(path, **options)
+        except OSError:
+            return None
 
 
 def untie(orig_model: PreTrainedModel, own: Set[str], path: str) -> None:
@@ -263,8 +277,8 @@ def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTra
             orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     orig_model.tie_weights()
     orig_model.name_or_path = path
-    with suppress(OSError):  # a model without the file: what its config says stays
-        orig_model.generation_config = GenerationConfig.from_pretrained(path, **options)  # type: ignore[arg-type]
+    if (generation := start_generation_config(path, options)) is not None:
+        orig_model.generation_config = generation
     return orig_model
 
 
