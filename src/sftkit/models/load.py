@@ -35,6 +35,7 @@ from sftkit.models.files import check_model_files, check_unquantized, reading_fi
 from sftkit.models.generation_config import settle_generation_config
 from sftkit.models.kinds import MODEL_KINDS, kind_of
 from sftkit.models.padding import pad_vocabulary
+from sftkit.models.rope import use_document_lengths
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_rows
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.manifest import check_loadable
@@ -128,6 +129,7 @@ def load_model(
     kind_of(orig_model.config).prepare(orig_model, tokenizer)
     # What training and checkpoints need.
     settle_generation_config(orig_model, tokenizer)
+    use_document_lengths(orig_model)
     if model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     # Private: transformers' own test of whether the model has experts that can be switched
@@ -396,7 +398,8 @@ def resolve_max_length(
         raise ConfigError(f"data.max_length: {unresolved_reason(model.path)}")
     if positions is not None and length > positions:
         raise ConfigError(
-            f"data.max_length: {length} is more than the model's {positions} positions: set {positions} or less"
+            f"data.max_length: {length} is more than the model's {positions} positions: set {positions} or less, or "
+            "extend the model in its config.json (rope_parameters, say yarn with a factor)"
         )
     start = f"from {resolve(model.path)}" if model.path else "new model"
     source = tokenizer.chat_template

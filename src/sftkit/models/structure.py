@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sftkit.errors import ConfigError
+from sftkit.models.rope import max_positions
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Fields of configs with the number of routed experts of a block."
@@ -66,7 +67,7 @@ def vocab_size(orig_model: PreTrainedModel) -> int:
 
 def positions(orig_model: PreTrainedModel) -> int | None:
     """Return the largest number of positions that the model was made for, None if its config does not say."""
-    return getattr(orig_model.config.get_text_config(), "max_position_embeddings", None)
+    return max_positions(orig_model.config)
 
 
 def embedding_module(orig_model: PreTrainedModel) -> torch.nn.Module:
