@@ -120,7 +120,8 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 2}
         ),
         (
             Gemma3TextConfig(
-                max_position_embeddings=64, rope_parameters={"full_attention": YARN, "sliding_attention": rope("default")}
+                max_position_embeddings=64,
+                rope_parameters={"full_attention": YARN, "sliding_attention": rope("default")},
             ),
             256,
         ),

@@ -63,7 +63,11 @@ def with_own_head(folder: Path, family: str, vocab_size: int) -> Path:
 @pytest.mark.parametrize("sharded_files", [False, True], ids=["one file", "shards"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_a_head_of_its_own_is_the_same_on_every_layout_and_its_checkpoint_is_untied(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, family: str, sharded_files: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    family: str,
+    sharded_files: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sftkit.models.load.check_rows", lambda *_: None)
     folder = with_own_head(tmp_path / "start", family, 67)
@@ -141,7 +145,9 @@ def with_generation(folder: Path, tokenizer: PreTrainedTokenizerFast, fields: di
 def test_a_generation_config_can_be_saved_and_keeps_its_meaning(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any], kept: dict[str, Any] | None, empty: bool
 ) -> None:
-    model = load_model(ModelConfig(path=str(with_generation(tmp_path / "a", tokenizer, fields))), tokenizer, 0, empty=empty)
+    model = load_model(
+        ModelConfig(path=str(with_generation(tmp_path / "a", tokenizer, fields))), tokenizer, 0, empty=empty
+    )
     model.generation_config.save_pretrained(tmp_path / "saved")
     saved = GenerationConfig.from_pretrained(tmp_path / "saved")
     expected = fields if kept is None else kept

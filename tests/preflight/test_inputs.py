@@ -362,7 +362,9 @@ def test_quantized_and_damaged_models_are_rejected(here: Path) -> None:
     folder = model(here / "small")
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     (folder / "config.json").write_text(json.dumps(config))
-    assert refused(*of_model("small")).startswith("model.path: small: config.json: quantization_config: the weights are")
+    assert refused(*of_model("small")).startswith(
+        "model.path: small: config.json: quantization_config: the weights are"
+    )
     # Of the hub, where its config.json is in the cache.
     cached = here / "cache" / "hub" / "models--some--one"
     (cached / "snapshots" / "abc").mkdir(parents=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.config.schema import TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.collate import OF_TOKENS, Batch
-from sftkit.data.tokens.text import start_id
+from sftkit.data.tokens.text import around_text, start_id
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.causal import without_router_logits
@@ -61,6 +61,13 @@ class EncoderDecoder(ModelKind):
                     f"{orig_model.config.model_type}: its texts begin with token {holder.decoder_start_token_id} "
                     f"(decoder_start_token_id), and those of the tokenizer with {start}: take the model's own tokenizer"
                 )
+        forced, before = getattr(orig_model.generation_config, "forced_bos_token_id", None), around_text(tokenizer)[0]
+        if forced is not None and before[1:2] != [forced]:
+            raise ConfigError(
+                f"{orig_model.config.model_type}: generation would write token {forced} first (forced_bos_token_id in "
+                "generation_config.json), which no trained text begins with: take the model's own tokenizer, set to "
+                "the language that is trained, or set the field to null"
+            )
         orig_model.config.pad_token_id = tokenizer.pad_token_id
         pooler = getattr(orig_model.get_encoder(), "pooler", None)
         if pooler is not None and next(pooler.parameters(), None) is not None:

@@ -192,7 +192,9 @@ def header_of(path: Path) -> dict[str, Any]:
             header = json.loads(file.read(length))
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
         end = 8 + length + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
-        if not all(isinstance(tensor["dtype"], str) and isinstance(tensor["shape"], list) for tensor in tensors.values()):
+        if not all(
+            isinstance(tensor["dtype"], str) and isinstance(tensor["shape"], list) for tensor in tensors.values()
+        ):
             raise ValueError("a tensor without dtype or shape")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read weights: {error.strerror}. {COPY_AGAIN}") from error

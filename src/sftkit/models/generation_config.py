@@ -1,4 +1,4 @@
-"""The generation_config of a start model, made such that every checkpoint can be saved with it and keeps its meaning."""
+"""The generation_config of a start model: checkpoints can be saved with it, and it keeps its meaning."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ INERT = (
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
     *("cache_implementation", "cache_config", "pad_token_id"),
 )
-"""Other fields that transformers does not save where they have no effect: without beams, without a returned dict, without
-a cache; a negative padding token."""
+"""Other fields that transformers does not save where they have no effect: without beams, without a returned dict,
+without a cache; a negative padding token."""
 
 
 def settle_generation_config(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -35,7 +35,7 @@ def settle_generation_config(orig_model: PreTrainedModel, tokenizer: PreTrainedT
     generation = orig_model.generation_config
     if generation is None:
         return
-    _make_saveable(generation, orig_model.name_or_path)
+    _make_saveable(generation, orig_model.name_or_path or "the model")
     ends, start = chat.end_of_turn_ids(tokenizer), _as_list(generation.eos_token_id)
     # A stop of a config that transformers has derived may be a default of the architecture: 2 for Llama, whatever the
     # tokenizer says. Such a number is a stop only if it is a special token.
@@ -86,8 +86,8 @@ def _make_saveable(generation: GenerationConfig, where: str) -> None:
                 changed.append(f"{name} removed, which has no effect here")
     if (problem := _problem(generation)) is not None:
         raise ConfigError(
-            f"{where}: generation_config.json: transformers would not save it with a checkpoint: {problem}. Correct the "
-            "file, or remove it"
+            f"{where}: generation_config.json: transformers would not save it with a checkpoint: {problem}. Correct "
+            "the file, or remove it"
         )
     log.warning("%s: generation_config.json: transformers would not save it as it is: %s", where, "; ".join(changed))
 

@@ -31,7 +31,7 @@ from transformers.initialization import no_init_weights
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
-from sftkit.models.files import check_model_files, check_unquantized, reading_files, files_of_weights
+from sftkit.models.files import check_model_files, check_unquantized, files_of_weights, reading_files
 from sftkit.models.generation_config import settle_generation_config
 from sftkit.models.kinds import MODEL_KINDS, kind_of
 from sftkit.models.padding import pad_vocabulary
@@ -215,7 +215,7 @@ def start_generation_config(path: str, options: dict[str, object]) -> Generation
     """
     with reading_files(f"{path}: generation_config.json", "its settings"):
         try:
-            return GenerationConfig.from_pretrained(path, **options)
+            return GenerationConfig.from_pretrained(path, **options)  # type: ignore[arg-type]
         except OSError:
             return None
 

@@ -55,7 +55,7 @@ def _ropes(text: PretrainedConfig) -> Iterator[tuple[str | None, Mapping[str, An
 
 
 def longrope_limit(config: PretrainedConfig) -> int | None:
-    """Return the length up to which documents have the short frequencies of longrope; None: the model has no longrope."""
+    """Return the length up to which documents have the short frequencies of longrope; None: there is no longrope."""
     limits = [rope["original_max_position_embeddings"] for _, rope in _ropes(config.get_text_config()) if _long(rope)]
     return min(limits, default=None)
 
@@ -90,7 +90,7 @@ def use_document_lengths(orig_model: PreTrainedModel) -> None:
         if "longrope" in kinds.values() and hasattr(type(module).forward, "__wrapped__"):
             long = copy.deepcopy(module)
             for layer_type in (name for name, kind in kinds.items() if kind == "longrope"):
-                settings = module.config.rope_parameters
+                settings: Any = module.config.rope_parameters  # type: ignore[union-attr]
                 limit = (settings if layer_type is None else settings[layer_type])["original_max_position_embeddings"]
                 given = {} if layer_type is None else {"layer_type": layer_type}
                 frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, None, seq_len=limit + 1, **given)
@@ -124,6 +124,8 @@ def _forward(self: torch.nn.Module, x: Tensor, position_ids: Tensor, layer_type:
 def document_lengths(position_ids: Tensor) -> Tensor:
     """Return for each position, int64 [B, T], the length of its document: its largest position plus 1."""
     document = (position_ids == 0).cumsum(-1)
-    longest = torch.zeros(*position_ids.shape[:-1], position_ids.shape[-1] + 1, dtype=torch.int64, device=document.device)
+    longest = torch.zeros(
+        *position_ids.shape[:-1], position_ids.shape[-1] + 1, dtype=torch.int64, device=document.device
+    )
     longest = longest.scatter_reduce(-1, document, position_ids.long(), "amax")
     return longest.gather(-1, document) + 1

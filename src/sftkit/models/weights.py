@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.files import INDEX_FILE, SINGLE_FILE, check_model_files, json_object, reading_files, files_of_weights
+from sftkit.models.files import INDEX_FILE, SINGLE_FILE, check_model_files, files_of_weights, json_object, reading_files
 from sftkit.models.load import TEXT_NAMES, check_complete, load_options, local_folder
 from sftkit.models.padding import rows_of_files
 from sftkit.models.structure import plain_class

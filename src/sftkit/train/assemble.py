@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint
+from sftkit.checkpoint.weight_files import check_saved_names
 from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.graph_passes import environment_of_passes
 from sftkit.config.load import to_yaml
@@ -277,8 +278,9 @@ def open_checkpoints(run: Run, loaded: LoadedModel, data: Data, engine: Engine) 
     """Return the checkpoints of a run. The engine exists by now, so that a resume can load into its optimizer.
 
     Raises:
-        ConfigError: the disk cannot hold them.
+        ConfigError: the disk cannot hold them, or plain transformers could not load them.
     """
+    check_saved_names(loaded.orig_model)
     identity = run_identity(loaded.orig_model, loaded.tokenizer, data.batches.examples, data.batches.layout)
     recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))
     state = (loaded.orig_model, loaded.tokenizer, engine.optimizer)
