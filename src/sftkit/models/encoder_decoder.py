@@ -7,8 +7,11 @@ A row of several documents has a place for the encoded input of each; boundaries
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -114,8 +117,9 @@ class EncoderDecoder(ModelKind):
     ) -> Tensor:
         """Return the decoder's last hidden states, [B, C, H]; texts of a row see neither each other
         nor each other's inputs."""
-        with kernel_order(backend):
-            outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
+        module = decoder(orig_model)
+        with kernel_order(backend), positions_of_documents(module, batch.inputs["position_ids"]):
+            outputs = module(**self.decoder_inputs(orig_model, batch, backend, context_group))
         return self.scaled(orig_model, outputs.last_hidden_state)
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
@@ -124,6 +128,28 @@ class EncoderDecoder(ModelKind):
         with plain_attention(orig_model):
             asked = without_router_logits(orig_model)
             return orig_model(**given, decoder_input_ids=inputs["input_ids"], use_cache=False, **asked).logits
+
+
+@contextmanager
+def positions_of_documents(module: torch.nn.Module, position_ids: Tensor) -> Iterator[None]:
+    """Let a decoder that numbers the positions of a row by itself (BART, Marian) take those of the documents.
+
+    Args:
+        position_ids: int64 [B, T], from 0 in each document.
+    """
+    table = getattr(module, "embed_positions", None)
+    if not isinstance(table, torch.nn.Embedding):
+        yield
+        return
+
+    def looked_up(table: torch.nn.Embedding, _: Any, __: Any) -> Tensor:
+        return torch.nn.Embedding.forward(table, position_ids + getattr(table, "offset", 0))
+
+    hook = table.register_forward_hook(looked_up)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _nothing(hidden: Tensor) -> None:
