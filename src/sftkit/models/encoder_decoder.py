@@ -142,8 +142,9 @@ def positions_of_documents(module: torch.nn.Module, position_ids: Tensor) -> Ite
         yield
         return
 
-    def looked_up(table: torch.nn.Embedding, _: Any, __: Any) -> Tensor:
-        return torch.nn.Embedding.forward(table, position_ids + getattr(table, "offset", 0))
+    def looked_up(table: torch.nn.Embedding, _: Any, own: Tensor) -> Tensor:
+        with torch.set_grad_enabled(own.requires_grad):  # Marian's sinusoids are not trained
+            return torch.nn.Embedding.forward(table, position_ids + getattr(table, "offset", 0))
 
     hook = table.register_forward_hook(looked_up)
     try:
