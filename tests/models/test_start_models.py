@@ -162,6 +162,15 @@ def test_a_generation_config_that_no_checkpoint_could_hold_is_rejected(
         load_model(ModelConfig(path=str(folder)), tokenizer, 0)
 
 
+@pytest.mark.parametrize("stops", ["two", {"a": 1}, [10**12], [-5], [2.5], 10**6])
+def test_stops_that_are_no_tokens_are_rejected(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, stops: object
+) -> None:
+    folder = with_generation(tmp_path, tokenizer, {"eos_token_id": stops})
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id has .* no token of the model's"):
+        load_model(ModelConfig(path=str(folder)), tokenizer, 0)
+
+
 def test_the_stops_of_the_start_model_are_kept_and_end_answers(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

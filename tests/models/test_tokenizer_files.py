@@ -53,6 +53,16 @@ def test_a_class_that_replaces_the_pre_tokenizer_of_its_file_is_rejected_and_the
     assert loaded.decode(loaded(PROBE)["input_ids"]) == PROBE
 
 
+@pytest.mark.parametrize(
+    "content", [b"\0\0", b'{"model": ' + b"[" * 100_000, b"{}", b'{"version": "1.0", "model": {}}']
+)
+def test_a_damaged_tokenizer_json_is_named(tmp_path: Path, content: bytes) -> None:
+    model = folder_of(tmp_path, {}, "PreTrainedTokenizerFast", "llama")
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/tokenizer\.json: cannot load the tokenizer: "):
+        load_tokenizer(model)
+
+
 def test_a_tokenizer_that_its_class_leaves_as_it_is_passes(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     file = json.loads(tokenizer.backend_tokenizer.to_str())
     truncated = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}

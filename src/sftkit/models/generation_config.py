@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
+from sftkit.models.structure import vocab_size
 from sftkit.runtime.words import first_of
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,21 @@ def settle_generation_config(orig_model: PreTrainedModel, tokenizer: PreTrainedT
     generation = orig_model.generation_config
     if generation is None:
         return
-    _make_saveable(generation, orig_model.name_or_path or "the model")
-    ends, start = chat.end_of_turn_ids(tokenizer), _as_list(generation.eos_token_id)
+    where = orig_model.name_or_path or "the model"
+    _make_saveable(generation, where)
+    ends, named = chat.end_of_turn_ids(tokenizer), generation.eos_token_id
+    start: list[Any] = list(named) if isinstance(named, list | tuple) else [] if named is None else [named]
     # A stop of a config that transformers has derived may be a default of the architecture: 2 for Llama, whatever the
     # tokenizer says. Such a number is a stop only if it is a special token.
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     if getattr(generation, "_from_model_config", False):
         start = [i for i in start if i in special]
+    rows = vocab_size(orig_model)
+    if wrong := [one for one in start if type(one) is not int or not 0 <= one < rows]:
+        raise ConfigError(
+            f"{where}: generation_config.json: eos_token_id has {wrong[0]!r}, which is no token of the model's {rows}: "
+            "correct the file, or remove the field"
+        )
     generation.eos_token_id = list(dict.fromkeys([*ends, *start]))
     if more := [i for i in generation.eos_token_id if i not in ends]:
         words = first_of([f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in more])
@@ -53,10 +61,6 @@ def stop_ids(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     which a server reads too; else those of the chat template and eos."""
     settled = getattr(orig_model.generation_config, "eos_token_id", None)
     return settled if isinstance(settled, list) else chat.end_of_turn_ids(tokenizer)
-
-
-def _as_list(ids: Any) -> list[int]:
-    return [] if ids is None else [int(i) for i in ids] if isinstance(ids, Iterable) else [int(ids)]
 
 
 def _make_saveable(generation: GenerationConfig, where: str) -> None:

@@ -56,6 +56,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
     check_loadable(path)
     options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
+    own = own_tokenizer(path, str(options["revision"]))
     with loading(path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     if not tokenizer.is_fast:
@@ -63,7 +64,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"{path}: a slow tokenizer, without the character offsets that the loss mask needs: convert it to a fast "
             f"one"
         )
-    check_own_file(tokenizer, path, str(options["revision"]))
+    # One of the hub is in the cache by now.
+    if (own := own or own_tokenizer(path, str(options["revision"]))) is not None:
+        check_own_file(tokenizer, own, path)
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(model.chat_template)
         add_tokens(tokenizer, CHAT_TEMPLATES.get(model.chat_template, ()))
@@ -82,7 +85,26 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_own_file(tokenizer: PreTrainedTokenizerBase, path: str, revision: str) -> None:
+def own_tokenizer(path: str, revision: str) -> Tokenizer | None:
+    """Return the tokenizer of the tokenizer.json of a folder or a hub repository in the cache; None: there is none.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    found = Path(path) / "tokenizer.json"
+    if not os.path.isdir(path):
+        cached = try_to_load_from_cache(path, "tokenizer.json", revision=revision)
+        found = Path(cached) if isinstance(cached, str) else found
+    if not found.is_file():
+        return None
+    with reading_files(found, "the tokenizer"):
+        own = Tokenizer.from_file(str(found))
+        own.no_truncation()
+        own.no_padding()
+    return own
+
+
+def check_own_file(tokenizer: PreTrainedTokenizerBase, own: Tokenizer, path: str) -> None:
     """Reject a tokenizer that does not tokenize as the tokenizer.json that it was loaded from.
 
     Some classes of transformers replace parts of that file, such as its pre-tokenizer, by their own: the Llama
@@ -91,13 +113,7 @@ def check_own_file(tokenizer: PreTrainedTokenizerBase, path: str, revision: str)
     Raises:
         ConfigError: with the class, and how to load the file as it is.
     """
-    file = Path(path) / "tokenizer.json" if os.path.isdir(path) else _cached(path, "tokenizer.json", revision)
-    if file is None or not file.is_file():
-        return
-    with reading_files(file, "the tokenizer"):
-        own = Tokenizer.from_file(str(file))
-        own.no_truncation()
-        own.no_padding()
+    with reading_files(path, "the tokenizer"):
         expected = own.encode(PROBE, add_special_tokens=False).ids
         text = own.decode(expected, skip_special_tokens=False)
         found = tokenizer(PROBE, add_special_tokens=False, split_special_tokens=False, verbose=False)["input_ids"]
@@ -112,12 +128,6 @@ def check_own_file(tokenizer: PreTrainedTokenizerBase, path: str, revision: str)
         'tokenizer_class to "PreTrainedTokenizerFast" in its tokenizer_config.json (in a local copy, named as '
         "model.tokenizer), which loads the file as it is"
     )
-
-
-def _cached(path: str, name: str, revision: str) -> Path | None:
-    """Return a file of a hub repository in the cache; None: it is not there."""
-    found = try_to_load_from_cache(path, name, revision=revision)
-    return Path(found) if isinstance(found, str) else None
 
 
 def published_start(model: ModelConfig) -> int | None:
