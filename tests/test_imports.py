@@ -74,7 +74,7 @@ SHARED_NAMES = {
 "Public name that several modules own -> why (docs/glossary.md, Names told apart)."
 
 TORCH_FREE = (
-    *("config", "launch", "reports", "models/size.py", "experiments/validate/run.py"),
+    *("config", "launch", "reports", "models/files.py", "models/size.py", "experiments/validate/run.py"),
     *("generation/answer.py", "generation/flags.py", "generation/repl.py"),
     *(
         "preflight/flags.py",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import cpu_runtime, make_layout_of, tiny_llama
-from made_captioners import CAPTIONER, ENCODER, TRANSLATOR, Words, captions, made
+from made_captioners import CAPTIONER, ENCODER, OWN_POSITIONS, TRANSLATOR, Words, captions, made
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, VisionEncoderDecoderModel
 
 from sftkit.checkpoint.compatibility import check_identity, run_identity
@@ -42,7 +42,12 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention_choice import Execution, unsupported_reason
 from sftkit.optim.build import build_optimizer, parameter_groups
 
-MODELS: dict[str, dict[str, Any]] = {"ViT and GPT-2": CAPTIONER, "T5": TRANSLATOR}
+MODELS: dict[str, dict[str, Any]] = {
+    "ViT and GPT-2": CAPTIONER,
+    "T5": TRANSLATOR,
+    "BART": {"model_type": "bart", **OWN_POSITIONS},
+    "Marian": {"model_type": "marian", **OWN_POSITIONS},
+}
 LENGTHS = [9, 4, 13, 6, 2, 11]
 ROWS = ((0, 1, 2), (3, 4), (), (5,))
 

@@ -38,7 +38,7 @@ BEST_OF = (
 )
 RECIPE = """
 run: {dir: runs/mine}
-model: {scratch: {model_type: llama}, train_tokenizer: {}}
+model: {scratch: {model_type: llama}, tokenizer: words}
 data: {train: [{path: chats.jsonl}], max_length: 64}
 train: {max_steps: 1}
 """
@@ -54,7 +54,7 @@ def model(folder: Path, max_length: int | None = None, weights: str = "model.saf
     (folder / "training_state").mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     if weights:
-        (folder / weights).write_text("")
+        (folder / weights).write_bytes(b"\x02" + bytes(7) + b"{}")
     if max_length:
         (folder / "training_state" / "state.json").write_text(json.dumps({"max_length": max_length}))
     return folder
@@ -68,6 +68,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
     write(tmp_path / "chats.jsonl", CHAT)
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "tokenizer_config.json").write_text("{}")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 
@@ -226,10 +228,10 @@ def test_builtins_are_of_one_kind_each() -> None:
 def test_a_tokenizer_is_trained_on_rows_of_any_kind(here: Path) -> None:
     write(here / "texts.jsonl", TEXT)
     both = "model.train_tokenizer.sources=[{path: texts.jsonl}, {path: chats.jsonl}]"
-    assert problems("data.train.0.path=texts.jsonl", both, stage="base") == []
-    assert refused("model.train_tokenizer.sources=[{path: text.jsonl}]").startswith(
-        "model.train_tokenizer.sources.0.path: "
-    )
+    assert problems("data.train.0.path=texts.jsonl", both, "model.tokenizer=null", stage="base") == []
+    missing = "model.train_tokenizer.sources=[{path: text.jsonl}]"
+    told = refused("data.train.0.path=texts.jsonl", missing, "model.tokenizer=null", stage="base")
+    assert told.startswith("model.train_tokenizer.sources.0.path: ")
 
 
 # ---- never refuse what would work ------------------------------------------------------------------------------------
@@ -354,6 +356,31 @@ def test_a_model_folder_has_weights_and_a_length_is_inherited_from_runs_alone(he
     assert refused(*of_model("empty")).startswith(
         "model.path: empty: there are no weights in it (*.safetensors, *.bin)"
     )
+
+
+def test_quantized_and_damaged_models_are_rejected(here: Path) -> None:
+    folder = model(here / "small")
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert refused(*of_model("small")).startswith(
+        "model.path: small: config.json: quantization_config: the weights are"
+    )
+    # Of the hub, where its config.json is in the cache.
+    cached = here / "cache" / "hub" / "models--some--one"
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    for name in ("config.json", "model.safetensors"):
+        (cached / "snapshots" / "abc" / name).write_text(json.dumps(config))
+    assert refused(*of_model("some/one")).startswith("model.path: some/one: config.json: quantization_config: ")
+    (folder / "config.json").write_bytes(b"\0")
+    assert refused(*of_model("small")).startswith("model.path: small/config.json: not valid JSON")
+
+
+@pytest.mark.parametrize("stage", ["mid", "sft"])
+def test_a_new_model_needs_a_tokenizer_where_none_is_trained(here: Path, stage: str) -> None:
+    told = refused("model.tokenizer=null", "model.train_tokenizer={}", stage=stage)
+    assert re.match(r"model.train_tokenizer: \S+_\S+\.py trains no tokenizer: set model.tokenizer", told)
 
 
 def test_a_misspelt_local_path_is_told_before_the_hub(here: Path) -> None:

@@ -22,6 +22,14 @@ DECODER |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 CAPTIONER = {"model_type": "vision-encoder-decoder", "encoder": ENCODER, "decoder": DECODER}
 TRANSLATOR = {"model_type": "t5", "d_model": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16, "d_ff": 64}
 TRANSLATOR |= {"dropout_rate": 0.0}
+OWN_POSITIONS = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+OWN_POSITIONS |= {
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+}
+"Sizes of translators whose decoders number the positions of a row by themselves: BART, Marian."
 TEXT_LENGTH = 12
 "Positions of the texts that the encoder of a translator reads."
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import no_init_weights
 
 from sftkit.checkpoint.state_store import to_host
+from sftkit.errors import ConfigError
+from sftkit.models.files import INDEX_FILE, SINGLE_FILE
+from sftkit.models.load import from_config
 from sftkit.models.padding import without_padding
-from sftkit.models.size import INDEX_FILE, SINGLE_FILE
 from sftkit.models.stages import stages_of
+from sftkit.models.structure import plain_class
+from sftkit.runtime.words import first_of
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -100,6 +107,44 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
             names[id(tensor)] = name
     kept = set(names.values()) - ignored
     return {name: tensor for name, tensor in state.items() if name in kept}
+
+
+def check_saved_names(orig_model: PreTrainedModel) -> None:
+    """Reject a model whose checkpoints plain transformers would load as another one: it drops tensors that the class in
+    config.json does not have, and draws those at random that are not there, with a warning only.
+
+    No collective; the class is built without memory.
+
+    Raises:
+        ConfigError: tensors that are missing, unexpected or of another shape.
+    """
+    plain, config = plain_class(orig_model), copy.deepcopy(orig_model.config)
+    name = plain.__name__
+    with torch.device("meta"), no_init_weights():
+        fresh: Any = plain(config) if orig_model.is_remote_code() else from_config(config, orig_model.dtype)
+    fresh.tie_weights()
+    if type(fresh).__name__ != name:
+        raise ConfigError(
+            f"checkpoints could not be loaded: config.json names {name}, and transformers makes a "
+            f"{type(fresh).__name__} of it. Train a model of a class of transformers"
+        )
+    rows = without_padding(orig_model)
+    saved = {
+        key: (rows.get(id(tensor), tensor.shape[0]), *tensor.shape[1:]) if tensor.ndim else ()
+        for key, tensor in saved_tensors(orig_model).items()
+    }
+    expected = {key: tuple(tensor.shape) for key, tensor in saved_tensors(fresh).items()}
+    problems = {
+        "hold what it does not have,": sorted(saved.keys() - expected.keys()),
+        "lack": sorted(expected.keys() - saved.keys()),
+        "have another shape of": sorted(key for key in saved.keys() & expected.keys() if saved[key] != expected[key]),
+    }
+    if found := [f"{verb} {first_of(names)}" for verb, names in problems.items() if names]:
+        raise ConfigError(
+            f"checkpoints could not be loaded as {name}, the class in their config.json: they {'; '.join(found)}. "
+            "Something has added, removed or replaced modules of the model: take them out, or merge them into its "
+            "weights"
+        )
 
 
 def stored_in_another_form(orig_model: PreTrainedModel) -> bool:

@@ -9,13 +9,13 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import EvalConfig
-from sftkit.data.tokens import chat
 from sftkit.data.types import Examples
 from sftkit.evals.results import Evaluated, Result, example_record, interval
 from sftkit.evals.task import Question
 from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate
 from sftkit.generation.rows import text_of
+from sftkit.models.generation_config import stop_ids
 from sftkit.runtime.start import Runtime
 
 CAPTIONS_TASK = "captions"
@@ -32,7 +32,7 @@ def prompts_of(
     token, which no answer has."""
     return Prompts(
         [[orig_model.generation_config.decoder_start_token_id]] * num_prompts,
-        chat.end_of_turn_ids(tokenizer),
+        stop_ids(orig_model, tokenizer),
         max_new_tokens,
         encoder_inputs=examples.encoder_inputs,
     )

@@ -20,6 +20,7 @@ from sftkit.data.types import Examples
 from sftkit.evals.scoring import longest_input
 from sftkit.models.kinds import check_causal
 from sftkit.models.load import load_model, load_options
+from sftkit.models.rope import max_positions
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
 from sftkit.ops.attention import windows
@@ -60,7 +61,7 @@ def longest_of(source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     assert source.path is not None
     config = AutoConfig.from_pretrained(source.path, **load_options(source.path, source))
     check_causal(config, "scripts/evaluate.py")
-    return longest_input(getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer)
+    return longest_input(max_positions(config), tokenizer)
 
 
 def load_validation(

@@ -21,6 +21,7 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message
 from sftkit.generation.batching import ALONE, Batching, PromptRow, gathered, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
+from sftkit.models.rope import longrope_limit
 from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens
 
@@ -187,6 +188,10 @@ def _score_batch(
     skip = len(prefix.ids)
     width = max(len(row.ids) for row in chosen) - skip
     inputs = np.zeros((len(chosen), width), dtype=np.int64)
+    # Padding on the right has the last position of its row, so that longrope sees each row's own length.
+    last = np.array([[len(row.ids) - 1] for row in chosen])
+    positions = torch.from_numpy(np.minimum(np.arange(skip, skip + width)[None], last)).to(orig_model.device)
+    own = {} if longrope_limit(orig_model.config) is None else {"position_ids": positions}
     at: list[int] = []  # flat positions whose next token is asked for
     pairs: list[tuple[int, int]] = []  # (index into `at`, token asked for)
     for b, row in enumerate(chosen):
@@ -200,7 +205,7 @@ def _score_batch(
     device = orig_model.device
     cache = {"past_key_values": prefix.cache(len(chosen), width), "use_cache": True} if skip else {"use_cache": False}
     with _head_at(orig_model, torch.tensor(at, device=device)):
-        logits = orig_model(input_ids=torch.from_numpy(inputs).to(device), **cache).logits
+        logits = orig_model(input_ids=torch.from_numpy(inputs).to(device), **cache, **own).logits
     likelihoods, best = _next_token(logits, pairs)
     # back to rows and continuations
     results, start = {}, 0

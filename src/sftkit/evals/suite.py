@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.config.eval_tasks import CODE, WITHOUT_SHOTS
 from sftkit.config.schema import EvalConfig
 from sftkit.data.batches.pack import Layout
-from sftkit.data.tokens import chat
 from sftkit.data.types import Examples, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import captions, families, harness, results, scoring, tasks
@@ -25,6 +24,7 @@ from sftkit.evals.validation import validate
 from sftkit.generation.answer import Answer
 from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate
+from sftkit.models.generation_config import stop_ids
 from sftkit.models.kinds import check_causal
 from sftkit.models.structure import positions
 from sftkit.objectives.model_with_loss import ModelWithLoss
@@ -268,7 +268,7 @@ class Suite:
         # The end stays: it holds the question.
         truncated = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
         stop_texts, groups = [one.stop for one in questions] or None, [one.group for one in questions] or None
-        asked = Prompts(truncated, chat.end_of_turn_ids(self.tokenizer), max_new_tokens, stop_texts, groups)
+        asked = Prompts(truncated, stop_ids(self.orig_model, self.tokenizer), max_new_tokens, stop_texts, groups)
         return generate(self.orig_model, self.tokenizer, asked, Batching(self.config.batch_size, self.rt))
 
     def samples(self) -> list[dict[str, Any]]:

@@ -19,8 +19,10 @@ from sftkit.generation.batching import Batching, PromptRow, gathered, turns
 from sftkit.generation.kv_cache import plain_forward
 from sftkit.generation.rows import DecodedSequence, Decoding
 from sftkit.generation.static_step import replay_pays, replay_unsupported_reason
+from sftkit.models.generation_config import stop_ids
 from sftkit.models.kind import Continuation
 from sftkit.models.kinds import kind_of
+from sftkit.models.structure import quiet_routers
 from sftkit.ops.attention import mixes_tokens, windows
 
 
@@ -125,17 +127,19 @@ def stream(
     decode: Any = orig_model.generate
 
     def work() -> None:
+        stopping = [lambda ids, *_, **__: torch.full((len(ids),), closed.is_set(), device=ids.device)]
         try:
-            decode(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=sampling.max_new_tokens,
-                eos_token_id=chat.end_of_turn_ids(tokenizer),
-                pad_token_id=tokenizer.pad_token_id,
-                streamer=streamer,
-                stopping_criteria=[lambda ids, *_, **__: torch.full((len(ids),), closed.is_set(), device=ids.device)],
-                **(drawn if sampling.temperature > 0 else {"do_sample": False}),
-            )
+            with quiet_routers(orig_model):
+                decode(
+                    input_ids=prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=sampling.max_new_tokens,
+                    eos_token_id=stop_ids(orig_model, tokenizer),
+                    pad_token_id=tokenizer.pad_token_id,
+                    streamer=streamer,
+                    stopping_criteria=stopping,
+                    **(drawn if sampling.temperature > 0 else {"do_sample": False}),
+                )
         except Exception as error:
             failure.append(error)
         finally:

@@ -7,17 +7,21 @@ A row of several documents has a place for the encoded input of each; boundaries
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.collate import OF_TOKENS, Batch
-from sftkit.data.tokens.text import start_id
+from sftkit.data.tokens.text import around_text, start_id
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
+from sftkit.models.causal import without_router_logits
 from sftkit.models.kind import ModelKind
 from sftkit.models.structure import decoder
 from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
@@ -60,6 +64,13 @@ class EncoderDecoder(ModelKind):
                     f"{orig_model.config.model_type}: its texts begin with token {holder.decoder_start_token_id} "
                     f"(decoder_start_token_id), and those of the tokenizer with {start}: take the model's own tokenizer"
                 )
+        forced, before = getattr(orig_model.generation_config, "forced_bos_token_id", None), around_text(tokenizer)[0]
+        if forced is not None and before[1:2] != [forced]:
+            raise ConfigError(
+                f"{orig_model.config.model_type}: generation would write token {forced} first (forced_bos_token_id in "
+                "generation_config.json), which no trained text begins with: take the model's own tokenizer, set to "
+                "the language that is trained, or set the field to null"
+            )
         orig_model.config.pad_token_id = tokenizer.pad_token_id
         pooler = getattr(orig_model.get_encoder(), "pooler", None)
         if pooler is not None and next(pooler.parameters(), None) is not None:
@@ -106,15 +117,40 @@ class EncoderDecoder(ModelKind):
     ) -> Tensor:
         """Return the decoder's last hidden states, [B, C, H]; texts of a row see neither each other
         nor each other's inputs."""
-        with kernel_order(backend):
-            outputs = decoder(orig_model)(**self.decoder_inputs(orig_model, batch, backend, context_group))
+        module = decoder(orig_model)
+        with kernel_order(backend), positions_of_documents(module, batch.inputs["position_ids"]):
+            outputs = module(**self.decoder_inputs(orig_model, batch, backend, context_group))
         return self.scaled(orig_model, outputs.last_hidden_state)
 
     def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits of the whole model, [1, L, V]."""
         given = self.plain_inputs(orig_model, {name: value for name, value in inputs.items() if name not in OF_TOKENS})
         with plain_attention(orig_model):
-            return orig_model(**given, decoder_input_ids=inputs["input_ids"], use_cache=False).logits
+            asked = without_router_logits(orig_model)
+            return orig_model(**given, decoder_input_ids=inputs["input_ids"], use_cache=False, **asked).logits
+
+
+@contextmanager
+def positions_of_documents(module: torch.nn.Module, position_ids: Tensor) -> Iterator[None]:
+    """Let a decoder that numbers the positions of a row by itself (BART, Marian) take those of the documents.
+
+    Args:
+        position_ids: int64 [B, T], from 0 in each document.
+    """
+    table = getattr(module, "embed_positions", None)
+    if not isinstance(table, torch.nn.Embedding):
+        yield
+        return
+
+    def looked_up(table: torch.nn.Embedding, _: Any, own: Tensor) -> Tensor:
+        with torch.set_grad_enabled(own.requires_grad):  # Marian's sinusoids are not trained
+            return torch.nn.Embedding.forward(table, position_ids + getattr(table, "offset", 0))
+
+    hook = table.register_forward_hook(looked_up)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _nothing(hidden: Tensor) -> None:

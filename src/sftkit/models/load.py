@@ -6,15 +6,17 @@ import difflib
 import hashlib
 import logging
 import os
-from collections.abc import Set
-from contextlib import nullcontext, suppress
+import re
+from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 import transformers
 from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import safe_open
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,9 +31,12 @@ from transformers.initialization import no_init_weights
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.auto_classes import auto_class
+from sftkit.models.files import check_model_files, check_unquantized, files_of_weights, reading_files
+from sftkit.models.generation_config import settle_generation_config
 from sftkit.models.kinds import MODEL_KINDS, kind_of
 from sftkit.models.padding import pad_vocabulary
-from sftkit.models.vocabulary import added_tokens, check_rows, make_rows
+from sftkit.models.rope import use_document_lengths
+from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_rows
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import resolve, trained_length, unresolved_reason
@@ -58,12 +63,32 @@ def load_options(path: str, model: ModelConfig) -> dict[str, object]:
     }
 
 
-def offline_help(path: str, error: Exception, kind: str = "model") -> ConfigError:
-    """Return the error for a model or tokenizer that cannot be loaded: what to download, and where to put it."""
-    if os.path.isdir(path) or hub_answers():
-        return ConfigError(f"{path}: cannot load the {kind}: {str(error).splitlines()[0]}")
-    return ConfigError(
-        f"{path}: {unreachable()}, and this {kind} is not complete in the local cache. {download_help(path)}"
+@contextmanager
+def loading(path: str, kind: str = "model") -> Iterator[None]:
+    """Turn any error of loading a model or tokenizer into a ConfigError: what to download, and where to put it, or
+    what its files cannot be read for."""
+    try:
+        with reading_files(path, f"the {kind}"):
+            yield
+    except ConfigError as error:
+        if error.__cause__ is None or os.path.isdir(path) or hub_answers():
+            raise
+        raise ConfigError(
+            f"{path}: {unreachable()}, and this {kind} is not complete in the local cache. {download_help(path)}"
+        ) from error.__cause__
+
+
+def local_folder(path: str, options: Mapping[str, object]) -> Path:
+    """Return the folder of a model's files, downloaded if it is one of the hub."""
+    if os.path.isdir(path):
+        return Path(path)
+    return Path(
+        snapshot_download(
+            path,
+            revision=str(options["revision"]),
+            local_files_only=bool(options["local_files_only"]),
+            allow_patterns=["*.json", "*.safetensors"],
+        )
     )
 
 
@@ -90,12 +115,11 @@ def load_model(
     else:
         path = resolve(model.path or "")
         check_loadable(path)
-        try:
-            load = empty_model if empty else full_model
-            with nullcontext() if empty else working(f"loading {path}"):
-                orig_model = load(path, precision, load_options(path, model))
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise offline_help(path, error) from error
+        if os.path.isdir(path):
+            check_model_files(Path(path))
+        load = empty_model if empty else full_model
+        with nullcontext() if empty else working(f"loading {path}"), loading(path):
+            orig_model = load(path, precision, load_options(path, model))
     # The vocabulary: first a row for each token, then padding after them.
     check_rows(orig_model, tokenizer)
     if model.scratch is None:
@@ -104,9 +128,8 @@ def load_model(
         pad_vocabulary(orig_model, model.pad_vocab_to_multiple_of)
     kind_of(orig_model.config).prepare(orig_model, tokenizer)
     # What training and checkpoints need.
-    generation = orig_model.generation_config
-    if any(getattr(generation, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
-        generation.do_sample = True  # these values imply it, and transformers refuses to save them without it
+    settle_generation_config(orig_model, tokenizer)
+    use_document_lengths(orig_model)
     if model.gradient_checkpointing:
         orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     # Private: transformers' own test of whether the model has experts that can be switched
@@ -138,7 +161,8 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     Raises:
         ConfigError: such a weight.
     """
-    config = AutoConfig.from_pretrained(path, **options)
+    config = start_config(path, options)
+    start_generation_config(path, options)  # else an error in it would name no file
     trained = trained_config(config)
     # Weights of another shape are not refused by transformers, but reported, so that the error below names them.
     orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
@@ -156,7 +180,66 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
         # (huggingface/transformers#42396).
         orig_model._weight_conversions = None
     check_complete(path, type(orig_model), loading_info["missing_keys"], loading_info["mismatched_keys"])
+    if not os.path.isdir(path):
+        # The files of the hub, which are here by now; those of a folder have been looked at before.
+        cached = try_to_load_from_cache(path, "config.json", revision=str(options["revision"]))
+        if isinstance(cached, str):
+            check_model_files(Path(cached).parent)
+    if trained is config and (unused := loading_info["unexpected_keys"]):
+        log.warning(
+            "%s: %s has no weight named %s, so they are neither trained nor saved",
+            *(path, type(orig_model).__name__, first_of(sorted(unused))),
+        )
+    # transformers has left weights untied whose files differ, and dropped them from this table only.
+    tied = orig_model.get_expanded_tied_weights_keys(all_submodels=True)
+    untie(orig_model, tied.keys() - orig_model.all_tied_weights_keys.keys(), path)
     return orig_model
+
+
+def start_config(path: str, options: dict[str, object]) -> PretrainedConfig:
+    """Return the config of the model at this path.
+
+    Raises:
+        ConfigError: its weights are quantized.
+    """
+    config = AutoConfig.from_pretrained(path, **options)
+    check_unquantized(config.to_dict(), f"{path}: config.json")
+    return config
+
+
+def start_generation_config(path: str, options: dict[str, object]) -> GenerationConfig | None:
+    """Return the generation_config.json of the model at this path; None: it has none.
+
+    Raises:
+        ConfigError: transformers rejects it.
+    """
+    with reading_files(f"{path}: generation_config.json", "its settings"):
+        try:
+            return GenerationConfig.from_pretrained(path, **options)  # type: ignore[arg-type]
+        except OSError:
+            return None
+
+
+def untie(orig_model: PreTrainedModel, own: Set[str], path: str) -> None:
+    """Write into the config that the weights named are not tied, although it says so: the files hold other values for
+    them, which transformers keeps. Else a checkpoint, and any layout that builds the model from its config, would lose
+    them.
+
+    Raises:
+        ConfigError: the model ties other weights too, which no config can tell apart.
+    """
+    if not own:
+        return
+    config, tied = orig_model.config, orig_model.get_expanded_tied_weights_keys(all_submodels=True)
+    where = f"{path}: tie_word_embeddings is true, and the files hold another {first_of(sorted(own))} than the tied one"
+    if own != tied.keys() or config.is_encoder_decoder:
+        raise ConfigError(
+            f"{where}, while {type(orig_model).__name__} ties other weights too: save the model with the weights that "
+            "are meant (tied ones once, or tie_word_embeddings false)"
+        )
+    for holder in (config, config.get_text_config()):
+        holder.tie_word_embeddings = False
+    log.warning("%s: trained untied, and saved with tie_word_embeddings false", where)
 
 
 def check_complete(
@@ -185,15 +268,57 @@ def check_complete(
 
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
     """Build the model at this path, its buffers computed and its parameters on the meta device."""
-    config = trained_config(AutoConfig.from_pretrained(path, **options))
-    # Not under torch.device("meta"): buffers such as rotary frequencies are in no file, so they are computed here.
-    with no_init_weights(), init_empty_weights(include_buffers=False):
-        orig_model = from_config(config, DTYPES[precision], trust_remote_code=bool(options["trust_remote_code"]))
+    whole = start_config(path, options)
+    config, dtype = trained_config(whole), DTYPES[precision]
+    remote = bool(options["trust_remote_code"])
+    orig_model = _on_meta(config, dtype, trust_remote_code=remote)
+    if orig_model.get_expanded_tied_weights_keys(all_submodels=True):
+        own = differing_ties(orig_model, local_folder(path, options), dtype, renamed=config is not whole)
+        untie(orig_model, own, path)
+        if own:
+            orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     orig_model.tie_weights()
     orig_model.name_or_path = path
-    with suppress(OSError):  # a model without the file: what its config says stays
-        orig_model.generation_config = GenerationConfig.from_pretrained(path, **options)  # type: ignore[arg-type]
+    if (generation := start_generation_config(path, options)) is not None:
+        orig_model.generation_config = generation
     return orig_model
+
+
+def _on_meta(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
+    # Not under torch.device("meta"): buffers such as rotary frequencies are in no file, so they are computed here.
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        return from_config(config, dtype, trust_remote_code=trust_remote_code)
+
+
+def differing_ties(orig_model: PreTrainedModel, folder: Path, dtype: torch.dtype, *, renamed: bool) -> set[str]:
+    """Return the tied weights for which the files of a folder hold other values than for the weight that they are tied
+    to, in the precision of the run, as from_pretrained finds them.
+
+    Args:
+        renamed: the files are those of a model that sees images too (TEXT_NAMES).
+    """
+    files = {}
+    for name, path in files_of_weights(folder).items():
+        inside = name
+        for pattern, replacement in TEXT_NAMES.items() if renamed else ():
+            inside = re.sub(pattern, replacement, inside)
+        files[inside] = (name, path)
+    differing = set()
+    for target, source in orig_model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if target not in files or source not in files:
+            continue
+        with ExitStack() as opened:
+            one, other = (
+                opened.enter_context(safe_open(path, "pt")).get_slice(name)
+                for name, path in (files[target], files[source])
+            )
+            rows = int((one.get_shape() or [0])[0])
+            if one.get_shape() != other.get_shape() or not all(
+                torch.equal(one[at : at + MEAN_ROWS].to(dtype), other[at : at + MEAN_ROWS].to(dtype))
+                for at in range(0, rows, MEAN_ROWS)
+            ):
+                differing.add(target)
+    return differing
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -273,7 +398,8 @@ def resolve_max_length(
         raise ConfigError(f"data.max_length: {unresolved_reason(model.path)}")
     if positions is not None and length > positions:
         raise ConfigError(
-            f"data.max_length: {length} is more than the model's {positions} positions: set {positions} or less"
+            f"data.max_length: {length} is more than the model's {positions} positions: set {positions} or less, or "
+            "extend the model in its config.json (rope_parameters, say yarn with a factor)"
         )
     start = f"from {resolve(model.path)}" if model.path else "new model"
     source = tokenizer.chat_template

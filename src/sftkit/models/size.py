@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.config.schema import ModelConfig, OptimConfig, TrainConfig
+from sftkit.errors import ConfigError
+from sftkit.models.files import INDEX_FILE, SINGLE_FILE, header_of, json_object
 from sftkit.rundir.names import latest_checkpoint
 from sftkit.runtime.hub import hub_answers
 
 T = TypeVar("T")
 GIB = 2**30
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-_LARGEST_HEADER = 100 * 2**20
-"Bytes of a safetensors header; a longer one is damage."
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BESIDE = 1.25
 "A step takes at least a quarter more: activations, logits, buckets of the exchange."
@@ -114,7 +110,7 @@ def _read(model: ModelConfig, read: Callable[[Path], T]) -> T | None:
         folder = _folder(model.path or "", model.revision)
         return None if folder is None else read(folder)
     # Loading it will say what is wrong with it.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -138,7 +134,7 @@ def _folder(path: str, revision: str | None) -> Path | None:
 
 def _text_fields(folder: Path) -> dict[str, Any]:
     """Return the fields of config.json, those of its text part on top."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config = json_object(folder / "config.json")
     return config | (config.get("text_config") or {})
 
 
@@ -146,7 +142,7 @@ def _of_folder(folder: Path) -> ModelSize | None:
     """Return the size by the index or the weights of a folder, else by its config."""
     text = _text_fields(folder)
     if (folder / INDEX_FILE).is_file():
-        metadata = json.loads((folder / INDEX_FILE).read_text())["metadata"]
+        metadata = json_object(folder / INDEX_FILE)["metadata"]
         width = DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")))
         # Older files have their bytes only.
         if "total_parameters" in metadata:
@@ -170,14 +166,12 @@ def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
 
 
 def num_elements(path: Path) -> int:
-    """Return the number of elements of all tensors of a safetensors file, from its header."""
-    with path.open("rb") as file:
-        # The file begins with the length of its header, 8 bytes, and the header, JSON.
-        (size,) = struct.unpack("<Q", file.read(8))
-        if size > _LARGEST_HEADER:
-            raise ValueError(f"{path}: a header of {size} bytes")
-        header = json.loads(file.read(size))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    """Return the number of elements of all tensors of a safetensors file, from its header.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    return sum(math.prod(tensor["shape"]) for tensor in header_of(path).values())
 
 
 def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from sftkit.errors import ConfigError
+from sftkit.models.rope import max_positions
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Fields of configs with the number of routed experts of a block."
@@ -28,10 +29,34 @@ def inference(orig_model: PreTrainedModel) -> Iterator[None]:
     was_training = orig_model.training
     orig_model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), quiet_routers(orig_model):
             yield
     finally:
         orig_model.train(was_training)
+
+
+@contextmanager
+def quiet_routers(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Keep the model within the context from collecting its routers' logits where its config asks for them.
+
+    transformers makes an auxiliary loss of them, which needs a mask of the same positions: with a cache of earlier
+    positions it raises an error. Training reads the routers by itself (models/routing.py).
+    """
+    asked = [c for c in {id(c): c for c in _configs(orig_model)}.values() if getattr(c, "output_router_logits", False)]
+    for config in asked:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        for config in asked:
+            config.output_router_logits = True
+
+
+def _configs(orig_model: PreTrainedModel) -> Iterator[PretrainedConfig]:
+    yield orig_model.config.get_text_config()
+    for module in orig_model.modules():
+        if isinstance(module, PreTrainedModel):
+            yield module.config
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:
@@ -42,7 +67,7 @@ def vocab_size(orig_model: PreTrainedModel) -> int:
 
 def positions(orig_model: PreTrainedModel) -> int | None:
     """Return the largest number of positions that the model was made for, None if its config does not say."""
-    return getattr(orig_model.config.get_text_config(), "max_position_embeddings", None)
+    return max_positions(orig_model.config)
 
 
 def embedding_module(orig_model: PreTrainedModel) -> torch.nn.Module:

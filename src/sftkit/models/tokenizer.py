@@ -11,15 +11,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from huggingface_hub import try_to_load_from_cache
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
 from sftkit.data.tokens import sources
 from sftkit.data.tokens.template import with_arguments
+from sftkit.data.tokens.text import set_text_start
 from sftkit.errors import ConfigError
-from sftkit.models.load import load_options, offline_help
+from sftkit.models.files import reading_files
+from sftkit.models.load import load_options, loading, start_generation_config
 from sftkit.models.vocabulary import add_tokens
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import TOKENIZER, resolve
@@ -29,6 +32,10 @@ from sftkit.runtime.start import Runtime
 END_OF_TEXT, PAD, IM_START, IM_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PAD, IM_START, IM_END)
 TURN_MARK = re.compile(r"<\|\w+\|>")
+
+PROBE = "It's 12345, WE'LL  go on:\n\n\tdef f(x):\r\n    return x!=1;  naïve 東京 🙂 end"
+"""Text by which a tokenizer is compared with its file. It begins with a letter: at a space in front the tokenizers of
+Llama 2 differ from their files by design."""
 
 # Text is split into these first, and no token crosses a split: a word with the space before it, one digit, a run
 # of signs, white space.
@@ -49,15 +56,17 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
     check_loadable(path)
     options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
-    try:
+    own = own_tokenizer(path, str(options["revision"]))
+    with loading(path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        raise offline_help(path, error, "tokenizer") from error
     if not tokenizer.is_fast:
         raise ConfigError(
             f"{path}: a slow tokenizer, without the character offsets that the loss mask needs: convert it to a fast "
             f"one"
         )
+    # One of the hub is in the cache by now.
+    if (own := own or own_tokenizer(path, str(options["revision"]))) is not None:
+        check_own_file(tokenizer, own, path)
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(model.chat_template)
         add_tokens(tokenizer, CHAT_TEMPLATES.get(model.chat_template, ()))
@@ -70,9 +79,81 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
                 "model, or use a template made for this tokenizer"
             )
     set_template_arguments(tokenizer, model)
+    set_text_start(tokenizer, published_start(model))
     if tokenizer.pad_token_id is None:  # any will do: padding is never attended to and never a target
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def own_tokenizer(path: str, revision: str) -> Tokenizer | None:
+    """Return the tokenizer of the tokenizer.json of a folder or a hub repository in the cache; None: there is none.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    found = Path(path) / "tokenizer.json"
+    if not os.path.isdir(path):
+        cached = try_to_load_from_cache(path, "tokenizer.json", revision=revision)
+        found = Path(cached) if isinstance(cached, str) else found
+    if not found.is_file():
+        return None
+    with reading_files(found, "the tokenizer"):
+        own = Tokenizer.from_file(str(found))
+        own.no_truncation()
+        own.no_padding()
+    return own
+
+
+def check_own_file(tokenizer: PreTrainedTokenizerBase, own: Tokenizer, path: str) -> None:
+    """Reject a tokenizer that does not tokenize as the tokenizer.json that it was loaded from.
+
+    Some classes of transformers replace parts of that file, such as its pre-tokenizer, by their own: the Llama
+    distillations of R1 name LlamaTokenizerFast, and then lose spaces and line ends.
+
+    Raises:
+        ConfigError: with the class, and how to load the file as it is.
+    """
+    with reading_files(path, "the tokenizer"):
+        expected = own.encode(PROBE, add_special_tokens=False).ids
+        text = own.decode(expected, skip_special_tokens=False)
+        found = tokenizer(PROBE, add_special_tokens=False, split_special_tokens=False, verbose=False)["input_ids"]
+        back = tokenizer.decode(found, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if found == expected and (back == PROBE or text != PROBE):
+        return
+    there, here = own.encode(PROBE, add_special_tokens=False).tokens, tokenizer.convert_ids_to_tokens(found)
+    at = next((i for i, (one, other) in enumerate(zip(there, here, strict=False)) if one != other), 0)
+    raise ConfigError(
+        f"{path}: {type(tokenizer).__name__} does not tokenize as tokenizer.json says: it makes {here[at : at + 4]} "
+        f"where the file makes {there[at : at + 4]}, and gives back {back[:40]!r} for {PROBE[:40]!r}. Set "
+        'tokenizer_class to "PreTrainedTokenizerFast" in its tokenizer_config.json (in a local copy, named as '
+        "model.tokenizer), which loads the file as it is"
+    )
+
+
+def published_start(model: ModelConfig) -> int | None:
+    """Return the token that texts of the start model begin with (decoder_start_token_id); None: a new model, or one
+    without an encoder.
+
+    Raises:
+        ConfigError: its config.json and its generation_config.json name different ones.
+    """
+    if model.path is None:
+        return None
+    path = resolve(model.path)
+    options = load_options(path, model)
+    with loading(path):
+        fields, _ = PretrainedConfig.get_config_dict(path, **options)
+    if not fields.get("is_encoder_decoder"):
+        return None
+    generation = start_generation_config(path, options)
+    found = (fields.get("decoder_start_token_id"), getattr(generation, "decoder_start_token_id", None))
+    named = {int(one) for one in found if one is not None}
+    if len(named) > 1:
+        raise ConfigError(
+            f"{path}: decoder_start_token_id is {' and '.join(map(str, sorted(named)))} in config.json and "
+            "generation_config.json: correct the one that is wrong"
+        )
+    return next(iter(named), None)
 
 
 def set_template_arguments(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:

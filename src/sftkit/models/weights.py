@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.load import TEXT_NAMES, check_complete, load_options
+from sftkit.models.files import INDEX_FILE, SINGLE_FILE, check_model_files, files_of_weights, json_object, reading_files
+from sftkit.models.load import TEXT_NAMES, check_complete, load_options, local_folder
 from sftkit.models.padding import rows_of_files
-from sftkit.models.size import INDEX_FILE, SINGLE_FILE
 from sftkit.models.structure import plain_class
 from sftkit.models.vocabulary import NewRows, fill, new_rows, vocabulary_of
 from sftkit.ops.dtensor import local, local_part
@@ -68,15 +64,9 @@ def load_model_weights(orig_model: PreTrainedModel, model: ModelConfig | None) -
     with working(f"reading the weights of {model.path}"):
         path = resolve(model.path or "")
         check_loadable(path)
-        options = load_options(path, model)
-        if not Path(path).is_dir():
-            path = snapshot_download(
-                path,
-                revision=str(options["revision"]),
-                local_files_only=bool(options["local_files_only"]),
-                allow_patterns=["*.json", "*.safetensors"],
-            )
-        load_weights(orig_model, Path(path), new_rows(orig_model))
+        folder = local_folder(path, load_options(path, model))
+        check_model_files(folder)
+        load_weights(orig_model, folder, new_rows(orig_model))
 
 
 def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None = None) -> None:
@@ -91,7 +81,14 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     Raises:
         ConfigError: no safetensors, a file that cannot be read, a weight that is missing or of another shape.
     """
-    files = _files(folder)
+    # In the order of transformers: where a single file and an index are there, one process and several must read the
+    # same weights.
+    files = files_of_weights(folder)
+    if not files:
+        raise ConfigError(
+            f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE} in it; save the model with save_pretrained of "
+            "transformers 5"
+        )
     wanted = _wanted(orig_model)
     new = new or rows_of_files(orig_model)
     grown = {id(tensor): new for tensor in vocabulary_of(orig_model)} if new is not None else {}
@@ -103,40 +100,9 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
         return
     # By file, so that each is opened once.
     for path, names in itertools.groupby(sorted(wanted, key=files.__getitem__), files.__getitem__):
-        with _named_errors(path), safe_open(path, "pt") as file:
+        with reading_files(path, "its weights"), safe_open(path, "pt") as file:
             for name in names:
                 _fill(wanted[name], file.get_slice(name), f"{path}: {name}", grown.get(id(wanted[name])))
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Return weight name -> file."""
-    if (folder / INDEX_FILE).is_file():
-        with _named_errors(folder / INDEX_FILE):
-            names = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
-        # The index came with the model: a name with a folder in it would read whatever file it points at.
-        outside = [file for file in names.values() if Path(file).name != file]
-        if outside:
-            raise ConfigError(
-                f"{folder / INDEX_FILE}: {outside[0]!r} leads out of the folder; take the model's own files"
-            )
-        return {name: folder / file for name, file in names.items()}
-    if (folder / SINGLE_FILE).is_file():
-        with _named_errors(folder / SINGLE_FILE), safe_open(folder / SINGLE_FILE, "pt") as file:
-            return dict.fromkeys(file.keys(), folder / SINGLE_FILE)
-    raise ConfigError(
-        f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE} in it; save the model with save_pretrained of transformers 5"
-    )
-
-
-@contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
-    """Turn errors of reading this file into a ConfigError that names it."""
-    try:
-        yield
-    except (SafetensorError, OSError, json.JSONDecodeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: cannot read weights: {type(error).__name__}: {error}. Copy or download the model again"
-        ) from error
 
 
 def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -185,9 +151,8 @@ def _load_full(
     """
     # The class before FSDP put its own in front, which cannot load.
     plain: Any = plain_class(orig_model)
-    with _named_errors(folder / "config.json"):
-        found_type = json.loads((folder / "config.json").read_text()).get("model_type")
-    try:
+    found_type = json_object(folder / "config.json").get("model_type")
+    with reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
         whole, loading_info = plain.from_pretrained(
             folder,
             dtype=orig_model.dtype,
@@ -195,11 +160,13 @@ def _load_full(
             output_loading_info=True,
             key_mapping=None if found_type == orig_model.config.model_type else TEXT_NAMES,
         )
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+    # No config could have told that these weights are not tied (models.load.differing_ties); names were converted.
+    tied = whole.get_expanded_tied_weights_keys(all_submodels=True).keys()
+    if lost := (tied - whole.all_tied_weights_keys.keys()) - wanted.keys():
         raise ConfigError(
-            f"{folder}: transformers cannot build {first_of(others)} of {plain.__name__} from its files: "
-            f"{' '.join(str(error).split())[:300]}. Copy or download the model again"
-        ) from error
+            f"{folder}: tie_word_embeddings is true, and its files hold another {first_of(sorted(lost))} than the tied "
+            "one: save the model with tie_word_embeddings false"
+        )
     # What transformers would leave at random is an error here.
     saved = whole.state_dict()
     missing = loading_info["missing_keys"] | (wanted.keys() - saved.keys())

@@ -15,16 +15,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.paths import similar_paths
 from sftkit.config.rule import Get, Problem, Rule, Unusable
 from sftkit.config.rules import STEP_PATH
 from sftkit.config.schema import SourceConfig
+from sftkit.config.stages import STAGE_SCRIPTS
 from sftkit.data.reading import conversation, hub, readers, rows
 from sftkit.data.reading.bad_rows import BadRows, until_broken
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
+from sftkit.models.files import check_model_files, check_unquantized, json_object
 from sftkit.preflight import evaluated
 from sftkit.rundir.manifest import read_manifest
 from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
@@ -72,7 +76,7 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
     """
     first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
     last = _resume, _eval_data, partial(evaluated.best, stage=stage)
-    return [*first, _tokenizer, _chat_template, *data_rules(stage), *last]
+    return [*first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
 
 
 def data_rules(stage: str | None) -> list[Rule]:
@@ -174,9 +178,14 @@ def _model(get: Get, made: Collection[str]) -> Iterator[Problem]:
 
 def _check_model(path: str, revision: str | None) -> str | None:
     folder = Path(find_model(path, revision))
-    if not folder.is_dir() or any(origin for pattern in WEIGHTS for origin in folder.glob(pattern)):
+    if not folder.is_dir():
+        if isinstance(cached := try_to_load_from_cache(path, "config.json", revision=revision or "main"), str):
+            check_unquantized(json_object(Path(cached)), f"{path}: config.json")
         return None
-    return f"{folder}: there are no weights in it ({', '.join(WEIGHTS)}): copy or download the model again"
+    if not any(origin for pattern in WEIGHTS for origin in folder.glob(pattern)):
+        return f"{folder}: there are no weights in it ({', '.join(WEIGHTS)}): copy or download the model again"
+    check_model_files(folder)
+    return None
 
 
 def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:
@@ -199,10 +208,16 @@ def _is_made(path: str, made: Collection[str]) -> bool:
     return any(Path(path).absolute() == Path(run_dir).absolute() for run_dir in made)
 
 
-def _tokenizer(get: Get) -> Iterator[Problem]:
+def _tokenizer(get: Get, stage: str | None) -> Iterator[Problem]:
     path = get("model.tokenizer")
     if path is not None:
         yield from _as_problem("model.tokenizer", _check_tokenizer, path)
+    elif stage in ("mid", "sft") and get("model.train_tokenizer") is not None and get("model.scratch") is not None:
+        yield (
+            "model.train_tokenizer",
+            f"{STAGE_SCRIPTS[stage]} trains no tokenizer: set model.tokenizer, or make model and tokenizer with "
+            "base_train.py and set model.path to its run",
+        )
 
 
 def _check_tokenizer(path: str) -> None:

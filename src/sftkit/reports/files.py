@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from sftkit.errors import ConfigError
 from sftkit.models.size import num_elements
 from sftkit.rundir.names import DOES_NOT_APPLY, STEP_DIRS, latest_checkpoint
 
@@ -104,7 +104,7 @@ def checkpoint(run_dir: Path) -> Path | None:
 def stored_parameters(folder: Path) -> int | None:
     """Return the parameters in the safetensors files of a folder, from their headers; None if there
     are none or one is damaged."""
-    with suppress(OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
+    with suppress(ConfigError, OSError):
         return sum(map(num_elements, folder.glob("*.safetensors"))) or None
     return None
 

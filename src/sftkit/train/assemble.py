@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.compatibility import run_identity
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint
+from sftkit.checkpoint.weight_files import check_saved_names
 from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.graph_passes import environment_of_passes
 from sftkit.config.load import to_yaml
@@ -26,7 +27,6 @@ from sftkit.data.batches import loader
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import DocumentLengths, make_layout
 from sftkit.data.batches.shard import RankRows, row_shard
-from sftkit.data.tokens import chat
 from sftkit.data.tokens.prompts import check_prompted_targets
 from sftkit.data.types import Tokenized
 from sftkit.engine.blocks import Blocks
@@ -39,6 +39,7 @@ from sftkit.memory.plan import MemoryPlan
 from sftkit.models import padding
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import load_model, resolve_max_length
+from sftkit.models.rope import check_rope
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import positions
 from sftkit.models.vocabulary import describe_added_tokens
@@ -107,11 +108,10 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial)
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
-    # saved with every checkpoint, so that whatever loads it stops at the end of a turn
-    orig_model.generation_config.eos_token_id = chat.end_of_turn_ids(tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     longest = positions(orig_model)
     max_length, resolved = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
+    check_rope(orig_model, rt.topology, max_length)
     rt.print(resolved)
     for line in filter(None, (describe_added_tokens(orig_model, tokenizer), padding.describe_padding(orig_model))):
         rt.print(line)
@@ -278,8 +278,9 @@ def open_checkpoints(run: Run, loaded: LoadedModel, data: Data, engine: Engine) 
     """Return the checkpoints of a run. The engine exists by now, so that a resume can load into its optimizer.
 
     Raises:
-        ConfigError: the disk cannot hold them.
+        ConfigError: the disk cannot hold them, or plain transformers could not load them.
     """
+    check_saved_names(loaded.orig_model)
     identity = run_identity(loaded.orig_model, loaded.tokenizer, data.batches.examples, data.batches.layout)
     recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))
     state = (loaded.orig_model, loaded.tokenizer, engine.optimizer)

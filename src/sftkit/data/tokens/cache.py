@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.data.tokens.text import text_start
 from sftkit.data.types import Examples, Finding
 from sftkit.rundir.files import own_name
 
@@ -38,6 +39,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
         json.dumps(tokenizer.chat_template, sort_keys=True),
     ]
+    if (start := text_start(tokenizer)) is not None:
+        parts.append(f"texts begin with {start}")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -17,6 +17,9 @@ from sftkit.data.tokens.learned import not_learned
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError
 
+TEXT_START = "sftkit_text_start"
+"Attribute of a tokenizer, which is not saved: what models/tokenizer.py found in the config of the start model."
+
 
 def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Tokenized:
     """Tokenize one text to chunks of at most max_length + 1 tokens.
@@ -55,8 +58,8 @@ def tokenize_any(
 def tokenize_captions(
     row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, too_long: str = "truncate"
 ) -> Tokenized:
-    """Tokenize each text of a row to a document: the first token, the text, eos. A document of more than max_length
-    positions is cut, dropped or an error, as `too_long` says.
+    """Tokenize each text of a row to a document: what comes before (around_text), the text, eos. A document of more
+    than max_length positions is cut, dropped or an error, as `too_long` says.
 
     Raises:
         DataError: the row has nothing for an encoder, or a text is too long and `too_long` is error.
@@ -64,9 +67,10 @@ def tokenize_captions(
     source, texts = require_source_and_texts(row)
     if not row.learned or (row.messages and not_learned(replace(row, context_messages=0), row.messages, "assistant")):
         return Tokenized([], "dropped_no_target", details="marked as not to be learned")
-    start, eos = start_id(tokenizer), tokenizer.eos_token_id
+    before, after = around_text(tokenizer)
     encoded = (encode(tokenizer, text, split_special_tokens=True).ids for text in texts if text.strip())
-    whole = [chat.Text(np.array([start, *ids, eos]), np.ones(len(ids) + 2, dtype=bool)) for ids in encoded]
+    documents = ([*before, *ids, *after] for ids in encoded)
+    whole = [chat.Text(np.array(ids), np.ones(len(ids), dtype=bool)) for ids in documents]
     fitted = [chat.fit(row, one, tokenizer, max_length, too_long) for one in whole]
     made = [replace(example, encoder_source=source) for one in fitted for example in one.examples]
     if made:
@@ -77,13 +81,39 @@ def tokenize_captions(
 
 
 def start_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that every text for an encoder's decoder begins with and that is not a target: bos, else eos.
+    """Return the token that every text for an encoder's decoder begins with and that is not a target: that of the start
+    model (T5 begins with its padding token, BART with eos), else bos, else eos.
 
     Raises:
         ConfigError: the tokenizer has no eos token.
     """
     eos = _eos_id(tokenizer)
+    if (given := text_start(tokenizer)) is not None:
+        return given
     return eos if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
+
+
+def text_start(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the decoder_start_token_id of the start model; None: a new model, or one without."""
+    return getattr(tokenizer, TEXT_START, None)
+
+
+def set_text_start(tokenizer: PreTrainedTokenizerBase, start: int | None) -> None:
+    """Keep for start_id what the start model's texts begin with."""
+    setattr(tokenizer, TEXT_START, start)
+
+
+def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after a text for an encoder's decoder.
+
+    Those of a start model are its start token, then what its tokenizer puts around a target, as transformers makes
+    labels and shifts them; those of a new model are the start token and eos.
+    """
+    start, eos = start_id(tokenizer), _eos_id(tokenizer)
+    if text_start(tokenizer) is None:
+        return [start], [eos]
+    before, after = _around(tokenizer, target=True)
+    return [start, *(before[1:] if before[:1] == [start] else before)], after if eos in after else [*after, eos]
 
 
 def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -108,8 +138,14 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
 
 
-def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the ids that the tokenizer puts before a text and after it."""
-    found, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+def _around(tokenizer: PreTrainedTokenizerBase, *, target: bool = False) -> tuple[list[int], list[int]]:
+    """Return the ids that the tokenizer puts before a text and after it.
+
+    Args:
+        target: the text is what a decoder writes, whose language may be another.
+    """
+    text = {"text_target": "a"} if target else {"text": "a"}
+    found = tokenizer(**text)["input_ids"]
+    bare = tokenizer(**text, add_special_tokens=False)["input_ids"]
     at = next(i for i in range(len(found)) if found[i : i + len(bare)] == bare)
     return found[:at], found[at + len(bare) :]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from sftkit.compile.modules import check_marked, check_options
 from sftkit.config.schema import Config, ModelConfig
@@ -20,7 +20,15 @@ from sftkit.data.batches.pack import DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.kinds import kind_of
-from sftkit.models.load import DTYPES, from_config, load_options, offline_help, scratch_config, trained_config
+from sftkit.models.load import (
+    DTYPES,
+    from_config,
+    load_options,
+    loading,
+    scratch_config,
+    start_config,
+    trained_config,
+)
 from sftkit.models.structure import decoder, decoder_blocks, encoder, vocab_size
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.caption import Caption
@@ -194,10 +202,8 @@ def config_of(model: ModelConfig, layers: int | None) -> PretrainedConfig:
         config = scratch_config(dict(model.scratch), tokenizer)
     else:
         path = resolve(model.path or "")
-        try:
-            config = trained_config(AutoConfig.from_pretrained(path, **load_options(path, model)))
-        except (OSError, ValueError) as error:
-            raise offline_help(path, error) from error
+        with loading(path):
+            config = trained_config(start_config(path, load_options(path, model)))
     text = config.get_text_config()
     if layers is not None:
         # Where one config has both, the plain name is that of the encoder.

@@ -1,0 +1,131 @@
+"""Rotary positions: how many a model was made for, and frequencies that depend on the length of a document.
+
+transformers takes the frequencies of longrope by the longest document of a batch, so a short document gets others in a
+batch with a long one than alone. Here each document has the frequencies that it has alone, in any layout of rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from sftkit.config.topology import Topology
+from sftkit.errors import ConfigError
+
+LONG = "sftkit_long"
+"Submodule of a rotary embedding: the same with the frequencies of long documents. Its buffers are in no file."
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Return the largest number of positions that a model was made for, None if its config does not say.
+
+    yarn reaches its factor times original_max_position_embeddings, linear scaling its factor times
+    max_position_embeddings, as servers count too. For all other kinds, and for kinds by type of layer other than yarn,
+    max_position_embeddings is the whole length.
+    """
+    text = config.get_text_config()
+    given = getattr(text, "max_position_embeddings", None)
+    if not isinstance(given, int):
+        return None
+    reach = given
+    for layer_type, rope in _ropes(text):
+        factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or given
+        if rope["rope_type"] == "yarn" and factor:
+            reach = max(reach, int(factor * original))
+        elif rope["rope_type"] == "linear" and factor and layer_type is None:
+            reach = max(reach, int(factor * given))
+    return reach
+
+
+def _ropes(text: PretrainedConfig) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """Yield (type of layer, its settings); None: one for all layers."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        yield None, rope
+    else:
+        yield from ((key, value) for key, value in rope.items() if isinstance(value, Mapping) and "rope_type" in value)
+
+
+def longrope_limit(config: PretrainedConfig) -> int | None:
+    """Return the length up to which documents have the short frequencies of longrope; None: there is no longrope."""
+    limits = [rope["original_max_position_embeddings"] for _, rope in _ropes(config.get_text_config()) if _long(rope)]
+    return min(limits, default=None)
+
+
+def _long(rope: Mapping[str, Any]) -> bool:
+    return bool(rope["rope_type"] == "longrope")
+
+
+def check_rope(orig_model: PreTrainedModel, topology: Topology, max_length: int) -> None:
+    """Reject documents whose length no rank knows: with context parallelism each has only chunks of them.
+
+    Raises:
+        ConfigError: a document may be longer than the short frequencies of longrope reach.
+    """
+    limit = longrope_limit(orig_model.config)
+    if limit is not None and topology.context > 1 and max_length > limit:
+        raise ConfigError(
+            f"data.max_length: {max_length}: longrope of {orig_model.config.model_type} changes with documents longer "
+            f"than {limit} positions, and with context parallelism no rank knows how long a document is: set {limit} "
+            "or less, or train without context parallelism"
+        )
+
+
+def use_document_lengths(orig_model: PreTrainedModel) -> None:
+    """Let every longrope of the model choose its frequencies for each document by itself."""
+    if longrope_limit(orig_model.config) is None:
+        return
+    for module in [*orig_model.modules()]:
+        types = getattr(module, "rope_type", None)
+        kinds = types if isinstance(types, dict) else {None: types}
+        # Without the decorator of transformers the class decides by itself (Phi-3.5-MoE, which is rejected).
+        if "longrope" in kinds.values() and hasattr(type(module).forward, "__wrapped__"):
+            long = copy.deepcopy(module)
+            for layer_type in (name for name, kind in kinds.items() if kind == "longrope"):
+                settings: Any = module.config.rope_parameters  # type: ignore[union-attr]
+                limit = (settings if layer_type is None else settings[layer_type])["original_max_position_embeddings"]
+                given = {} if layer_type is None else {"layer_type": layer_type}
+                frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, None, seq_len=limit + 1, **given)
+                name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+                long.register_buffer(name, frequencies.to(getattr(module, name).device), persistent=False)
+            module.add_module(LONG, long)
+            module.forward = MethodType(_forward, module)
+
+
+@torch.no_grad()
+def _forward(self: torch.nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+    """Return what a rotary embedding returns, [B, T, ...] each, for every document as if it were alone.
+
+    Args:
+        position_ids: int64 [B, T], from 0 in each document; a part that begins later goes on to its own end.
+    """
+    # The class's own computation, below the decorator that looks at the whole batch.
+    own, given = inspect.unwrap(type(self).forward), () if layer_type is None else (layer_type,)
+    settings: Any = self.config
+    rope = settings.rope_parameters if layer_type is None else settings.rope_parameters[layer_type]
+    short = own(self, x, position_ids, *given)
+    if not _long(rope):
+        return short
+    long = own(getattr(self, LONG), x, position_ids, *given)
+    is_long = (document_lengths(position_ids) > rope["original_max_position_embeddings"])[..., None]
+    if isinstance(short, Tensor):
+        return torch.where(is_long, long, short)
+    return tuple(torch.where(is_long, there, here) for there, here in zip(long, short, strict=True))
+
+
+def document_lengths(position_ids: Tensor) -> Tensor:
+    """Return for each position, int64 [B, T], the length of its document: its largest position plus 1."""
+    document = (position_ids == 0).cumsum(-1)
+    longest = torch.zeros(
+        *position_ids.shape[:-1], position_ids.shape[-1] + 1, dtype=torch.int64, device=document.device
+    )
+    longest = longest.scatter_reduce(-1, document, position_ids.long(), "amax")
+    return longest.gather(-1, document) + 1

@@ -1,0 +1,133 @@
+"""Frequencies of longrope by document, in any layout of rows; how long documents may be."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    T5Config,
+)
+
+from sftkit.config.topology import Topology
+from sftkit.errors import ConfigError
+from sftkit.models.rope import check_rope, document_lengths, max_positions, use_document_lengths
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
+
+
+def longrope_model(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if family == "phi3":
+        config = Phi3Config(
+            **SIZES, max_position_embeddings=256, original_max_position_embeddings=32, rope_parameters=dict(LONGROPE)
+        )
+        return Phi3ForCausalLM(config).eval()
+    rope = {**LONGROPE, "original_max_position_embeddings": 32, "factor": 8.0}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=256, rope_parameters=rope)).eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("order", [(20, 40, 32, 33), (40, 20, 33, 32)])
+def test_a_document_in_a_row_has_the_logits_that_plain_transformers_gives_it_alone(
+    family: str, order: tuple[int, ...]
+) -> None:
+    model = longrope_model(family)
+    model.set_attn_implementation("eager")
+    plain = copy.deepcopy(model)
+    use_document_lengths(model)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    documents = [torch.randint(1, 64, (1, n), generator=torch.Generator().manual_seed(n)) for n in order]
+    alone = [plain(input_ids=one, use_cache=False).logits[0] for one in documents]
+    packed = torch.cat([*documents, torch.zeros(1, 3, dtype=torch.int64)], dim=1)
+    starts = torch.cat([torch.arange(n) for n in order] + [torch.zeros(3, dtype=torch.int64)])[None]
+    # transformers finds the documents of a packed row by their positions.
+    found = model(input_ids=packed, position_ids=starts, use_cache=False).logits[0]
+    for logits, own in zip(found.split([*order, 3]), alone, strict=False):
+        torch.testing.assert_close(logits, own, atol=2e-5, rtol=1e-5)
+    # A short document in a batch with a long one.
+    padded = torch.zeros(2, 40, dtype=torch.int64)
+    padded[0, :20], padded[1, :40] = documents[order.index(20)][0], documents[order.index(40)][0]
+    positions = torch.minimum(torch.arange(40)[None], torch.tensor([[19], [39]]))
+    found = model(input_ids=padded, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(found[0, :20], alone[order.index(20)], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1], alone[order.index(40)], atol=2e-5, rtol=1e-5)
+
+
+def test_the_length_of_a_document_is_known_at_each_of_its_positions() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0], [0, 0, 0, 1, 2, 3, 4], [7, 8, 0, 1, 0, 1, 2]])
+    expected = [[3, 3, 3, 2, 2, 1, 1], [1, 1, 5, 5, 5, 5, 5], [9, 9, 2, 2, 3, 3, 3]]
+    assert document_lengths(positions).tolist() == expected
+
+
+def test_documents_longer_than_the_short_frequencies_are_rejected_where_ranks_share_them() -> None:
+    model = longrope_model("phi3")
+    check_rope(model, Topology(context=2), 32)
+    check_rope(model, Topology(replicas=2), 256)
+    with pytest.raises(ConfigError, match=r"data\.max_length: 33: longrope of phi3 .*: set 32 or less"):
+        check_rope(model, Topology(context=2), 33)
+
+
+def rope(rope_type: str, **more: object) -> dict[str, object]:
+    return {"rope_type": rope_type, "rope_theta": 1e4, **more}
+
+
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
+SMALL = {"hidden_size": 32, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig(max_position_embeddings=64, rope_parameters=YARN, **SMALL), 256),
+        (Qwen2Config(max_position_embeddings=256, rope_parameters=YARN, **SMALL), 256),
+        (Qwen2Config(max_position_embeddings=128, rope_parameters=rope("yarn", factor=2.0), **SMALL), 256),
+        (LlamaConfig(max_position_embeddings=64, rope_parameters=rope("linear", factor=2.0), **SMALL), 128),
+        (LlamaConfig(max_position_embeddings=64, rope_parameters=rope("dynamic", factor=2.0), **SMALL), 64),
+        (
+            LlamaConfig(
+                max_position_embeddings=128,
+                rope_parameters=rope(
+                    "llama3", factor=32.0, original_max_position_embeddings=8, low_freq_factor=1.0, high_freq_factor=4.0
+                ),
+                **SMALL,
+            ),
+            128,
+        ),
+        (
+            Gemma3TextConfig(
+                max_position_embeddings=512,
+                rope_parameters={
+                    "full_attention": rope("linear", factor=8.0),
+                    "sliding_attention": rope("default"),
+                },
+            ),
+            512,
+        ),
+        (
+            Gemma3TextConfig(
+                max_position_embeddings=64,
+                rope_parameters={"full_attention": YARN, "sliding_attention": rope("default")},
+            ),
+            256,
+        ),
+        (GPT2Config(n_positions=33), 33),
+        (T5Config(), None),
+    ],
+)
+def test_as_many_positions_as_the_scaling_of_the_config_reaches(config: PretrainedConfig, expected: int | None) -> None:
+    assert max_positions(config) == expected
