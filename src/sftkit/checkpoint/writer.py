@@ -26,6 +26,7 @@ from sftkit.checkpoint.manifest import (
     Best,
     Entries,
     entries,
+    flush_lines,
     is_better,
     prune,
     publish,
@@ -221,6 +222,7 @@ class Writer:
         """Write the manifest, rename the folder to its final name, and delete older checkpoints."""
         final = step_dir(self.run_dir, step)
         write_manifest(temporary, step, files)
+        flush_lines(self.run_dir)
         publish(temporary, final)
         replace_text(self.run_dir / LATEST, final.name + "\n")
         # An evaluation of this step may end at the same moment: it is recorded in BEST before pruning looks there.

@@ -21,6 +21,7 @@ from sftkit.data.tokens.template import with_arguments
 from sftkit.errors import ConfigError
 from sftkit.models.load import load_options, offline_help
 from sftkit.models.vocabulary import add_tokens
+from sftkit.rundir.files import flush_folder
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import TOKENIZER, resolve
 from sftkit.runtime.progress import working
@@ -123,6 +124,7 @@ def base_tokenizer(
         # Renamed when it is whole: a start that ends here leaves no half of a tokenizer for the next one.
         temporary = folder.with_name(f".{folder.name}.tmp")
         new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
+        flush_folder(temporary)
         os.rename(temporary, folder)
     rt.barrier()
     return AutoTokenizer.from_pretrained(folder)

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from sftkit.errors import ConfigError
-from sftkit.rundir.files import read_object, read_text
+from sftkit.rundir.files import make_folder, read_object, read_text
 from sftkit.rundir.names import LOCK
 
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -129,7 +129,7 @@ def take_lock(run_dir: Path) -> RunLock:
     # Until the file that is locked is the one at the path: the holder before may remove or rename it in between.
     while True:
         made |= not run_dir.exists()
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir)
         try:
             # Open to other users, for the message that says who is at work.
             lock = RunLock(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))

@@ -45,12 +45,13 @@ def _lines_of(path: Path) -> list[str]:
 
     A line separator inside a text, which `splitlines` would split at, ends none.
     """
-    return [line for line in path.read_text().split("\n") if line]
+    # A line that was cut inside a character is no JSON either, and is dropped as such.
+    return [line for line in path.read_text(errors="replace").split("\n") if line]
 
 
 def row_step(line: str) -> float:
-    """Return the step of a row; infinite for one that a kill has cut short."""
-    with suppress(json.JSONDecodeError, KeyError):
+    """Return the step of a row; infinite for one that a kill or a power failure has cut short."""
+    with suppress(json.JSONDecodeError, KeyError, TypeError):
         return json.loads(line)["step"]
     return math.inf
 

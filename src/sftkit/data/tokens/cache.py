@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.types import Examples, Finding
-from sftkit.rundir.files import own_name
+from sftkit.rundir.files import flush_folder, own_name
 
 FORMAT = 3
 DECIDING = (
@@ -78,6 +78,8 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
     try:
         temporary.mkdir(parents=True)
         _write(temporary, examples)
+        # Else a power failure could leave the name, and zeros for tokens in files of the right length.
+        flush_folder(temporary)
         _replace(temporary, folder)
     except OSError as error:
         log.warning("%s: cannot write the cache (%s), every start will tokenize", folder, error)
