@@ -13,16 +13,32 @@ seen, which only adds states.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import random
+import shutil
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+import psutil
+import pytest
+from helpers import cpu_runtime
+
+from sftkit.checkpoint.manifest import entries, sweep
+from sftkit.checkpoint.writer import Writer
+from sftkit.config.schema import CheckpointConfig
+from sftkit.rundir.names import LOCK, TRAINING_STATE, UNFINISHED, being_written, step_dir
+from sftkit.runtime import open as run_opening
+from sftkit.runtime.open import claim_run_dir, open_run
+from sftkit.runtime.start import Runtime
 
 FileSystem = Literal["journal", "weak"]
 """journal: names change in the order of the calls, any flush makes all earlier names durable, and a file that was not
@@ -239,6 +255,13 @@ def states(recording: Recording, file_system: FileSystem, limit: int, seed: int 
                 yield State(files, crash.promised, crash.describe(choice))
 
 
+def combinations(recording: Recording, file_system: FileSystem) -> int:
+    """Return the largest number of combinations of losses at one moment: `states` leaves out none up to this limit."""
+    operations = recording.operations
+    moments = [at for at, operation in enumerate(operations) if isinstance(operation, Flushed)]
+    return max(math.prod(_Crash(recording, at, file_system).sizes) for at in [*moments, len(operations)])
+
+
 class _Crash:
     """What may be lost at a moment, as axes, the newest first: on each 0 is what the program did, and the other numbers
     are losses."""
@@ -269,13 +292,39 @@ class _Crash:
                 self.possible[one.node] = _contents(unflushed[one.node], file_system)
                 axes = [axis for axis in axes if not (isinstance(axis[1], Written) and axis[1].node == one.node)]
                 axes.append((at, one, len(self.possible[one.node])))
+        within = self._within_reach()
+        axes = [axis for axis in axes if isinstance(axis[1], Written) and axis[1].node in within]
         if file_system == "journal":
             axes.append((moment, len(self.pending), len(self.pending) + 1))
         else:
-            axes += [(self.changes[number][0], number, 2) for number in self.pending]
+            for number in self.pending:
+                at, one = self.changes[number]
+                folders = {one.name[0], *([one.source[0]] if isinstance(one, Named) and one.source else [])}
+                if folders & within:
+                    axes.append((at, number, 2))
         axes.sort(key=lambda axis: axis[0], reverse=True)
         self.axes = [what for _, what, _ in axes]
         self.sizes = [size for _, _, size in axes]
+
+    def _within_reach(self) -> set[int]:
+        """Return the files and folders that some choice leaves a name for: what happened to the others shows in none."""
+        may_be: dict[Name, set[int]] = {name: {node} for name, node in self.recording.base.items()}
+        pending = set(self.pending)
+        for number, (_, one) in enumerate(self.changes):
+            there = may_be.setdefault(one.name, set())
+            if isinstance(one, Unnamed):
+                there -= {one.node} if number not in pending else set()
+                continue
+            if number not in pending:
+                there.clear()
+                if one.source is not None:
+                    may_be[one.source].discard(one.node)
+            there.add(one.node)
+        within, known = {ROOT}, 0
+        while known < len(within):
+            known = len(within)
+            within |= {node for (folder, _), nodes in may_be.items() if folder in within for node in nodes}
+        return within
 
     def _lost_names(self, choice: Sequence[int]) -> set[int]:
         """Return where in `changes` those are that a choice loses."""
@@ -426,22 +475,73 @@ def _tree(names: dict[Name, int], contents: dict[int, bytes]) -> dict[str, bytes
 def unrecovered(
     recording: Recording,
     check: Callable[[Path, State], None],
-    work: Path,
-    file_system: FileSystem,
-    limit: int,
-) -> tuple[int, list[str]]:
-    """Give each state to a check, which recovers it and asserts what must hold then.
+    limit: int = 1000,
+    file_systems: Sequence[FileSystem] = ("journal", "weak"),
+    enough: int = 20,
+) -> list[str]:
+    """Give each state to a check, which makes its folder, recovers it and asserts what must hold then.
+
+    Args:
+        limit: of the combinations of losses at one moment.
+        enough: of what is not recovered, after which no more is looked for.
 
     Returns:
-        (the number of states; what was not recovered, with how the state came about)
+        what is not recovered, with how the state came about.
     """
-    problems, count = [], 0
-    for state in states(recording, file_system, limit):
-        count += 1
-        folder = work / f"{count}"
-        state.write(folder)
-        try:
-            check(folder, state)
-        except Exception as error:
-            problems.append(f"{state.how}\n    {type(error).__name__}: {str(error).splitlines()[0]}")
-    return count, problems
+    found: list[str] = []
+    # In memory where it may be: thousands of small files take a disk minutes.
+    memory = Path("/dev/shm")
+    in_memory = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**26
+    with tempfile.TemporaryDirectory(dir=memory if in_memory else None) as work, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)  # what is made here is thrown away
+        for file_system in file_systems:
+            for number, state in enumerate(states(recording, file_system, limit)):
+                folder = Path(work) / f"{file_system}-{number}"
+                try:
+                    check(folder, state)
+                except Exception as error:
+                    found.append(f"{state.how}\n    {type(error).__name__}: {str(error).splitlines()[0]}")
+                shutil.rmtree(folder)
+                if len(found) >= enough:
+                    return found
+    return found
+
+
+def after_reboot(folder: Path) -> None:
+    """Let the locks that lie in a folder be of a boot before this one."""
+    for path in folder.rglob(LOCK):
+        with suppress(ValueError):
+            holder = json.loads(path.read_text()) | {"machine": "another boot", "started": psutil.boot_time() - 100}
+            path.write_text(json.dumps(holder))
+
+
+# ---- runs to record and to start again -------------------------------------------------------------------------------
+
+RECIPE = "run: {seed: 0}\n"
+
+
+@contextmanager
+def started(run_dir: Path, resume: str | None = "auto") -> Iterator[Runtime]:
+    """A start that has done its first step, without a look at what is installed."""
+    with pytest.MonkeyPatch.context() as patch, closing(cpu_runtime()) as rt:
+        for name in ("environment", "recipe_identity"):
+            patch.setattr(run_opening, name, lambda *_: {})
+        open_run(str(run_dir), resume, RECIPE, rt)
+        claim_run_dir(rt)
+        yield rt
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def save_small(run_dir: Path, step: int, keep: int = 2) -> None:
+    """Publish a step directory of one small file, as the writer does."""
+    sweep(run_dir)
+    temporary = being_written(step_dir(run_dir, step), "next")
+    (temporary / TRAINING_STATE).parent.mkdir(parents=True)
+    (temporary / TRAINING_STATE).write_text(json.dumps({"step": step}))
+    files = entries(temporary, [temporary / TRAINING_STATE])
+    Writer(run_dir, CheckpointConfig(every=1, keep=keep), None, None)._publish(step, temporary, files)  # type: ignore[arg-type]
+    left = [path.name for pattern in UNFINISHED for path in run_dir.glob(pattern)]
+    assert not left, left
