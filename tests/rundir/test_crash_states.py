@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -24,6 +25,7 @@ from crash_states import (
 from helpers import cpu_runtime, make_examples
 
 from sftkit.checkpoint.resume import find_checkpoint
+from sftkit.compile import cache as compile_cache
 from sftkit.config.schema import ModelConfig, TokenizerTraining
 from sftkit.data.tokens import cache as token_cache
 from sftkit.errors import ConfigError
@@ -196,6 +198,24 @@ def test_a_trained_tokenizer_is_whole_or_absent(disk: Path, monkeypatch: pytest.
         assert files_of(folder / TOKENIZER) in ({}, whole)
 
     assert unrecovered(recording, check, limit=50) == []
+
+
+def test_saved_code_and_kernels_are_whole_or_absent(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel has no hash: FlashAttention-4 would load a torn one at every start."""
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(disk / "fa4"))
+    saved = disk / "code.compiled"
+    saved.write_bytes(b"old code")
+
+    def save() -> None:
+        compile_cache._write(str(saved), b"new and longer code")
+        compile_cache.write_kernels({"1/2/a.o": b"kernel"})
+
+    for file_system in BOTH:
+        saved.write_bytes(b"old code")
+        shutil.rmtree(disk / "fa4", ignore_errors=True)
+        for state in left(disk, file_system, save):
+            assert state["code.compiled"] in (b"old code", b"new and longer code")
+            assert state.get("fa4/1/2/a.o", b"kernel") == b"kernel"
 
 
 # ---- claims ----------------------------------------------------------------------------------------------------------
