@@ -396,8 +396,11 @@ def _torn(before: bytes, after: bytes, file_system: FileSystem) -> list[bytes]:
     kept = before if after.startswith(before) else b""  # else it was truncated and written again
     tail = after[len(kept) :]
     half = len(tail) // 2
-    # Inside a page too: a disk that loses power in a sector is rare, a file on a network is not.
-    found = [kept + tail[:cut] for cut in dict.fromkeys((len(tail) - 1, half, 1, 0)) if 0 <= cut < len(tail)]
+    # Inside a page too: a disk that loses power in a sector is rare, a file on a network is not. Inside a character of
+    # several bytes too, where there is one.
+    in_character = next((at for at, byte in enumerate(tail) if 0x80 <= byte < 0xC0), 1)
+    cuts = dict.fromkeys((len(tail) - 1, half, in_character, 1, 0))
+    found = [kept + tail[:cut] for cut in cuts if 0 <= cut < len(tail)]
     if file_system == "weak" and tail:
         found += [
             kept + bytes(len(tail)),
