@@ -9,12 +9,26 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sftkit.rundir.files import archive, flush, replace_text
 from sftkit.rundir.manifest import sha256_of
-from sftkit.rundir.names import BEST, LATEST, MANIFEST, PINNED, UNFINISHED, being_deleted, step_dirs, step_number
+from sftkit.rundir.names import (
+    BEST,
+    EVALS,
+    EVENTS,
+    LATEST,
+    MANIFEST,
+    METRICS_FILE,
+    PINNED,
+    SAMPLES,
+    UNFINISHED,
+    being_deleted,
+    step_dirs,
+    step_number,
+)
 
 LOWER_IS_BETTER = re.compile(
     r"(^|_)(perplexity|bits_per_byte|bpb|loss|brier_score|ter|wer|cer|likelihood_diff|bias)(_|$)"
@@ -61,6 +75,14 @@ def publish(temporary: Path, final: Path) -> None:
     flush(final.parent)
 
 
+def flush_lines(run_dir: Path) -> None:
+    """Write what was logged so far to the disk: a run that resumes a checkpoint has the lines of all steps before."""
+    for name in (METRICS_FILE, EVALS, SAMPLES, EVENTS):
+        with suppress(OSError):  # most are not there yet; a disk that has no room for lines costs lines, not the save
+            flush(run_dir / name)
+    flush(run_dir)
+
+
 def remove(folder: Path) -> None:
     """Delete a step directory; renamed first, so that no half-deleted one is ever found."""
     doomed = being_deleted(folder, secrets.token_hex(4))
@@ -96,11 +118,12 @@ class Best(NamedTuple):
 
 def read_best(run_dir: Path) -> Best | None:
     """Return what the file BEST says (the directory's name, then metric and value on a line of their own);
-    None if it cannot be read."""
+    None if it cannot be read, or its directory is gone."""
     try:
         folder, line = (run_dir / BEST).read_text().splitlines()[:2]
         metric, value = line.rsplit(" ", 1)
-        return Best(folder, metric, float(value))
+        # A start that ended while it put later steps aside may have left the name of one.
+        return Best(folder, metric, float(value)) if (run_dir / folder).is_dir() else None
     except (OSError, ValueError):
         return None
 

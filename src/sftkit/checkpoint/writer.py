@@ -26,6 +26,7 @@ from sftkit.checkpoint.manifest import (
     Best,
     Entries,
     entries,
+    flush_lines,
     is_better,
     prune,
     publish,
@@ -228,6 +229,7 @@ class Writer:
             self.rt.lock.check(self.run_dir)
         final = step_dir(self.run_dir, step)
         write_manifest(temporary, step, files)
+        flush_lines(self.run_dir)
         publish(temporary, final)
         replace_text(self.run_dir / LATEST, final.name + "\n")
         # An evaluation of this step may end at the same moment: it is recorded in BEST before pruning looks there.

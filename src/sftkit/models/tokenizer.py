@@ -24,6 +24,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.files import reading_files
 from sftkit.models.load import load_options, loading, start_generation_config
 from sftkit.models.vocabulary import add_tokens
+from sftkit.rundir.files import flush_folder
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import TOKENIZER, resolve
 from sftkit.runtime.progress import working
@@ -204,6 +205,7 @@ def base_tokenizer(
         # Renamed when it is whole: a start that ends here leaves no half of a tokenizer for the next one.
         temporary = folder.with_name(f".{folder.name}.tmp")
         new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
+        flush_folder(temporary)
         os.rename(temporary, folder)
     rt.barrier()
     return AutoTokenizer.from_pretrained(folder)

@@ -13,7 +13,7 @@ import psutil
 
 from sftkit.errors import ConfigError
 from sftkit.rundir import lock
-from sftkit.rundir.files import archive
+from sftkit.rundir.files import archive, flush
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.names import (
     ARCHIVED,
@@ -115,6 +115,7 @@ def put_back(folder: Path) -> None:
         return
     held = lock.take_lock(aside)
     os.rename(aside, folder)
+    flush(folder.parent)
     held.moved(folder)
     held.release()
 
@@ -131,8 +132,10 @@ def begin(folder: Path) -> None:
 
 
 def _mark(folder: Path) -> None:
-    """Create the file by which `has_begun` knows a run that has done a step, from here on even if it is killed."""
+    """Create the file by which `has_begun` knows a run that has done a step, from here on even if it is killed or the
+    power fails."""
     (folder / METRICS_FILE).touch()
+    flush(folder)
 
 
 def move_into_run(folder: Path) -> None:
@@ -150,6 +153,7 @@ def move_into_run(folder: Path) -> None:
             shutil.rmtree(target, ignore_errors=True)
         target.parent.mkdir(exist_ok=True)
         os.replace(new, target)
+    flush(folder)
     shutil.rmtree(ours, ignore_errors=True)
 
 
@@ -162,9 +166,11 @@ def replace(folder: Path, held: RunLock) -> tuple[RunLock, Path]:
     # The new run is locked and marked before the first rename: killed between the two, it is found by `put_back`.
     new = lock.take_lock(folder / ATTEMPT)
     _mark(folder / ATTEMPT)
+    flush(folder)
     aside = archive(folder)
     held.moved(aside)
     os.rename(aside / ATTEMPT, folder)
+    flush(folder.parent)
     new.moved(folder)
     held.release()
     return new, aside

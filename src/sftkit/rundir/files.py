@@ -32,6 +32,7 @@ def replace_shared(path: Path, content: str | bytes) -> None:
     temporary = own_name(path)
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        flush(temporary)  # else a power failure could leave an empty file where a whole one was
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -84,7 +85,23 @@ def archive(folder: Path) -> Path:
     while (aside := folder.with_name(f"{folder.name}{ARCHIVED}{number}")).exists():
         number += 1
     os.rename(folder, aside)
+    flush(aside.parent)  # before the name is given away: else a power failure could leave the new folder alone
     return aside
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, so that a power failure does not take them with what is
+    written in them."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        flush(folder.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until a folder, with all files and folders in it, is on the disk; its own name is in the folder above."""
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
 
 
 def flush(path: Path) -> None:

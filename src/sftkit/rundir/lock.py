@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from sftkit.errors import ConfigError, RunDirError
-from sftkit.rundir.files import read_object, read_text
+from sftkit.rundir.files import make_folder, read_object, read_text
 from sftkit.rundir.names import LOCK
 
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -160,7 +160,7 @@ def take_lock(run_dir: Path) -> RunLock:
     # Until the file that is locked is the one at the path: the holder before may remove or rename it in between.
     while True:
         made |= not run_dir.exists()
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir)
         try:
             descriptor = _create(path)
             lock = RunLock(path, os.open(path, os.O_RDWR) if descriptor is None else descriptor)

@@ -46,11 +46,12 @@ def _lines_of(path: Path) -> list[str]:
 
     A line separator inside a text, which `splitlines` would split at, ends none.
     """
-    return [line for line in path.read_text().split("\n") if line]
+    # A line that was cut inside a character is no JSON either, and is dropped as such.
+    return [line for line in path.read_text(errors="replace").split("\n") if line]
 
 
 def row_step(line: str) -> float:
-    """Return the step of a row; infinite for one that a kill has cut short."""
+    """Return the step of a row; infinite for one that a kill or a power failure has cut short."""
     with suppress(*UNREADABLE):
         return float(json.loads(line)["step"])
     return math.inf

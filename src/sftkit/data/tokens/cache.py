@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.tokens.text import text_start
 from sftkit.data.types import Examples, Finding
-from sftkit.rundir.files import own_name
+from sftkit.rundir.files import flush_folder, own_name
 
 FORMAT = 3
 DECIDING = (
@@ -81,6 +81,8 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
     try:
         temporary.mkdir(parents=True)
         _write(temporary, examples)
+        # Else a power failure could leave the name, and zeros for tokens in files of the right length.
+        flush_folder(temporary)
         _replace(temporary, folder)
     except OSError as error:
         log.warning("%s: cannot write the cache (%s), every start will tokenize", folder, error)
