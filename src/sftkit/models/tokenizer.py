@@ -103,9 +103,12 @@ def read_template(template: str) -> str:
     ours = str(Path(__file__).parents[1] / "data" / "tokens" / f"{template}.jinja")
     path = ours if template in CHAT_TEMPLATES else template
     try:
-        return Path(path).read_text()
+        # A byte order mark, which some editors write, would begin every prompt.
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"model.chat_template: {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"model.chat_template: {path}: not UTF-8 text ({error.reason}): convert it") from error
 
 
 def base_tokenizer(

@@ -83,10 +83,11 @@ def _key(names: Sequence[str], size: ImageSize) -> str:
     code. A file that is gone is reported when it is read."""
     code = [Path(__file__), Path(__file__).parents[1] / "demo" / "pictures.py"]
     # Sizes and times of files, not their content: to read thousands of pictures would take as long as resizing them.
+    # An edit that keeps the time of the content still changes that of the file's entry.
     found = hashlib.sha256(b"".join(path.read_bytes() for path in code))
     for name in names:
         stat = os.stat(name) if os.path.exists(name) else None
-        found.update(json.dumps([name, size, stat and (stat.st_size, stat.st_mtime_ns)]).encode())
+        found.update(json.dumps([name, size, stat and (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)]).encode())
     return found.hexdigest()[:32]
 
 
