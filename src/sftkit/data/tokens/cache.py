@@ -1,13 +1,17 @@
-"""Tokenized data on disk: flat .npy files, memory-mapped, complete or not there at all."""
+"""Tokenized data on disk: flat .npy files, memory-mapped, with a hash of each; complete or not there at all."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
+import socket
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,17 +19,20 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.types import Examples, Finding
-from sftkit.rundir.files import own_name
+from sftkit.rundir.files import flush, own_name, replace_shared
+from sftkit.rundir.manifest import sha256_of
 
-FORMAT = 3
-DECIDING = (
-    *("types", "demo/builtin", "demo/documents", "demo/split", "demo/pictures"),
-    *("reading/arrow", "reading/bad_rows", "reading/conversation", "reading/findings", "reading/hub", "reading/origin"),
-    *("reading/readers", "reading/rows", "reading/sharegpt", "reading/slices"),
-    *("tokens/answer_matcher", "tokens/answers", "tokens/chat", "tokens/encode", "tokens/learned", "tokens/reasoning"),
-    *("tokens/sources", "tokens/spans", "tokens/stages", "tokens/template", "tokens/text"),
-)
-"Modules whose change makes tokenized data, or what is told of its rows, stale."
+FORMAT = 4
+"Of the files of an entry."
+MASK_VERSION = 1
+"""Raised whenever the same rows lead to other tokens, targets, counts or findings: entries of another version are not
+read. tests/data/test_mask_version.py fails until it is raised."""
+HASHED = "hashes.json"
+"Name -> sha256 of every other file of an entry, and the stamp that the file had when it was last compared."
+WRITING = ".writing"
+"In a folder that is not complete yet: locked by the process that writes there, whose host it names."
+DEAD_SECONDS = 86_400.0
+"Age from which a temporary file or folder is dead if nothing else tells."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
 
 log = logging.getLogger(__name__)
@@ -42,18 +49,18 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def data_key(description: Mapping[str, object]) -> str:
-    """Return the sha256 of everything that the tokenized data depends on, the code that decides tokens included."""
-    # Of the source itself, comments included: it is cheaper to tokenize once more than to learn from stale tokens.
-    code = hashlib.sha256(b"".join((Path(__file__).parents[1] / f"{name}.py").read_bytes() for name in DECIDING))
-    whole = {"format": FORMAT, "code": code.hexdigest(), **description}
+    """Return the sha256 of everything that the tokenized data depends on."""
+    whole = {"format": FORMAT, "mask_version": MASK_VERSION, **description}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
 def load_cached_examples(folder: Path) -> Examples | None:
-    """Load the examples in `folder`; None if there are none, and with a warning if they are damaged."""
+    """Load the examples in `folder`; None if there are none, and with a warning if they are damaged. Files whose stamp
+    is not known are compared with their hash, once."""
     if not folder.exists():
         return None
     try:
+        _compare_hashes(folder)
         # Memory-mapped, so that ranks of a machine share the pages. Nothing pickled: a cache holds no code.
         meta = json.loads((folder / "meta.json").read_text())
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
@@ -77,8 +84,14 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
     temporary = own_name(folder)
     try:
         temporary.mkdir(parents=True)
-        _write(temporary, examples)
-        _replace(temporary, folder)
+        _sweep(folder.parent)
+        with (temporary / WRITING).open("w") as mark:
+            with suppress(OSError):  # a file system without locks: the age of the folder tells
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            print(socket.gethostname(), file=mark, flush=True)
+            _write(temporary, examples)
+            (temporary / WRITING).unlink()
+            _replace(temporary, folder)
     except OSError as error:
         log.warning("%s: cannot write the cache (%s), every start will tokenize", folder, error)
         return examples
@@ -94,6 +107,11 @@ def _write(folder: Path, examples: Examples) -> None:
     meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
     meta["given"] = list(examples.encoder_sources)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    paths = _paths(folder)
+    for path in paths.values():
+        flush(path)  # before its stamp: a power failure must not leave the stamp of a content that is lost
+    hashes = sha256_of(list(paths.values()))
+    _write_hashes(folder, {name: (found, _stamp(paths[name])) for name, found in zip(paths, hashes, strict=True)})
 
 
 def _replace(temporary: Path, folder: Path) -> None:
@@ -110,6 +128,73 @@ def _replace(temporary: Path, folder: Path) -> None:
             os.rename(folder, damaged)
             os.rename(temporary, folder)
             shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what killed processes left half-written."""
+    for path in parent.glob(".*.tmp"):
+        with suppress(OSError):  # another process sweeps, too, or it is another user's
+            if not _is_dead(path):
+                continue
+            log.info("%s: left by a process that was killed, removed", path)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _is_dead(path: Path) -> bool:
+    if (mark := path / WRITING).exists():
+        with mark.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:
+                pass  # a file system without locks
+            else:
+                # Not every file system shows the locks of other machines.
+                if file.read().strip() == socket.gethostname():
+                    return True
+    newest = max(each.lstat().st_mtime for each in [path, *path.glob("*")])
+    return time.time() - newest > DEAD_SECONDS
+
+
+# ---- hashes ----------------------------------------------------------------------------------------------------------
+
+
+def _paths(folder: Path) -> dict[str, Path]:
+    return {name: folder / name for name in (*(f"{array}.npy" for array in ARRAYS), "meta.json")}
+
+
+def _compare_hashes(folder: Path) -> None:
+    """Compare the files of an entry with their hashes, those whose stamp is the one of an earlier comparison left out.
+
+    Raises:
+        ValueError: one has another content than was written.
+    """
+    hashed, paths = json.loads((folder / HASHED).read_text()), _paths(folder)
+    stamps = {name: _stamp(path) for name, path in paths.items()}
+    changed = [name for name in paths if hashed[name]["stamp"] != stamps[name]]
+    for name, found in zip(changed, sha256_of([paths[name] for name in changed]) if changed else (), strict=True):
+        if found != hashed[name]["sha256"]:
+            raise ValueError(f"{name} is not what was written: sha256 {found}, not {hashed[name]['sha256']}")
+    if changed:
+        with suppress(OSError):  # a cache that only others may write: each start compares
+            for name in changed:
+                flush(paths[name])
+            _write_hashes(folder, {name: (hashed[name]["sha256"], stamp) for name, stamp in stamps.items()})
+
+
+def _write_hashes(folder: Path, hashes: Mapping[str, tuple[str, list[int]]]) -> None:
+    content = {name: {"sha256": found, "stamp": stamp} for name, (found, stamp) in hashes.items()}
+    replace_shared(folder / HASHED, json.dumps(content, indent=1))
+
+
+def _stamp(path: Path) -> list[int]:
+    """Return size and times of a file. The time of its entry changes with every write and cannot be set."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _check(examples: Examples) -> None:
