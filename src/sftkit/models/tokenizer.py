@@ -122,12 +122,12 @@ def base_tokenizer(
     if model.train_tokenizer is None:
         return load_tokenizer(model)
     folder = run_dir / TOKENIZER
-    if rt.is_main and not folder.exists():
-        # Renamed when it is whole: a start that ends here leaves no half of a tokenizer for the next one.
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
-        os.rename(temporary, folder)
-    rt.barrier()
+    with rt.main_first():
+        if rt.is_main and not folder.exists():
+            # Renamed when it is whole: a start that ends here leaves no half of a tokenizer for the next one.
+            temporary = folder.with_name(f".{folder.name}.tmp")
+            new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
+            os.rename(temporary, folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
