@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from sftkit.config.schema import SourceConfig
-from sftkit.data.reading import folders, hub, readers
+from sftkit.data.reading import folders, hub, readers, rows
 from sftkit.data.reading.origin import find_source
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import read_template
@@ -93,6 +93,7 @@ def test_a_csv_record_that_a_strict_reader_rejects_is_one_bad_row(
         ("a,b,a\n1,2,3\n", r":1: several columns are named a$"),
         ("a,,b\n1,2,3\n", r":1: column 2 of the header has no name"),
         ("a,b,\n1,2,\n", r":1: column 3 of the header has no name"),
+        ("a, b\n1,2\n", r":1: ' b' in the header has spaces around the name"),
     ],
 )
 def test_a_csv_file_of_which_the_rows_are_not_certain_is_an_error(tmp_path: Path, content: str, reason: str) -> None:
@@ -173,6 +174,37 @@ def test_a_garbled_file_is_a_data_error_whatever_its_reader_raises(tmp_path: Pat
             read(path)
         except DataError as error:
             assert str(error).startswith(str(path))  # noqa: PT017 - it may also be read: not every byte decides
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("x.txt", LFS_POINTER, "a Git LFS pointer, not the data. Fetch it: git lfs pull"),
+        ("x.csv", LFS_POINTER, "a Git LFS pointer"),
+        ("x.parquet", LFS_POINTER, "a Git LFS pointer"),
+        ("x.jsonl", gzip.compress(ROW), "compressed by gzip: name it .gz"),
+        ("x.jsonl.gz", gzip.compress(gzip.compress(ROW)), "compressed by gzip"),
+        ("x.txt", b"PK\x03\x04" + b"x" * 100, "a zip archive"),
+        ("x.json", b"PAR1" + b"x" * 100, "Parquet: name it"),
+    ],
+)
+def test_a_file_that_is_something_else_than_its_name_says_is_an_error(
+    tmp_path: Path, name: str, content: bytes, told: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"x\.\S+: {told}"):
+        read(tmp_path / name)
+
+
+def test_a_name_that_no_file_can_have_is_that_of_no_picture(tmp_path: Path) -> None:
+    names = ["x" * 5000, "a\0b", "b/" * 3000]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"image": name, "caption": "c"}) + "\n" for name in names))
+    for raw in find_source(SourceConfig(path=str(tmp_path / "x.jsonl"))).rows():
+        with pytest.raises(DataError, match="no such picture"):
+            rows.parse(raw)
 
 
 def test_nesting_without_end_is_a_data_error(tmp_path: Path) -> None:

@@ -36,6 +36,19 @@ OTHER_MARKS = {
 }
 "First bytes of a text -> the encoding that they tell, which is not read."
 
+OTHER_CONTENTS = {
+    b"version https://git-lfs": "a Git LFS pointer, not the data. Fetch it: git lfs pull",
+    b"\x1f\x8b": "compressed by gzip: name it .gz",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
+    b"\xfd7zXZ": "compressed by xz: unpack it",
+    b"BZh91AY": "compressed by bzip2: unpack it",
+    b"PAR1": "Parquet: name it .parquet",
+    b"ARROW1": "an Arrow file: write it as Parquet",
+    b"%PDF-": "a PDF: take its text",
+}
+"First bytes of a file -> what it is in spite of its name, and what to do."
+
 
 def suffix_of(path: Path) -> str | None:
     """Return the kind of a file: .jsonl for a.jsonl and a.jsonl.gz; None if it is not a known one."""
@@ -158,6 +171,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
     """
     with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb") as file:
         head = file.peek(64)[:64]
+        _check_content(head, path)
         found = next((name for mark, name in OTHER_MARKS.items() if head.startswith(mark)), None)
         # Without a mark: every second byte of a text in mostly Latin letters is zero.
         if found is None and max(head[0::2].count(0), head[1::2].count(0)) > len(head) / 4 > 1:
@@ -168,6 +182,12 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
                 reason="not UTF-8",
             )
         yield cast(IO[bytes], file)
+
+
+def _check_content(head: bytes, path: Path) -> None:
+    """Raise a DataError for a file that is something other than its name says."""
+    if found := next((what for magic, what in OTHER_CONTENTS.items() if head.startswith(magic)), None):
+        raise DataError(f"{path}: {found}")
 
 
 def _json_lines(path: Path) -> Iterator[RawRow]:
@@ -264,6 +284,8 @@ def _parquet(path: Path) -> Iterator[RawRow]:
     """Yield the rows of a Parquet file."""
     import pyarrow.parquet
 
+    with path.open("rb") as opened:
+        _check_content(opened.read(64).removeprefix(b"PAR1"), path)
     file = pyarrow.parquet.ParquetFile(path)
     if twice := [name for name, times in Counter(file.schema_arrow.names).items() if times > 1]:
         raise DataError(f"{path}: several columns are named {', '.join(twice)}")
@@ -388,6 +410,8 @@ def _header(where: str, record: bytes, delimiter: str) -> list[str]:
         raise DataError(f"{where}: column {[*map(str.strip, names)].index('') + 1} of the header has no name")
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise DataError(f"{where}: several columns are named {', '.join(twice)}")
+    if spaced := [name for name in names if name != name.strip()]:
+        raise DataError(f"{where}: {', '.join(map(repr, spaced))} in the header has spaces around the name")
     return names
 
 
