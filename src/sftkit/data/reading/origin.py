@@ -38,7 +38,8 @@ class Origin:
     """A source that exists: how to read its rows, and what identifies its content."""
 
     rows: Callable[[], Iterator[RawRow]]
-    identity: object
+    identity: Callable[[], object]
+    "what tells its content from any other; files are read for it"
     beginning: Callable[[], Iterator[RawRow]] = lambda: iter(())
     "its first rows, as far as they are found without reading all; none: that is not known"
     num_bytes: int | None = None
@@ -64,7 +65,8 @@ def _on_hub(source: SourceConfig) -> Origin:
     # Private, but shown in the documentation: what datasets itself names its caches by
     # (https://huggingface.co/docs/datasets/about_cache).
     return Origin(
-        lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)), dataset._fingerprint
+        lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)),
+        lambda: dataset._fingerprint,
     )
 
 
@@ -95,9 +97,13 @@ def _builtin(source: SourceConfig) -> Origin:
         return ((f"{source.path}[{split}]:{i}", as_row(item)) for i, item in enumerate(made(split)))
 
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
+    return Origin(partial(sliced, raw_rows, source), _identity_of_builtins, beginning)
+
+
+def _identity_of_builtins() -> list[str]:
     # The docs are Python's own library; the rest is made by these modules.
     made_by = b"".join(path.read_bytes() for path in sorted(DEMO.glob("*.py")))
-    return Origin(partial(sliced, raw_rows, source), [sys.version, hashlib.sha256(made_by).hexdigest()], beginning)
+    return [sys.version, hashlib.sha256(made_by).hexdigest()]
 
 
 def _local(source: SourceConfig, path: Path) -> Origin:
@@ -110,7 +116,7 @@ def _local(source: SourceConfig, path: Path) -> Origin:
     first = partial(sliced_beginning, partial(raw_rows, beginning=True), source)
     return Origin(
         partial(sliced, raw_rows, source),
-        folders.content_identity(files),
+        partial(folders.content_identity, files),
         first,
         num_bytes=sum(file.stat().st_size for file in files),
         said=said,

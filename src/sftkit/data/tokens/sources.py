@@ -116,7 +116,7 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
     bound = [(name, value) for name, value in getattr(tokenize, "keywords", {}).items() if name != "tokenizer"]
     # All that the tokenized data depends on, besides the code.
     description = {
-        "sources": [[asdict(source), one.identity] for source, one in zip(sources, origins, strict=True)],
+        "sources": [[asdict(source), one.identity()] for source, one in zip(sources, origins, strict=True)],
         "cache_key": cache_key,
         "max_length": data.max_length,
         "too_long": data.too_long,
