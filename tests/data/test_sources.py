@@ -29,6 +29,7 @@ from sftkit.data.tokens.chat import ANSWER_COUNTS
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.flags import flags_named
+from sftkit.rundir import manifest
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 
@@ -541,8 +542,10 @@ def test_an_entry_is_hashed_again_only_where_a_stamp_is_another(tmp_path, data, 
     path = write_lines(tmp_path / "a.jsonl", numbered(5))
     load(path)
     (folder,) = folders(data)
-    hashed, real = [], cache.sha256_of
-    monkeypatch.setattr(cache, "sha256_of", lambda paths: hashed.append([path.name for path in paths]) or real(paths))
+    hashed, real = [], manifest.sha256_of
+    monkeypatch.setattr(
+        manifest, "sha256_of", lambda paths: hashed.append([path.name for path in paths]) or real(paths)
+    )
     load(path)
     assert hashed == []
     time.sleep(0.02)

@@ -19,6 +19,7 @@ from sftkit.data.demo.pictures import PREFIX, picture
 from sftkit.data.types import SHOWN, EncoderInputs
 from sftkit.errors import DataError
 from sftkit.rundir.files import own_name
+from sftkit.rundir.manifest import compare_hashes, write_hashes
 from sftkit.runtime.progress import working
 from sftkit.runtime.words import first_of
 
@@ -93,11 +94,12 @@ def _key(names: Sequence[str], size: ImageSize) -> str:
 
 def _opened(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
     """Open a cached array; None if it is not there, damaged, or of another shape."""
-    try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    except (OSError, ValueError, EOFError) as error:
+    try:
+        compare_hashes(file.with_suffix(".json"), [file])
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, LookupError, TypeError) as error:
         log.warning("%s: damaged cache (%s), reading the pictures again", file, error)
         return None
     return array if array.shape == shape and array.dtype == np.uint8 else None
@@ -116,6 +118,7 @@ def _written(file: Path, names: Sequence[str], size: ImageSize) -> np.ndarray:
         _read(array, names, size)
         array.flush()
         os.replace(temporary, file)
+        write_hashes(file.with_suffix(".json"), [file])
         if (found := _opened(file, shape)) is not None:
             return found
     except OSError as error:

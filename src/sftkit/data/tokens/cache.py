@@ -19,8 +19,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.types import Examples, Finding
-from sftkit.rundir.files import flush, own_name, replace_shared
-from sftkit.rundir.manifest import sha256_of
+from sftkit.rundir.files import own_name
+from sftkit.rundir.manifest import compare_hashes, write_hashes
 
 FORMAT = 4
 "Of the files of an entry."
@@ -60,7 +60,7 @@ def load_cached_examples(folder: Path) -> Examples | None:
     if not folder.exists():
         return None
     try:
-        _compare_hashes(folder)
+        compare_hashes(folder / HASHED, _paths(folder))
         # Memory-mapped, so that ranks of a machine share the pages. Nothing pickled: a cache holds no code.
         meta = json.loads((folder / "meta.json").read_text())
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
@@ -107,11 +107,11 @@ def _write(folder: Path, examples: Examples) -> None:
     meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
     meta["given"] = list(examples.encoder_sources)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    paths = _paths(folder)
-    for path in paths.values():
-        flush(path)  # before its stamp: a power failure must not leave the stamp of a content that is lost
-    hashes = sha256_of(list(paths.values()))
-    _write_hashes(folder, {name: (found, _stamp(paths[name])) for name, found in zip(paths, hashes, strict=True)})
+    write_hashes(folder / HASHED, _paths(folder))
+
+
+def _paths(folder: Path) -> list[Path]:
+    return [*(folder / f"{name}.npy" for name in ARRAYS), folder / "meta.json"]
 
 
 def _replace(temporary: Path, folder: Path) -> None:
@@ -158,43 +158,6 @@ def _is_dead(path: Path) -> bool:
                     return True
     newest = max(each.lstat().st_mtime for each in [path, *path.glob("*")])
     return time.time() - newest > DEAD_SECONDS
-
-
-# ---- hashes ----------------------------------------------------------------------------------------------------------
-
-
-def _paths(folder: Path) -> dict[str, Path]:
-    return {name: folder / name for name in (*(f"{array}.npy" for array in ARRAYS), "meta.json")}
-
-
-def _compare_hashes(folder: Path) -> None:
-    """Compare the files of an entry with their hashes, those whose stamp is the one of an earlier comparison left out.
-
-    Raises:
-        ValueError: one has another content than was written.
-    """
-    hashed, paths = json.loads((folder / HASHED).read_text()), _paths(folder)
-    stamps = {name: _stamp(path) for name, path in paths.items()}
-    changed = [name for name in paths if hashed[name]["stamp"] != stamps[name]]
-    for name, found in zip(changed, sha256_of([paths[name] for name in changed]) if changed else (), strict=True):
-        if found != hashed[name]["sha256"]:
-            raise ValueError(f"{name} is not what was written: sha256 {found}, not {hashed[name]['sha256']}")
-    if changed:
-        with suppress(OSError):  # a cache that only others may write: each start compares
-            for name in changed:
-                flush(paths[name])
-            _write_hashes(folder, {name: (hashed[name]["sha256"], stamp) for name, stamp in stamps.items()})
-
-
-def _write_hashes(folder: Path, hashes: Mapping[str, tuple[str, list[int]]]) -> None:
-    content = {name: {"sha256": found, "stamp": stamp} for name, (found, stamp) in hashes.items()}
-    replace_shared(folder / HASHED, json.dumps(content, indent=1))
-
-
-def _stamp(path: Path) -> list[int]:
-    """Return size and times of a file. The time of its entry changes with every write and cannot be set."""
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _check(examples: Examples) -> None:
