@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from conftest import GOLDEN
 from transformers import PreTrainedTokenizerFast
@@ -114,6 +116,18 @@ def digest(path: Path, tokenize: partial[Any], cache_dir: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def files_of_rows(folder: Path) -> dict[str, Path]:
+    written = {name: folder / f"file.{name}" for name in ("csv", "tsv", "json", "txt", "parquet")}
+    for name, comma in (("csv", ","), ("tsv", "\t")):
+        cells = ("prompt", "completion"), ("Hi", '"Well, ""so""\r\n\r\nit\tis"'), ("short",), ("Bye", "now")
+        written[name].write_text("\r\n".join(comma.join(row) for row in cells))
+    written["json"].write_text(json.dumps({"data": [ROWS["turns"], ROWS["alpaca"]]}))
+    written["txt"].write_text("One text.\n\nTwo paragraphs.\n", encoding="utf-8-sig")
+    calls = [ROWS["tools"], {"messages": [ASK, {**CALL, "tool_calls": [{"function": {"name": "g", "arguments": {}}}]}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(calls), written["parquet"])
+    return written
+
+
 @pytest.fixture
 def digests(
     tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
@@ -123,8 +137,6 @@ def digests(
     monkeypatch.setattr(cache, "save_cached_examples", lambda _, examples: examples)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS.values()))
-    table = tmp_path / "table.csv"
-    table.write_text('prompt,completion\r\nHi,"Well, ""so""\r\n\r\nit is"\r\nshort\r\n')
     found = {}
     for name, (special, bos, eos) in TOKENS.items():
         tokenizer = make_tokenizer(name, bos=bos)
@@ -136,7 +148,10 @@ def digests(
                 tokenize = partial(chat.tokenize, **tokenize.keywords)
             found[f"{name}, {setting}"] = digest(path, tokenize, tmp_path)
     tokenizer = make_tokenizer(bos="<s>", adds_bos=True)
-    found["table"] = digest(table, partial(chat.tokenize, tokenizer=tokenizer, max_length=100), tmp_path)
+    # What readers make of files is part of the version, too: cells, and nulls that Arrow adds.
+    for name, written in files_of_rows(tmp_path).items():
+        chats = partial(text.tokenize_any, tokenizer=tokenizer, max_length=100, learning=chat.ANSWERS)
+        found[name] = digest(written, chats, tmp_path)
     found["base"] = digest(path, partial(text.tokenize, tokenizer=tokenizer, max_length=100), tmp_path)
     captions = partial(text.tokenize_captions, tokenizer=tokenizer, max_length=100)
     found["captions"] = digest(path, captions, tmp_path)

@@ -22,8 +22,8 @@ def load_from_hub(source: SourceConfig) -> Any:
     # A switch of the whole process, which stays: lines of our own say what takes long.
     datasets.disable_progress_bars()
     connected = hub_answers()
-    if not connected and (folder := _cached_snapshot(source.path)) and (configured := configurations(folder)):
-        configuration(source, configured)  # datasets itself would take the one that its cache has
+    if not connected:
+        _check_configuration(source)  # datasets itself would take the one that its cache has
     try:
         with nullcontext() if connected else offline():
             return datasets.load_dataset(source.path, source.subset, split=source.split)
@@ -45,6 +45,14 @@ def check_dataset(source: SourceConfig) -> None:
     """
     if reason := unavailable_reason(source.path, "dataset"):
         raise _missing(source, reason)
+    if not hub_answers():
+        _check_configuration(source)
+
+
+def _check_configuration(source: SourceConfig) -> None:
+    """Raise a ConfigError if a downloaded snapshot has configurations, and the source names none of them."""
+    if (folder := _cached_snapshot(source.path)) and (configured := configurations(folder)):
+        configuration(source, configured)
 
 
 def _snapshot(source: SourceConfig) -> Path:
