@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sftkit.data.tokens.cache import DECIDING
-
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "sftkit"
 
@@ -183,20 +181,6 @@ def test_what_a_refused_recipe_touches_loads_no_torch(part: str) -> None:
     code = f"import sys, importlib; [importlib.import_module(m) for m in {modules!r}]; print(sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "transformers", "accelerate", "datasets", "wandb"} & set(ast.literal_eval(loaded))
-
-
-@pytest.mark.parametrize("module", ["tokens/sources", "tokens/stages"])
-def test_tokenized_data_goes_stale_with_every_module_that_tokenizing_imports(module: str) -> None:
-    found, left = set(), {module}
-    while left:
-        found.add(name := left.pop())
-        names = imported(SRC / "data" / f"{name}.py")
-        data = {
-            each.removeprefix("sftkit.data.").replace(".", "/") for each in names if each.startswith("sftkit.data.")
-        }
-        left |= {each for each in data if (SRC / "data" / f"{each}.py").exists()} - found
-    assert {"tokens/encode", "types"} <= found, "the imports were followed"
-    assert found - {"tokens/cache"} <= set(DECIDING)
 
 
 def test_data_flows_one_way() -> None:

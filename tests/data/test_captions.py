@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 import warnings
 from pathlib import Path
 
@@ -131,6 +133,20 @@ def test_pictures_are_read_once_and_again_when_a_file_or_the_size_changes(tmp_pa
     assert seen == names
     shutil.copy(tmp_path / "b.png", tmp_path / "a.png")
     assert np.array_equal(again()[0], first[1])
+    assert seen == names
+    # An edit that keeps size and time, and one flipped bit of the array.
+    picture_file = tmp_path / "a.png"
+    times = picture_file.stat().st_atime_ns, picture_file.stat().st_mtime_ns
+    time.sleep(0.02)  # a tick of the file system's clock
+    picture_file.write_bytes(picture_file.read_bytes())
+    os.utime(picture_file, ns=times)
+    again()
+    assert seen == names
+    for file in (tmp_path / "cache").glob("images-*.npy"):
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(content)
+    assert np.array_equal(again()[1], first[1])
     assert seen == names
     for file in (tmp_path / "cache").glob("images-*.npy"):
         file.write_bytes(b"broken")

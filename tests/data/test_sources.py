@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import logging
+import os
 import pickle
+import shutil
+import socket
 import time
+import tracemalloc
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +22,14 @@ import pytest
 from conftest import SHARED_DATA
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
+from sftkit.data import types
 from sftkit.data.reading import hub, rows
 from sftkit.data.tokens import cache, chat, sources, text
 from sftkit.data.tokens.chat import ANSWER_COUNTS
+from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.flags import flags_named
+from sftkit.rundir import manifest
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 
@@ -453,6 +462,11 @@ def test_cache_key(tmp_path, data, load, tokenizer, make_tokenizer):
     load(path)
     write_lines(path, numbered(6))
     assert len(load(path)) == 6
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    path.write_text(path.read_text().replace("row 5", "row 7"))
+    os.utime(path, ns=times)
+    assert len(load(path)) == 6
+    assert len(folders(data)) == 3
     load(path, max_length=32)
     load(path, too_long="drop")
     load(path, on_bad_row="skip")
@@ -460,7 +474,7 @@ def test_cache_key(tmp_path, data, load, tokenizer, make_tokenizer):
     bound = partial(text.tokenize_any, tokenizer=tokenizer, max_length=8)
     sources.load_sources([SourceConfig(path=str(path))], data, bound, cache.tokenizer_fingerprint(tokenizer))
     sources.load_sources([SourceConfig(path=str(path))], data, bound, "another task")
-    assert len(folders(data)) == 8
+    assert len(folders(data)) == 9
     assert cache.tokenizer_fingerprint(tokenizer) == cache.tokenizer_fingerprint(make_tokenizer())
     prints = {cache.tokenizer_fingerprint(t) for t in (tokenizer, make_tokenizer("qwen3"), make_tokenizer(eos="</s>"))}
     assert len(prints) == 3
@@ -496,6 +510,91 @@ def test_damaged_cache_is_built_again(tmp_path, data, load, caplog, damage):
     caplog.clear()
     assert_equal(load(path), first)
     assert not caplog.records
+
+
+def flip(path: Path, byte: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1 << bit
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    time.sleep(0.02)  # a tick of the file system's clock
+    path.write_bytes(content)
+    os.utime(path, ns=times)
+
+
+@pytest.mark.parametrize("name", [*(f"{array}.npy" for array in cache.ARRAYS), "meta.json"])
+def test_one_flipped_bit_of_an_entry_is_named_and_the_entry_is_built_again(tmp_path, data, load, caplog, name):
+    path = write_lines(tmp_path / "a.jsonl", numbered(50))
+    first = load(path, cache_dir=str(tmp_path / "intact"))
+    load(path)
+    (folder,) = folders(data)
+    flip(folder / name, -2 if name.endswith("npy") else 40, 0)
+    with caplog.at_level(logging.WARNING):
+        assert_equal(load(path), first)
+    assert "damaged cache" in caplog.text
+    if name.endswith("npy"):
+        assert f"{name} is not what was written: sha256" in caplog.text
+    caplog.clear()
+    assert_equal(load(path), first)
+    assert not caplog.records
+
+
+def test_an_entry_is_hashed_again_only_where_a_stamp_is_another(tmp_path, data, load, monkeypatch):
+    path = write_lines(tmp_path / "a.jsonl", numbered(5))
+    load(path)
+    (folder,) = folders(data)
+    hashed, real = [], manifest.sha256_of
+    monkeypatch.setattr(
+        manifest, "sha256_of", lambda paths: hashed.append([path.name for path in paths]) or real(paths)
+    )
+    load(path)
+    assert hashed == []
+    time.sleep(0.02)
+    os.utime(folder / "ids.npy")
+    load(path)
+    load(path)
+    assert hashed == [["ids.npy"]]
+    time.sleep(0.02)
+    shutil.copytree(folder, tmp_path / "copied")  # as to another machine: its times are others
+    for _ in range(2):
+        assert cache.load_cached_examples(tmp_path / "copied") is not None
+    assert hashed[1:] == [["ids.npy", "is_target.npy", "offsets.npy", "num_bytes.npy", "source.npy", "meta.json"]]
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_stays(tmp_path, load):
+    target = tmp_path / "cache" / "key"
+    mine, theirs, old, new = (target.with_name(f".{name}.tmp") for name in ("mine", "theirs", "old", "new"))
+    for folder in (mine, theirs, old, new):
+        folder.mkdir(parents=True)
+        (folder / "ids.npy").write_bytes(b"x" * 100)
+    (mine / cache.WRITING).write_text(socket.gethostname() + "\n")
+    (theirs / cache.WRITING).write_text(socket.gethostname() + "\n")
+    (tmp_path / "cache" / ".images.tmp").write_text("x")
+    for path in (old, old / "ids.npy", tmp_path / "cache" / ".images.tmp"):
+        os.utime(path, (0, 0))
+    examples = load(write_lines(tmp_path / "a.jsonl", numbered(5)), cache_dir=str(tmp_path / "other"))
+    with (theirs / cache.WRITING).open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        cache.save_cached_examples(target, examples)
+    assert {path.name for path in target.parent.iterdir()} == {"key", theirs.name, new.name}
+
+
+def test_counting_targets_takes_less_memory_than_the_tokens(monkeypatch):
+    lengths = np.random.default_rng(0).integers(1, 2000, 3000)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = int(offsets[-1])
+    is_target = np.random.default_rng(1).integers(0, 2, tokens).astype(bool)
+    zeros = np.zeros(len(lengths), dtype=np.int64)
+    examples = Examples(np.zeros(1, np.int32), is_target, offsets, zeros, zeros.astype(np.int16), ("a",), {})
+    expected = [int(is_target[a:b].sum()) for a, b in pairwise(offsets.tolist())]
+    monkeypatch.setattr(types, "_PIECE_TOKENS", 2**14)
+    tracemalloc.start()
+    found = examples.num_targets
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.tolist() == expected
+    assert peak < tokens / 4
+    monkeypatch.setattr(types, "_PIECE_TOKENS", 10)  # each document is longer than a piece
+    assert examples.num_targets.tolist() == expected
 
 
 def test_two_writers(tmp_path, load):

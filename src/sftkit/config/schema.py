@@ -405,6 +405,6 @@ def source_label(source: SourceConfig) -> str:
     if source.name is not None:
         return source.name
     label = source.path.rstrip("/").replace(":", "/").rpartition("/")[2]
-    while label.endswith((".gz", ".jsonl", ".csv", ".json", ".parquet", ".txt")):
+    while label.endswith((".gz", ".jsonl", ".ndjson", ".csv", ".tsv", ".json", ".parquet", ".txt")):
         label = label.rpartition(".")[0]
     return label

@@ -93,7 +93,7 @@ def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: 
             with open(path, "rb") as file:
                 content = file.read(room + 1)
             if len(content) <= room:
-                return content.decode()
+                return content.decode("utf-8-sig")
             together = " together with the files that extend it" if extended_by else ""
             problems.append(f"{path}: more than {MAX_RECIPE_BYTES // 1024} KiB{together}, which no recipe has")
     except FileNotFoundError:

@@ -160,11 +160,20 @@ and the messages of each role in conversations that are learned from, see source
     @property
     def num_targets(self) -> np.ndarray:
         """Return the target tokens of each document, int64 [D]; token 0 has no context and is never one."""
-        # Sums up to each border, one pass over all tokens: there may be millions of documents.
-        sums = np.concatenate([[0], np.cumsum(self.is_target, dtype=np.int64)])
-        return np.diff(sums[self.offsets])
+        # In pieces: sums up to each token would take 16 bytes a token, on every rank.
+        offsets, counts = self.offsets, np.zeros(len(self), dtype=np.int64)
+        first = 0
+        while first < len(self):
+            last = int(np.searchsorted(offsets, offsets[first] + _PIECE_TOKENS, side="right")) - 1
+            last = max(last, first + 1)  # a document that is longer than a piece is one
+            sums = np.cumsum(self.is_target[offsets[first] : offsets[last]], dtype=np.int64)
+            borders = np.concatenate([[0], sums])[offsets[first : last + 1] - offsets[first]]
+            counts[first:last] = np.diff(borders)
+            first = last
+        return counts
 
 
+_PIECE_TOKENS = 2**20
 SHOWN = 5
 "Documents named in a message."
 

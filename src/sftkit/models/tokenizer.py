@@ -185,9 +185,12 @@ def read_template(template: str) -> str:
     ours = str(Path(__file__).parents[1] / "data" / "tokens" / f"{template}.jinja")
     path = ours if template in CHAT_TEMPLATES else template
     try:
-        return Path(path).read_text()
+        # A byte order mark, which some editors write, would begin every prompt.
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"model.chat_template: {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"model.chat_template: {path}: not UTF-8 text ({error.reason}): convert it") from error
 
 
 def base_tokenizer(
@@ -201,13 +204,13 @@ def base_tokenizer(
     if model.train_tokenizer is None:
         return load_tokenizer(model)
     folder = run_dir / TOKENIZER
-    if rt.is_main and not folder.exists():
-        # Renamed when it is whole: a start that ends here leaves no half of a tokenizer for the next one.
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
-        flush_folder(temporary)
-        os.rename(temporary, folder)
-    rt.barrier()
+    with rt.main_first():
+        if rt.is_main and not folder.exists():
+            # Renamed when it is whole: a start that ends here leaves no half of a tokenizer for the next one.
+            temporary = folder.with_name(f".{folder.name}.tmp")
+            new_tokenizer(model, model.train_tokenizer, train, on_bad_row).save_pretrained(temporary)
+            flush_folder(temporary)
+            os.rename(temporary, folder)
     return AutoTokenizer.from_pretrained(folder)
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from sftkit.config.schema import DataConfig
 from sftkit.errors import ConfigError
-from sftkit.rundir.files import UNREADABLE, replace_shared
+from sftkit.rundir.files import UNREADABLE, flush, replace_shared
 from sftkit.rundir.names import MANIFEST, RECIPE, STATE, TRAINING_STATE, step_dirs
 
 HASHES = "hashes"
@@ -207,3 +207,47 @@ def _alone(lock: Path) -> Iterator[None]:
             lock.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(opened.enter_context(lock.open("ab")), fcntl.LOCK_EX)
         yield
+
+
+# ---- hashes of the files of a cache ----------------------------------------------------------------------------------
+
+
+def write_hashes(record: Path, paths: Sequence[Path]) -> None:
+    """Write the sha256 of files, which are complete and have their final names, with the stamp of each."""
+    for path in paths:
+        flush(path)  # before its stamp: a power failure must not leave the stamp of a content that is lost
+    stamps = [_times(path) for path in paths]
+    _write_record(record, paths, sha256_of(paths), stamps)
+
+
+def compare_hashes(record: Path, paths: Sequence[Path]) -> None:
+    """Compare files with their hashes; a file whose stamp is that of an earlier comparison is not read.
+
+    Raises:
+        ValueError, LookupError, TypeError, OSError: one has another content than was written, or is not there.
+    """
+    known = json.loads(record.read_text())
+    stamps = [_times(path) for path in paths]
+    changed = [path for path, stamp in zip(paths, stamps, strict=True) if known[path.name]["stamp"] != stamp]
+    if not changed:
+        return
+    for path, found in zip(changed, sha256_of(changed), strict=True):
+        if found != (expected := known[path.name]["sha256"]):
+            raise ValueError(f"{path.name} is not what was written: sha256 {found}, not {expected}")
+    with suppress(OSError):  # a cache that only others may write: each start compares
+        for path in changed:
+            flush(path)
+        _write_record(record, paths, [known[path.name]["sha256"] for path in paths], stamps)
+
+
+def _write_record(record: Path, paths: Sequence[Path], hashes: Sequence[str], stamps: Sequence[list[int]]) -> None:
+    found = zip(paths, hashes, stamps, strict=True)
+    content = {path.name: {"sha256": value, "stamp": stamp} for path, value, stamp in found}
+    replace_shared(record, json.dumps(content, indent=1))
+
+
+def _times(path: Path) -> list[int]:
+    """Return size and times of a file. The time of its entry changes with every write and cannot be set. Device and
+    inode are left out: they are others after a mount."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
@@ -25,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from sftkit.config.schema import RunConfig, TrainConfig, num_stages
 from sftkit.config.terminal import Level, TerminalHandler, print_text
 from sftkit.config.topology import Topology, idle_pipeline, take_topology
-from sftkit.errors import ConfigError, Stopped
+from sftkit.errors import ConfigError, RunError, Stopped
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
@@ -38,6 +40,10 @@ from sftkit.runtime.vectors import name_vector_width
 from sftkit.runtime.words import counted
 
 T = TypeVar("T")
+GROUP_TIMEOUT = timedelta(minutes=60)
+"How long a collective may wait for a rank: a skewed cold compile outlasts NCCL's 10 minutes."
+WAIT_SECONDS = 0.2
+"Between two looks of a rank that waits outside of a collective."
 PATIENCE_SECONDS = 10.0
 "How long a process that is to end waits for its main thread, which may rename on a disk that hangs."
 
@@ -68,6 +74,8 @@ class Runtime:
     "held by the thread that withdraws this start, or makes it the run of its directory"
     at_end: ExitStack = field(default_factory=ExitStack)
     "what has to be put back when the run ends, registered by whoever changes it"
+    _turns: int = 0
+    "how often main_first was entered"
 
     def __enter__(self) -> Self:
         return self
@@ -221,9 +229,55 @@ class Runtime:
         """Wait until every rank is here."""
         self.accelerator.wait_for_everyone()
 
-    def main_first(self) -> AbstractContextManager[object]:
-        """Return a context that the main process enters alone (and fills the cache), then the others."""
-        return self.accelerator.main_process_first()
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let the main process enter alone and fill the cache, then one process of every other machine, whose disk may
+        be another, then all others; all leave together. Every rank calls it.
+
+        Processes wait by asking the store of the process group, for as long as it takes: a collective would end the run
+        after GROUP_TIMEOUT, and tokenizing may take longer.
+
+        Raises:
+            Exception: what any of them raises inside, on every rank.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        # Private, but the only way to the store that the ranks have in common (pytorch/pytorch#46415 asks for one).
+        store = torch.distributed.distributed_c10d._get_default_store()
+        self._turns += 1
+        turn = f"sftkit/main_first/{self._turns}"
+        machine = f"machine {os.environ.get('GROUP_RANK', '0')}"
+        leads = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
+
+        def wait_for(what: str, number: int = 1) -> None:
+            while store.add(f"{turn}/{what}", 0) < number:
+                if store.add(f"{turn}/failed", 0):
+                    error = pickle.loads(store.get(f"{turn}/error"))
+                    store.add(f"{turn}/told", 1)
+                    raise error
+                if self.status is not None:
+                    self.status.progress()
+                    if gone := self.status.gone():
+                        raise RunError(f"rank {gone[0]} has ended while this rank waited for it")
+                time.sleep(WAIT_SECONDS)
+
+        try:
+            if not self.is_main:
+                wait_for("main" if leads else machine)
+            yield
+            for what in ("main",) * self.is_main + (machine,) * leads + ("all",):
+                store.add(f"{turn}/{what}", 1)
+            wait_for("all", self.world_size)
+        except Exception as error:
+            if store.add(f"{turn}/failing", 1) == 1:
+                store.set(f"{turn}/error", _pickled(error))  # type: ignore[arg-type]  # bytes, in spite of its stub
+                store.add(f"{turn}/failed", 1)
+                # The store may end with this process.
+                end = time.monotonic() + PATIENCE_SECONDS
+                while store.add(f"{turn}/told", 0) < self.world_size - 1 and time.monotonic() < end:
+                    time.sleep(WAIT_SECONDS)
+            raise
 
     def print(self, text: str, level: Level | None = None) -> None:
         """Print once for the whole run."""
@@ -248,6 +302,16 @@ class Runtime:
         # One sum for all signals: a number for each rank would need a gather.
         counts = self.sum(torch.tensor([float(self.stopping.signal == n) for n in SIGNALS], device=self.device))
         return next((number for number, count in zip(SIGNALS, counts.tolist(), strict=True) if count), None)
+
+
+def _pickled(error: Exception) -> bytes:
+    """Return an error as other ranks can raise it: itself, or its text if its class cannot be made from that."""
+    try:
+        content = pickle.dumps(error)
+        pickle.loads(content)
+    except Exception:
+        return pickle.dumps(RunError(f"{type(error).__name__}: {error}"))
+    return content
 
 
 def resolve_precision(wanted: str) -> str:
@@ -300,7 +364,7 @@ def start(
         kwargs_handlers=[
             # Buffers are computed alike on every rank; gradients as views of the buckets need no second copy.
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=timedelta(minutes=60)),  # a skewed cold compile outlasts NCCL's 10 minutes
+            InitProcessGroupKwargs(timeout=GROUP_TIMEOUT),
         ],
     )
     check_group(os.environ, accelerator.num_processes, gpu_unavailable_reason)

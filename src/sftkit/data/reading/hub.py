@@ -9,6 +9,7 @@ from typing import Any
 
 from sftkit.config.paths import similar_paths
 from sftkit.config.schema import SourceConfig
+from sftkit.data.reading.folders import configuration, configurations
 from sftkit.errors import ConfigError
 from sftkit.runtime.hub import hub_answers, not_found, unavailable_reason, unreachable
 
@@ -21,6 +22,8 @@ def load_from_hub(source: SourceConfig) -> Any:
     # A switch of the whole process, which stays: lines of our own say what takes long.
     datasets.disable_progress_bars()
     connected = hub_answers()
+    if not connected:
+        _check_configuration(source)  # datasets itself would take the one that its cache has
     try:
         with nullcontext() if connected else offline():
             return datasets.load_dataset(source.path, source.subset, split=source.split)
@@ -42,17 +45,32 @@ def check_dataset(source: SourceConfig) -> None:
     """
     if reason := unavailable_reason(source.path, "dataset"):
         raise _missing(source, reason)
+    if not hub_answers():
+        _check_configuration(source)
+
+
+def _check_configuration(source: SourceConfig) -> None:
+    """Raise a ConfigError if a downloaded snapshot has configurations, and the source names none of them."""
+    if (folder := _cached_snapshot(source.path)) and (configured := configurations(folder)):
+        configuration(source, configured)
 
 
 def _snapshot(source: SourceConfig) -> Path:
     """Return the folder of a downloaded snapshot."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
+
+    if (folder := _cached_snapshot(source.path)) is None:
+        raise _missing(source, f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}")
+    return folder
+
+
+def _cached_snapshot(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source.path, repo_type="dataset", local_files_only=True))
-    except Exception as error:
-        reason = f"it is not in the cache ({constants.HF_HOME}) and {unreachable()}"
-        raise _missing(source, reason) from error
+        return Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
+    except Exception:  # anything that the client raises for a name that it does not know
+        return None
 
 
 def _missing(source: SourceConfig, reason: str) -> ConfigError:

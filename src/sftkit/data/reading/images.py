@@ -19,6 +19,7 @@ from sftkit.data.demo.pictures import PREFIX, picture
 from sftkit.data.types import SHOWN, EncoderInputs
 from sftkit.errors import DataError
 from sftkit.rundir.files import own_name
+from sftkit.rundir.manifest import compare_hashes, write_hashes
 from sftkit.runtime.progress import working
 from sftkit.runtime.words import first_of
 
@@ -83,20 +84,22 @@ def _key(names: Sequence[str], size: ImageSize) -> str:
     code. A file that is gone is reported when it is read."""
     code = [Path(__file__), Path(__file__).parents[1] / "demo" / "pictures.py"]
     # Sizes and times of files, not their content: to read thousands of pictures would take as long as resizing them.
+    # An edit that keeps the time of the content still changes that of the file's entry.
     found = hashlib.sha256(b"".join(path.read_bytes() for path in code))
     for name in names:
         stat = os.stat(name) if os.path.exists(name) else None
-        found.update(json.dumps([name, size, stat and (stat.st_size, stat.st_mtime_ns)]).encode())
+        found.update(json.dumps([name, size, stat and (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)]).encode())
     return found.hexdigest()[:32]
 
 
 def _opened(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
     """Open a cached array; None if it is not there, damaged, or of another shape."""
-    try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    except (OSError, ValueError, EOFError) as error:
+    try:
+        compare_hashes(file.with_suffix(".json"), [file])
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, LookupError, TypeError) as error:
         log.warning("%s: damaged cache (%s), reading the pictures again", file, error)
         return None
     return array if array.shape == shape and array.dtype == np.uint8 else None
@@ -115,6 +118,7 @@ def _written(file: Path, names: Sequence[str], size: ImageSize) -> np.ndarray:
         _read(array, names, size)
         array.flush()
         os.replace(temporary, file)
+        write_hashes(file.with_suffix(".json"), [file])
         if (found := _opened(file, shape)) is not None:
             return found
     except OSError as error:

@@ -3,6 +3,7 @@ takes no torch."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 from sftkit.config.paths import similar_paths
 from sftkit.config.schema import SourceConfig
-from sftkit.data.reading import hub, readers
+from sftkit.data.reading import folders, hub, readers
 from sftkit.data.reading.arrow import without_fill
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.reading.slices import base_split, sliced, sliced_beginning
@@ -27,6 +28,7 @@ BUILTINS: dict[str, tuple[str, Callable[[Any], dict[str, object]]]] = {
     "pictures": ("pictures", dict),
 }
 "Builtin -> the module of data/demo that makes it, and how one becomes a row."
+DEMO = Path(__file__).parents[1] / "demo"
 STAND_IN = "a text"
 "Stands for the first row of builtin:docs, which cannot be made without reading all of Python's library."
 
@@ -36,11 +38,14 @@ class Origin:
     """A source that exists: how to read its rows, and what identifies its content."""
 
     rows: Callable[[], Iterator[RawRow]]
-    identity: object
+    identity: Callable[[], object]
+    "what tells its content from any other; files are read for it"
     beginning: Callable[[], Iterator[RawRow]] = lambda: iter(())
     "its first rows, as far as they are found without reading all; none: that is not known"
     num_bytes: int | None = None
     "of its files; None: it has none here"
+    said: str = ""
+    "of a folder: which files are of which split, and which are left out"
 
 
 def find_source(source: SourceConfig) -> Origin:
@@ -60,7 +65,8 @@ def _on_hub(source: SourceConfig) -> Origin:
     # Private, but shown in the documentation: what datasets itself names its caches by
     # (https://huggingface.co/docs/datasets/about_cache).
     return Origin(
-        lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)), dataset._fingerprint
+        lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)),
+        lambda: dataset._fingerprint,
     )
 
 
@@ -91,16 +97,27 @@ def _builtin(source: SourceConfig) -> Origin:
         return ((f"{source.path}[{split}]:{i}", as_row(item)) for i, item in enumerate(made(split)))
 
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
-    return Origin(partial(sliced, raw_rows, source), sys.version, beginning)  # docs: Python's own library
+    return Origin(partial(sliced, raw_rows, source), _identity_of_builtins, beginning)
+
+
+def _identity_of_builtins() -> list[str]:
+    # The docs are Python's own library; the rest is made by these modules.
+    made_by = b"".join(path.read_bytes() for path in sorted(DEMO.glob("*.py")))
+    return [sys.version, hashlib.sha256(made_by).hexdigest()]
 
 
 def _local(source: SourceConfig, path: Path) -> Origin:
     """Find a source in a file or folder."""
-    files = readers.files_of(source, path)
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    files, said = folders.files_of(source, path)
 
     def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:
         return (row for file in files for row in readers.rows_of(file, beginning=beginning))
 
     first = partial(sliced_beginning, partial(raw_rows, beginning=True), source)
-    return Origin(partial(sliced, raw_rows, source), stats, first, sum(size for _, size, _ in stats))
+    return Origin(
+        partial(sliced, raw_rows, source),
+        partial(folders.content_identity, files),
+        first,
+        num_bytes=sum(file.stat().st_size for file in files),
+        said=said,
+    )

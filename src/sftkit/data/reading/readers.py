@@ -1,23 +1,22 @@
-"""Local files to raw rows: JSON lines, JSON, Parquet, CSV and text, also gzipped, alone or in folders."""
+"""Local files to raw rows: JSON lines, JSON, Parquet, CSV, TSV and text, also gzipped."""
 
 from __future__ import annotations
 
-import csv
+import codecs
 import gzip
-import io
 import json
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import IO, cast
 
 from sftkit.config.schema import SourceConfig
 from sftkit.data.reading.arrow import without_fill
-from sftkit.data.reading.slices import base_split
-from sftkit.errors import ConfigError, DataError
+from sftkit.errors import DataError
+from sftkit.runtime.words import counted
 
 RawRow = tuple[str, object]
 "Where it is, and the row: an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or the \
@@ -27,16 +26,28 @@ LONGEST_RECORD = 32 * 2**20
 LONGEST_JSON = 4 * 2**30
 "The most bytes of a file that is one JSON list, which is read as a whole."
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
-"Suffixes by which a folder of pictures alone is known."
-IGNORED = ("readme", "license", "dataset_info", "dataset_infos", "config", "state", "sftkit")
-"First part of the names of files that are about the data, not data."
-SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    "test": "test",
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt")
+BYTE_ORDER_MARK = codecs.BOM_UTF8
+OTHER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark begins it
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
 }
+"First bytes of a text -> the encoding that they tell, which is not read."
+
+OTHER_CONTENTS = {
+    b"version https://git-lfs": "a Git LFS pointer, not the data. Fetch it: git lfs pull",
+    b"\x1f\x8b": "compressed by gzip: name it .gz",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
+    b"\xfd7zXZ": "compressed by xz: unpack it",
+    b"BZh91AY": "compressed by bzip2: unpack it",
+    b"PAR1": "Parquet: name it .parquet",
+    b"ARROW1": "an Arrow file: write it as Parquet",
+    b"%PDF-": "a PDF: take its text",
+}
+"First bytes of a file -> what it is in spite of its name, and what to do."
 
 
 def suffix_of(path: Path) -> str | None:
@@ -50,41 +61,6 @@ def looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or suffix_of(Path(path)) is not None
 
 
-def files_of(source: SourceConfig, root: Path) -> list[Path]:
-    """Return the files that hold the requested split.
-
-    In a folder, file and folder names tell splits apart: train, validation (valid, val, dev) and test. Files that name
-    no split belong to train. `subset` keeps the files with that name in their path, as in a downloaded hub dataset.
-    """
-    split = base_split(source.split)
-    if root.is_file():
-        if suffix_of(root) is None:
-            raise ConfigError(f"data source {source.path}: not one of {', '.join(SUFFIXES)} (also .gz)")
-        if split not in ("train", _split_of(Path(root.name))):
-            raise ConfigError(
-                f'data source {source.path}: no split "{split}" in a single file; use train or a slice of it'
-            )
-        return [root]
-    # Sorted: the order of documents must not depend on the file system.
-    files = [path for path in sorted(root.rglob("*")) if _is_data(path, root)]
-    if source.subset is not None:
-        files = [path for path in files if _has_part(path.relative_to(root), source.subset)]
-    if not files:
-        of = f' with subset "{source.subset}"' if source.subset else ""
-        pictures = any(path.suffix.lower() in PICTURE_SUFFIXES for path in root.rglob("*"))
-        hint = (
-            "; pictures need rows that name them, such as a captions.jsonl beside them: docs/captioning.md" * pictures
-        )
-        raise DataError(f"{root}: no file{of} of the kinds {', '.join(SUFFIXES)} (also .gz) in this folder{hint}")
-    splits = {path: _split_of(path.relative_to(root)) for path in files}
-    chosen = [path for path in files if splits[path] == SPLIT_WORDS.get(split, split)]
-    if not chosen:
-        raise ConfigError(
-            f'data source {source.path}: no split "{split}" among {", ".join(sorted(set(splits.values())))}'
-        )
-    return chosen
-
-
 class DuplicateKey(ValueError):
     """JSON with an object that has a key twice: readers would silently take the last one."""
 
@@ -92,8 +68,8 @@ class DuplicateKey(ValueError):
 def loads(content: bytes | str) -> object:
     """Parse JSON. Raises ValueError, also for half of a surrogate pair, which JSON can write but no text can hold, and
     DuplicateKey for an object that has a key twice."""
-    # Decoded as json.loads does it.
-    text = content if isinstance(content, str) else content.decode(json.detect_encoding(content), "surrogatepass")
+    # Decoded as json.loads does it, but no text holds half of a surrogate pair.
+    text = content if isinstance(content, str) else content.decode(json.detect_encoding(content))
     text = text.rstrip("\r\n")  # a row has the end of its line, and an error there would be one of line 2
     value: object = _STRICT.decode(text)
     if "\\ud" in text or "\\uD" in text:
@@ -129,7 +105,18 @@ def json_error(where: str, error: Exception) -> DataError:
     """Return the DataError for what `loads` raised, or for nesting that is too deep for it."""
     if isinstance(error, DuplicateKey):
         return DataError(f"{where}: {error}. Keep the one that is meant", reason="duplicate JSON key")
+    if isinstance(error, UnicodeDecodeError):
+        return not_utf8(where, error)
     return DataError(f"{where}: not JSON: {error}", reason="not JSON")
+
+
+def not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
+    """Return the DataError for bytes that are not UTF-8, with what to do."""
+    return DataError(
+        f"{where}: not UTF-8: byte 0x{error.object[error.start]:02x}, {error.reason}. Convert the file: "
+        "iconv -f WINDOWS-1252 -t UTF-8, or whatever its encoding is",
+        reason="not UTF-8",
+    )
 
 
 def wrong_kind(what: str, value: object, expected: str, *, reason: str) -> DataError:
@@ -163,15 +150,44 @@ def rows_of(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
         beginning: of one large JSON value take only the rows that its first LONGEST_RECORD bytes hold.
     """
     kind = suffix_of(path)
-    read = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet, ".csv": _csv, ".txt": _text}[kind or ".txt"]
+    lines = dict.fromkeys((".jsonl", ".ndjson"), _json_lines)
+    tables = dict.fromkeys((".csv", ".tsv"), _delimited)
+    read = {**lines, **tables, ".json": _json, ".parquet": _parquet, ".txt": _text}[kind or ".txt"]
     try:
         yield from _json_beginning(path) if beginning and kind == ".json" else read(path)
-    except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as {kind}: {error}") from error
+    except DataError:
+        raise
+    except Exception as error:  # a file of foreign origin can make gzip, json and pyarrow raise anything
+        reason = str(error).strip() or type(error).__name__
+        raise DataError(f"{path}: cannot be read as {kind}: {reason}") from error
 
 
-def _open(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, "rb")) if path.name.lower().endswith(".gz") else open(path, "rb")
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """Open a text file for its bytes.
+
+    Raises:
+        DataError: it is in an encoding that is not read.
+    """
+    with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb") as file:
+        head = file.peek(64)[:64]
+        _check_content(head, path)
+        found = next((name for mark, name in OTHER_MARKS.items() if head.startswith(mark)), None)
+        # Without a mark: every second byte of a text in mostly Latin letters is zero.
+        if found is None and max(head[0::2].count(0), head[1::2].count(0)) > len(head) / 4 > 1:
+            found = "UTF-16"
+        if found is not None:
+            raise DataError(
+                f"{path}: {found}, but texts are read as UTF-8. Convert it: iconv -f {found} -t UTF-8 {path.name}",
+                reason="not UTF-8",
+            )
+        yield cast(IO[bytes], file)
+
+
+def _check_content(head: bytes, path: Path) -> None:
+    """Raise a DataError for a file that is something other than its name says."""
+    if found := next((what for magic, what in OTHER_CONTENTS.items() if head.startswith(magic)), None):
+        raise DataError(f"{path}: {found}")
 
 
 def _json_lines(path: Path) -> Iterator[RawRow]:
@@ -219,6 +235,11 @@ def _json(path: Path) -> Iterator[RawRow]:
             raise json_error(str(path), error) from error
         return
     if isinstance(value, dict):
+        lists = [key for key, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
+        if "data" in lists and len(lists) > 1:
+            raise DataError(
+                f"{path}: lists of objects under {', '.join(lists)}: keep one, or write JSON lines (.jsonl)"
+            )
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
         raise DataError(f"{path}: a {type(value).__name__} instead of a list of objects")
@@ -261,32 +282,140 @@ def _elements(content: bytes) -> Iterator[bytes]:
 
 def _parquet(path: Path) -> Iterator[RawRow]:
     """Yield the rows of a Parquet file."""
-    import pyarrow
     import pyarrow.parquet
 
+    with path.open("rb") as opened:
+        _check_content(opened.read(64).removeprefix(b"PAR1"), path)
+    file = pyarrow.parquet.ParquetFile(path)
+    if twice := [name for name, times in Counter(file.schema_arrow.names).items() if times > 1]:
+        raise DataError(f"{path}: several columns are named {', '.join(twice)}")
+    rows = (without_fill(row) for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
+    yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
+
+
+# ---- CSV and TSV -----------------------------------------------------------------------------------------------------
+
+
+def _delimited(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of a CSV or TSV file with a header line, by the strict grammar of RFC 4180.
+
+    Python's csv would cut off cells beyond the header and read quotation marks wherever they are. A record that is
+    not by the grammar is a bad row if it ends with its line: else it is not certain where the next one begins.
+    """
+    delimiter = "\t" if suffix_of(path) == ".tsv" else ","
+    with _open(path) as file:
+        records = _records(file, path)
+        header = _header(*next(records, (str(path), b"")), delimiter)
+        for where, record in records:
+            try:
+                cells = _cells(record, where, delimiter)
+                if cells == header:
+                    raise DataError(f"{where}: the header again: remove it", reason="repeated header")
+                if len(cells) != len(header):
+                    raise DataError(
+                        f"{where}: {counted(len(cells), 'cell')}, but the header has {len(header)}. A cell with "
+                        f"{NAMES_OF_DELIMITERS[delimiter]} in it needs quotation marks around it",
+                        reason="wrong number of cells",
+                    )
+                yield where, dict(zip(header, cells, strict=True))
+            except DataError as error:
+                if b"\n" in record.rstrip(b"\r\n") and error.reason == MALFORMED:
+                    raise
+                yield where, error
+
+
+MALFORMED = "malformed cells"
+NAMES_OF_DELIMITERS = {",": "a comma", "\t": "a tab", ";": "a semicolon", "|": "a vertical bar"}
+
+
+def _records(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (where it begins, its bytes) of each record of CSV: a line, or several if quotation marks hold line ends.
+
+    Raises:
+        DataError: a record is too long, or a quotation mark is never closed.
+    """
+    number = 0
+    while line := file.readline(LONGEST_RECORD + 1):
+        number += 1
+        where, record, open_quote = f"{path}:{number}", bytearray(line), line.count(b'"') % 2 == 1
+        while open_quote and len(record) <= LONGEST_RECORD and (line := file.readline(LONGEST_RECORD + 1)):
+            number += 1
+            record += line
+            open_quote ^= line.count(b'"') % 2 == 1
+        if len(record) > LONGEST_RECORD:
+            open_quote_hint = ", perhaps from a quotation mark that is not closed" if open_quote else ""
+            raise DataError(f"{where}: a record of more than {LONGEST_RECORD // 2**20} MiB{open_quote_hint}")
+        if open_quote:
+            raise DataError(
+                f"{where}: a quotation mark is opened here and never closed, so it is not certain where the later "
+                'records begin. Write a quotation mark as "" in a cell with quotation marks around it',
+                reason=MALFORMED,
+            )
+        if record.strip():
+            yield where, bytes(record)
+
+
+def _cells(record: bytes, where: str, delimiter: str) -> list[str]:
+    """Return the cells of a record.
+
+    Raises:
+        DataError: it is not UTF-8, or not by the grammar.
+    """
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
-        rows = (without_fill(row) for batch in batches for row in batch.to_pylist())
-        yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: cannot be read as .parquet: {error}") from error
+        text = record.removeprefix(BYTE_ORDER_MARK).decode()  # also of a file that was appended to another
+    except UnicodeDecodeError as error:
+        raise not_utf8(where, error) from error
+    text = text.removesuffix("\n").removesuffix("\r")
+    if "\0" in text:
+        raise DataError(f"{where}: a NUL byte, which no text has", reason=MALFORMED)
+    if '"' not in text and "\r" not in text:
+        return text.split(delimiter)
+    cell, cells, end = _CELLS[delimiter], list[str](), -1
+    while end < len(text):
+        match = cell.match(text, end + 1)
+        quoted, plain = match.groups() if match else (None, "")
+        cells.append(plain if quoted is None else quoted.replace('""', '"'))
+        end = match.end() if match else len(text)
+        if match is None or (end < len(text) and text[end] != delimiter):
+            raise DataError(
+                f"{where}: cell {len(cells)}: a quotation mark or a line end in a cell without quotation marks around "
+                'it, or text behind the closing one. Write the cell as "...", and each quotation mark in it as ""',
+                reason=MALFORMED,
+            )
+    return cells
 
 
-def _csv(path: Path) -> Iterator[RawRow]:
-    """Yield the rows of a CSV file with a header line."""
-    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        # global in csv, whose own limit is 128 KiB a field
-        csv.field_size_limit(LONGEST_RECORD)
-        reader = csv.DictReader(iter(lambda: _csv_line(text), ""))
-        for row in reader:
-            yield f"{path}:{reader.line_num}", {key: value for key, value in row.items() if key is not None}
+_CELLS = {d: re.compile(rf'"([^"]*(?:""[^"]*)*)"|([^"{d}\r\n]*)') for d in (",", "\t")}
+"Delimiter -> a cell with quotation marks around it, or one without any."
 
 
-def _csv_line(text: IO[str]) -> str:
-    line = text.readline(LONGEST_RECORD + 1)
-    if len(line) > LONGEST_RECORD:
-        raise csv.Error(f"a line of more than {LONGEST_RECORD // 2**20} MiB")
-    return line
+def _header(where: str, record: bytes, delimiter: str) -> list[str]:
+    """Return the names of the columns.
+
+    Raises:
+        DataError: they do not name each column once.
+    """
+    if not record:
+        return []
+    names = _cells(record, where, delimiter)
+    if names[0] == "" and len(names) > 1:
+        names[0] = "Unnamed: 0"  # the row numbers that pandas writes, named as pandas and datasets read them
+    other = next((d for d in NAMES_OF_DELIMITERS if d != delimiter and d in names[0]), None)
+    if len(names) == 1 and other:
+        raise DataError(
+            f"{where}: the header has no {NAMES_OF_DELIMITERS[delimiter].split(maxsplit=1)[1]}, but "
+            f"{NAMES_OF_DELIMITERS[other]}: a .csv has commas between its cells, a .tsv tabs"
+        )
+    if "" in map(str.strip, names):
+        raise DataError(f"{where}: column {[*map(str.strip, names)].index('') + 1} of the header has no name")
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise DataError(f"{where}: several columns are named {', '.join(twice)}")
+    if spaced := [name for name in names if name != name.strip()]:
+        raise DataError(f"{where}: {', '.join(map(repr, spaced))} in the header has spaces around the name")
+    return names
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
 
 
 def _text(path: Path) -> Iterator[RawRow]:
@@ -295,24 +424,11 @@ def _text(path: Path) -> Iterator[RawRow]:
         content = file.read(LONGEST_RECORD + 1)
     if len(content) > LONGEST_RECORD:
         yield str(path), _too_long(str(path))
+    elif b"\0" in content:
+        raise DataError(f"{path}: a NUL byte, which no text has")
     elif content.strip():
-        yield str(path), {"text": content.decode("utf-8-sig")}
-
-
-def _is_data(path: Path, root: Path) -> bool:
-    """Return whether a file of a folder holds data: of a known kind, not hidden, not about the data."""
-    parts = path.relative_to(root).parts
-    hidden = any(part.startswith((".", "_")) for part in parts)
-    about = re.split(r"[.-]", path.name.lower())[0] in IGNORED
-    return path.is_file() and suffix_of(path) is not None and not hidden and not about
-
-
-def _split_of(relative: Path) -> str:
-    """Return the split that the innermost part of a path names; train if none does."""
-    words = (word for part in reversed(relative.parts) for word in re.split(r"[^a-z]+", part.lower()))
-    return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "train")
-
-
-def _has_part(relative: Path, subset: str) -> bool:
-    """Return whether a part of a path is the name of a subset, or begins with it."""
-    return any(part == subset or part.startswith((f"{subset}-", f"{subset}.")) for part in relative.parts)
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise not_utf8(str(path), error) from error
+        yield str(path), {"text": text}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -393,7 +394,7 @@ def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
             raise DataError(f"{where}: {text} is neither a text nor a list of texts", reason="column is not text")
         if not name.startswith(GENERATED):
             name = str(Path(where).parent / name)
-        if name.startswith(GENERATED) or Path(name).is_file():
+        if name.startswith(GENERATED) or os.path.isfile(name):  # False for a name that no file can have
             return Row(where, image=name, captions=tuple(captions))
         if (image, text) != ("file_name", "text") or not isinstance(said, str):
             raise _missing(name, where)

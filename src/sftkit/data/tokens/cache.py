@@ -1,13 +1,17 @@
-"""Tokenized data on disk: flat .npy files, memory-mapped, complete or not there at all."""
+"""Tokenized data on disk: flat .npy files, memory-mapped, with a hash of each; complete or not there at all."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
+import socket
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,16 +21,19 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.tokens.text import text_start
 from sftkit.data.types import Examples, Finding
 from sftkit.rundir.files import flush_folder, own_name
+from sftkit.rundir.manifest import compare_hashes, write_hashes
 
-FORMAT = 3
-DECIDING = (
-    *("types", "demo/builtin", "demo/documents", "demo/split", "demo/pictures"),
-    *("reading/arrow", "reading/bad_rows", "reading/columns", "reading/conversation", "reading/findings"),
-    *("reading/hub", "reading/origin", "reading/readers", "reading/rows", "reading/sharegpt", "reading/slices"),
-    *("tokens/answer_matcher", "tokens/answers", "tokens/chat", "tokens/encode", "tokens/learned", "tokens/reasoning"),
-    *("tokens/sources", "tokens/spans", "tokens/stages", "tokens/template", "tokens/text"),
-)
-"Modules whose change makes tokenized data, or what is told of its rows, stale."
+FORMAT = 4
+"Of the files of an entry."
+MASK_VERSION = 1
+"""Raised whenever the same rows lead to other tokens, targets, counts or findings: entries of another version are not
+read. tests/data/test_mask_version.py fails until it is raised."""
+HASHED = "hashes.json"
+"Name -> sha256 of every other file of an entry, and the stamp that the file had when it was last compared."
+WRITING = ".writing"
+"In a folder that is not complete yet: locked by the process that writes there, whose host it names."
+DEAD_SECONDS = 86_400.0
+"Age from which a temporary file or folder is dead if nothing else tells."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
 
 log = logging.getLogger(__name__)
@@ -45,18 +52,18 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def data_key(description: Mapping[str, object]) -> str:
-    """Return the sha256 of everything that the tokenized data depends on, the code that decides tokens included."""
-    # Of the source itself, comments included: it is cheaper to tokenize once more than to learn from stale tokens.
-    code = hashlib.sha256(b"".join((Path(__file__).parents[1] / f"{name}.py").read_bytes() for name in DECIDING))
-    whole = {"format": FORMAT, "code": code.hexdigest(), **description}
+    """Return the sha256 of everything that the tokenized data depends on."""
+    whole = {"format": FORMAT, "mask_version": MASK_VERSION, **description}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
 def load_cached_examples(folder: Path) -> Examples | None:
-    """Load the examples in `folder`; None if there are none, and with a warning if they are damaged."""
+    """Load the examples in `folder`; None if there are none, and with a warning if they are damaged. Files whose stamp
+    is not known are compared with their hash, once."""
     if not folder.exists():
         return None
     try:
+        compare_hashes(folder / HASHED, _paths(folder))
         # Memory-mapped, so that ranks of a machine share the pages. Nothing pickled: a cache holds no code.
         meta = json.loads((folder / "meta.json").read_text())
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
@@ -80,10 +87,16 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
     temporary = own_name(folder)
     try:
         temporary.mkdir(parents=True)
-        _write(temporary, examples)
-        # Else a power failure could leave the name, and zeros for tokens in files of the right length.
-        flush_folder(temporary)
-        _replace(temporary, folder)
+        _sweep(folder.parent)
+        with (temporary / WRITING).open("w") as mark:
+            with suppress(OSError):  # a file system without locks: the age of the folder tells
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            print(socket.gethostname(), file=mark, flush=True)
+            _write(temporary, examples)
+            (temporary / WRITING).unlink()
+            # Else a power failure could leave the name, and zeros for tokens in files of the right length.
+            flush_folder(temporary)
+            _replace(temporary, folder)
     except OSError as error:
         log.warning("%s: cannot write the cache (%s), every start will tokenize", folder, error)
         return examples
@@ -99,6 +112,11 @@ def _write(folder: Path, examples: Examples) -> None:
     meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
     meta["given"] = list(examples.encoder_sources)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    write_hashes(folder / HASHED, _paths(folder))
+
+
+def _paths(folder: Path) -> list[Path]:
+    return [*(folder / f"{name}.npy" for name in ARRAYS), folder / "meta.json"]
 
 
 def _replace(temporary: Path, folder: Path) -> None:
@@ -115,6 +133,36 @@ def _replace(temporary: Path, folder: Path) -> None:
             os.rename(folder, damaged)
             os.rename(temporary, folder)
             shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what killed processes left half-written."""
+    for path in parent.glob(".*.tmp"):
+        with suppress(OSError):  # another process sweeps, too, or it is another user's
+            if not _is_dead(path):
+                continue
+            log.info("%s: left by a process that was killed, removed", path)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _is_dead(path: Path) -> bool:
+    if (mark := path / WRITING).exists():
+        with mark.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:
+                pass  # a file system without locks
+            else:
+                # Not every file system shows the locks of other machines.
+                if file.read().strip() == socket.gethostname():
+                    return True
+    newest = max(each.lstat().st_mtime for each in [path, *path.glob("*")])
+    return time.time() - newest > DEAD_SECONDS
 
 
 def _check(examples: Examples) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import signal
 from collections import Counter, deque
@@ -30,6 +31,7 @@ from sftkit.runtime.progress import working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 from sftkit.runtime.words import counted
 
+log = logging.getLogger(__name__)
 OnBadRow = Literal["error", "skip"]
 Tokenize = Callable[[Row], Tokenized]
 
@@ -114,7 +116,7 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
     bound = [(name, value) for name, value in getattr(tokenize, "keywords", {}).items() if name != "tokenizer"]
     # All that the tokenized data depends on, besides the code.
     description = {
-        "sources": [[asdict(source), one.identity] for source, one in zip(sources, origins, strict=True)],
+        "sources": [[asdict(source), one.identity()] for source, one in zip(sources, origins, strict=True)],
         "cache_key": cache_key,
         "max_length": data.max_length,
         "too_long": data.too_long,
@@ -130,6 +132,9 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
                 with working(f"tokenizing {source_label(source)}"):
                     parts.append(_tokenize_source(source, source_rows, tokenize_chunks))
         examples = cache.save_cached_examples(folder, _joined(parts, sources))
+    for source, one in zip(sources, origins, strict=True):
+        if one.said:
+            log.info("%s: %s", source_label(source), one.said)
     for name, told in examples.findings.items():
         findings.log_findings(name, told)
     return examples
