@@ -11,14 +11,11 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from sftkit.data.reading.conversation import Message
+from sftkit.data.tokens.rendering import Span, render
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
-
-Span = tuple[int, int]
-"Character positions [start, end) in the rendered text."
 
 FIRST_QUESTION, FIRST_ANSWER = "first question", "first answer"
 SECOND_QUESTION, SECOND_ANSWER = "second question", "second answer"
@@ -92,7 +89,11 @@ def render_conversation(
     marks: bool = False,
 ) -> tuple[str, list[Span]]:
     """Return the text of a row's messages, rendered with its tools and template arguments, and, with `marks`, the spans
-    inside {% generation %}. Raises jinja's TemplateError.
+    inside {% generation %}.
+
+    Raises:
+        TemplateError: the template rejects the conversation.
+        ConfigError: it exceeds a limit, see rendering.
     """
     source = template if isinstance(template, str) else template.source
     messages = row.messages or []
@@ -102,41 +103,7 @@ def render_conversation(
     # As apply_chat_template gives them, so that a run renders what a server renders.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(row.template_args or {})}
     variables |= {"tools": row.tools or None, "add_generation_prompt": add_generation_prompt}
-    try:
-        if marks:
-            return _render_marked(source, messages, variables)
-        texts, _ = render_jinja_template([messages], chat_template=source, **variables)
-    # What a template does with what it did not expect.
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise TemplateError(f"{type(error).__name__}: {error}") from error
-    return texts[0], []
-
-
-def _render_marked(source: str, messages: list[Message], variables: dict[str, Any]) -> tuple[str, list[Span]]:
-    """Return text and marked spans, as render_jinja_template does with return_assistant_tokens_mask. That one joins all
-    of the text so far anew for every answer, which takes minutes for a conversation of thousands. Here the tracker is
-    given an empty list of blocks, and spans are moved to where the text ends."""
-    # Private, as is the tracker of its environment: both are of huggingface/transformers#30650, which
-    # brought the marks.
-    compiled = _compile_jinja_template(source)
-    blocks: list[str] = []
-    length, spans = 0, _Spans()
-    with compiled.environment.activate_tracker([], spans):
-        for block in compiled.generate(messages=messages, documents=None, **variables):
-            blocks.append(block)
-            length += len(block)
-            spans.length = length
-    return "".join(blocks), spans
-
-
-class _Spans(list[Span]):
-    """Spans of a text, noted from where it ends so far."""
-
-    length = 0
-
-    def append(self, span: Span) -> None:
-        """Add a span, moved to where the text ends so far."""
-        super().append((self.length + span[0], self.length + span[1]))
+    return render(source, {"messages": messages, "documents": None, **variables}, where=row.where, marks=marks)
 
 
 @lru_cache(maxsize=8)
@@ -158,7 +125,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
     ]
 
     def rendered(messages: list[Message], *, prompt: bool = False, **args: bool) -> str:
-        asked = Row("probe", messages=messages, template_args=args)
+        asked = Row("a small conversation", messages=messages, template_args=args)
         return render_conversation(tokenizer, source, asked, add_generation_prompt=prompt)[0]
 
     try:
