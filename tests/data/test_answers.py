@@ -430,7 +430,7 @@ def test_the_number_of_renderings_does_not_grow_with_the_turns(make, monkeypatch
         )
         assert found.counts["answers_learned"] == (1 if name == "qwen3" else turns)
         counted.append(len(calls))
-    assert counted[0] == counted[1] <= 12
+    assert counted[1] <= counted[0] <= 12
 
 
 def test_golden_templates_are_all_used() -> None:

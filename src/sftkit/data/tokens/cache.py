@@ -23,7 +23,7 @@ DECIDING = (
     *("reading/arrow", "reading/bad_rows", "reading/conversation", "reading/findings", "reading/hub", "reading/origin"),
     *("reading/readers", "reading/rows", "reading/sharegpt", "reading/slices"),
     *("tokens/answer_matcher", "tokens/answers", "tokens/chat", "tokens/encode", "tokens/learned", "tokens/reasoning"),
-    "tokens/rendering",
+    *("tokens/context", "tokens/rendering"),
     *("tokens/sources", "tokens/spans", "tokens/stages", "tokens/template", "tokens/text"),
 )
 "Modules whose change makes tokenized data, or what is told of its rows, stale."

@@ -1,7 +1,7 @@
 """Run a chat template: the text that it makes of a conversation, within limits of time, length and memory.
 
-A template is a program from elsewhere. Jinja's sandbox keeps it from the machine, but lets it run for ever: each `range`
-is limited, two nested ones are not.
+A template is a program from elsewhere. Jinja's sandbox keeps it from the machine, but lets it run for ever: it limits each
+`range`, but not two nested ones.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def limited(work: Callable[..., T], *args: object, **options: object) -> T:
 
 
 def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
-    """Return the text and no spans. Many blocks are counted at a time: to look at each would take a tenth of the time of
-    rendering."""
+    """Return the text and no spans. Many blocks are counted at a time: a look at each would take a tenth of the
+    time of rendering."""
     compiled = _compiled(source)
     blocks = compiled.root_render_func(compiled.new_context(variables))  # render() without the join at its end
     found = list(islice(blocks, _BLOCKS))
@@ -121,7 +121,7 @@ def _marked(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
     list of blocks, and spans are moved to where the text ends."""
     compiled, blocks = _compiled(source), list[str]()
     length, spans = 0, _Spans()
-    # The tracker is private, as is the environment: both are of huggingface/transformers#30650, which brought the marks.
+    # The tracker is private, as is the environment: both came with huggingface/transformers#30650.
     environment: Any = compiled.environment
     with environment.activate_tracker([], spans):
         for block in compiled.generate(variables):

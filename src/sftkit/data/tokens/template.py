@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from sftkit.errors import ConfigError, DataError
 
 FIRST_QUESTION, FIRST_ANSWER = "first question", "first answer"
 SECOND_QUESTION, SECOND_ANSWER = "second question", "second answer"
-_REASONED = "first reasoning"
+_REASONED, _SEEN = "first reasoning", "first result"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 "Fields of a message that published data keeps the reasoning before an answer in."
 THINKING_ARGUMENTS = ("enable_thinking", "thinking")
@@ -40,6 +40,9 @@ class Template:
     "The special token that ends an answer which another turn follows; None: the template writes none."
     end_last: str | None
     "The special token that ends an answer which is the last message."
+    end_call: str | None
+    """The special token that ends an answer which calls tools: GLM writes another one there than before a question.
+    None: no such token, or the template renders no calls."""
     headers: tuple[str, ...]
     "What add_generation_prompt adds: as it is, then with thinking asked for and not, each once."
     short_header: str
@@ -56,11 +59,13 @@ class Template:
     "Its text has <think>, and it renders a thinking block at the beginning of an answer's content."
     append_only: bool
     "An answer is rendered in the middle of a conversation as it was when it was the last message."
+    whole_shapes: set[Hashable] = field(default_factory=set, compare=False)
+    "Shapes of conversations of which it is known that all of them is rendered, see context.check_context."
 
     @property
     def end_tokens(self) -> tuple[str, ...]:
-        """Return the special tokens that end an answer, in the middle of a conversation and at its end."""
-        return tuple(dict.fromkeys(token for token in (self.end_within, self.end_last) if token))
+        """Return the special tokens that end an answer: in the middle of a conversation, at its end, after a call."""
+        return tuple(dict.fromkeys(token for token in (self.end_within, self.end_last, self.end_call) if token))
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool = False) -> Template:
@@ -160,6 +165,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         has_marks=bool(re.search(r"\{%-?\s*generation\s*-?%\}", source)),
         end_within=_first_special(text[answered[1] : asked_again[0]], special_tokens, after_text=False),
         end_last=_first_special(text[answered_again[1] :], special_tokens, after_text=True),
+        end_call=_end_of_call(rendered, special_tokens),
         headers=headers,
         short_header=text[turn_start : answered[0]],
         between=text[asked[1] : answered[0]],
@@ -178,6 +184,25 @@ def _headers(rendered: Callable[..., str], question: list[Message], argument: st
         asked, prompt = rendered(question, **args), rendered(question, prompt=True, **args)
         found.append(prompt[len(asked) :] if prompt.startswith(asked) else "")
     return found
+
+
+def _end_of_call(rendered: Callable[..., str], special_tokens: tuple[str, ...]) -> str | None:
+    """Return the special token after an answer that calls a tool: its own end, or what its result begins with."""
+    function = {"name": "look_around", "arguments": {"at": "it"}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "c00000001", "type": "function", "function": function}]}
+    seen = {"role": "tool", "content": _SEEN, "tool_call_id": "c00000001", "name": "look_around"}
+    try:
+        last = rendered([{"role": "user", "content": FIRST_QUESTION}, call]).rstrip()
+        text = rendered([{"role": "user", "content": FIRST_QUESTION}, call, seen])
+    except TemplateError:  # a template without tools
+        return None
+    if "look_around" not in last:
+        return None
+    ends = [token for token in special_tokens if token and last.endswith(token)]
+    if ends:
+        return max(ends, key=len)
+    end = text.find(_SEEN)
+    return _first_special(text[len(last) : end], special_tokens, after_text=False) if text.startswith(last) else None
 
 
 def _thinking_argument(rendered: Callable[..., str], source: str, question: list[Message]) -> str | None:
