@@ -211,7 +211,12 @@ def _places(answers: dict[int, Span], encoded: Encoded, last: int, size: int) ->
 
 
 def _ended(
-    tokenizer: PreTrainedTokenizerBase, encoded: Encoded, is_target: np.ndarray, *, learned: bool = True, end: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    encoded: Encoded,
+    is_target: np.ndarray,
+    *,
+    learned: bool = True,
+    end: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Append a token that ends the turn to a document if the template writes none there: `end`, else eos."""
     ids = encoded.ids

@@ -189,7 +189,11 @@ def _headers(rendered: Callable[..., str], question: list[Message], argument: st
 def _end_of_call(rendered: Callable[..., str], special_tokens: tuple[str, ...]) -> str | None:
     """Return the special token after an answer that calls a tool: its own end, or what its result begins with."""
     function = {"name": "look_around", "arguments": {"at": "it"}}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "c00000001", "type": "function", "function": function}]}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c00000001", "type": "function", "function": function}],
+    }
     seen = {"role": "tool", "content": _SEEN, "tool_call_id": "c00000001", "name": "look_around"}
     try:
         last = rendered([{"role": "user", "content": FIRST_QUESTION}, call]).rstrip()
