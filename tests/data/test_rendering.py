@@ -31,7 +31,7 @@ HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(rendering, "_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(rendering, "MAX_CHARACTERS", 2**22)
+    monkeypatch.setattr(rendering, "MAX_RENDERED", 2**22)
 
 
 @pytest.mark.usefixtures("short")

@@ -68,7 +68,7 @@ def evaluate_with_lm_eval(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    class Limited(HFLM):  # type: ignore[misc]
+    class Limited(HFLM):
         """Render prompts within the limits of all others."""
 
         def apply_chat_template(self, *args: Any, **options: Any) -> str:

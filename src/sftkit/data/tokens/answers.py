@@ -26,8 +26,9 @@ from sftkit.data.tokens.reasoning import (
     with_other_reasoning,
     with_reasoning,
 )
+from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.spans import common_prefix, end_of_marked, fault, required_texts, within
-from sftkit.data.tokens.template import Span, render_conversation, template_of
+from sftkit.data.tokens.template import render_conversation, template_of
 from sftkit.data.types import Row
 from sftkit.errors import DataError
 

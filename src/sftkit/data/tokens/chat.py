@@ -6,7 +6,7 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ from sftkit.data.tokens.context import Tools, check_context
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
 from sftkit.data.tokens.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.tokens.reasoning import Thinking, check_reasoning
-from sftkit.data.tokens.template import Span, render_conversation, special_tokens_of, template_of, unused_arguments
+from sftkit.data.tokens.rendering import Span
+from sftkit.data.tokens.template import render_conversation, special_tokens_of, template_of, unused_arguments
 from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
@@ -92,11 +93,7 @@ def tokenize(
     counts["reasoning_left_out"] = len(finder.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
     # cut, dropped or refused, as too_long says; what is left is counted
     fitted = [fit(row, text, tokenizer, max_length, too_long) for text in texts]
-    for text, one in zip(texts, fitted, strict=True):
-        kept = max_length + 1 if one.examples else 0
-        counts[TOO_LONG] += sum(first >= kept for first, _ in text.answers)
-        counts[CUT] += sum(first < kept < past for first, past in text.answers)
-    counts["answers_learned"] = counts["answers"] - sum(counts[name] for name in (CUT, *NOT_LEARNED))
+    count_cut(counts, texts, fitted, max_length)
     examples = [example for one in fitted for example in one.examples]
     counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
@@ -278,6 +275,20 @@ def as_trained(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: T
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
     finder = Finder(tokenizer, replace(row, messages=messages), thinking)
     return replace(row, messages=finder.messages, template_args=finder.arguments(k) or None)
+
+
+def count_cut(counts: Counter[str], texts: Sequence[Text], fitted: Sequence[Tokenized], max_length: int) -> None:
+    """Count the answers that lie beyond data.max_length or are cut there, and those that are learned whole.
+
+    Args:
+        counts: of all answers, and of those that are not learned for other reasons.
+        fitted: what `fit` has made of each text.
+    """
+    for text, one in zip(texts, fitted, strict=True):
+        kept = max_length + 1 if one.examples else 0
+        counts[TOO_LONG] += sum(first >= kept for first, _ in text.answers)
+        counts[CUT] += sum(first < kept < past for first, past in text.answers)
+    counts["answers_learned"] = counts["answers"] - sum(counts[name] for name in (CUT, *NOT_LEARNED))
 
 
 def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:

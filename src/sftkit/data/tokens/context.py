@@ -1,6 +1,6 @@
-"""Check that a chat template renders all that a conversation gives the model: tools, instructions, questions, results of
-tools, earlier calls. What a template does not know it leaves out in silence, and the answers would be learned without
-the text that they follow from."""
+"""Check that a chat template renders all that a conversation gives the model: tools, instructions, questions, results
+of tools, earlier calls. A template leaves out what it does not know and reports nothing, so the answers would be learned
+without the text that they follow from."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _LEFT_OUT = {
 def check_context(
     messages: list[Message], tools: Tools, text: str, render: Render, *, template: Template, where: str, args: object
 ) -> dict[str, str]:
-    """Reject a conversation of which a template leaves something out; return what is odd, as conversation.oddities does.
+    """Reject a conversation of which a template leaves something out; return the oddities, as conversation.oddities.
 
-    The words of a message may stand elsewhere in the text too. So the conversation is rendered once more, with marks in
-    it that no data has: where its own words are not found, or the template has not rendered such a conversation before.
+    The words of a message may stand elsewhere in the text too. So a conversation whose own words are not found, or that
+    is the first of its shape, is rendered once more, with marks in it that no data has.
 
     Args:
         text: what the template makes of messages and tools.
@@ -111,7 +111,7 @@ def _marked(messages: list[Message], marks: dict[str, tuple[str, int]]) -> list[
     for i, message in enumerate(messages):
         role, marked = message["role"], dict(message)
         if message["content"].strip():
-            what = {"assistant": "answer", "developer": "system"}.get(role, role)
+            what = str({"assistant": "answer", "developer": "system"}.get(role, role))
             if role != "assistant" or answer_core(message):
                 marked["content"] += _mark(marks, what, i)
         if calls := message.get("tool_calls"):

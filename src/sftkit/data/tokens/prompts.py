@@ -3,6 +3,7 @@ compared with transformers' prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,15 +90,9 @@ def _prompts(
     # Any of the modes will do: with thinking=auto an answer decides by itself in which it is asked.
     modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
     given = with_reasoning(messages, template, thinking)
+    render: Callable[..., list[int]] = tokenizer.apply_chat_template  # type: ignore[assignment]
     return [
-        limited(
-            tokenizer.apply_chat_template,
-            given[:k],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **mode,
-        )
+        limited(render, given[:k], add_generation_prompt=True, tokenize=True, return_dict=False, **mode)
         for k, message in enumerate(given)
         if message["role"] == "assistant"
         for mode in modes

@@ -1,7 +1,7 @@
 """Run a chat template: the text that it makes of a conversation, within limits of time, length and memory.
 
-A template is a program from elsewhere. Jinja's sandbox keeps it from the machine, but lets it run for ever: it limits each
-`range`, but not two nested ones.
+A template is a program from elsewhere. Jinja's sandbox keeps it from the machine, but lets it run for ever: it limits
+each `range`, but not two nested ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sftkit.errors import ConfigError
 
 MAX_SECONDS = 10.0
 "Seconds of processor time that a rendering may take; the longest records that are read take about one."
-MAX_CHARACTERS = 2**27
+MAX_RENDERED = 2**27
 "Characters of a rendered conversation: four times the longest record that is read."
 MAX_MEMORY = 4 * 2**30
 "Bytes by which the process may grow during a rendering that takes longer than a poll."
@@ -108,9 +108,9 @@ def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
 
 
 def _check_length(length: int) -> None:
-    if length > MAX_CHARACTERS:
+    if length > MAX_RENDERED:
         raise ConfigError(
-            f"the chat template does not end: it writes more than {MAX_CHARACTERS:,} characters for one conversation. "
+            f"the chat template does not end: it writes more than {MAX_RENDERED:,} characters for one conversation. "
             "Take another template: model.chat_template"
         )
 

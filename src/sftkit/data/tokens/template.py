@@ -150,21 +150,29 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
         # A template is append-only if a later turn changes nothing of an earlier one, its reasoning included.
         append_only = text.startswith(answered_last[: _find(answered_last, FIRST_ANSWER)[1]])
-        if append_only and key:
+        after_thought = ""
+        if key:
             reasoned = _with_reasoning(conversation, key)
             first = rendered(reasoned[:2])
+            after_thought = first[_find(first, _REASONED)[1] : _find(first, FIRST_ANSWER)[0]]
+        if append_only and key:
             append_only = rendered(reasoned).startswith(first[: _find(first, FIRST_ANSWER)[1]])
     except (TemplateError, ValueError) as error:
         raise ConfigError(f"the chat template cannot render a plain user and assistant conversation: {error}") from None
     # What stands around the known words are the headers and ends of turns.
     turn_start = len(question) if text.startswith(question) else asked[1]
     fixed = _FIXED.match(source)
+    end_within = _first_special(text[answered[1] : asked_again[0]], special_tokens, after_text=False)
+    end_last = _first_special(text[answered_again[1] :], special_tokens, after_text=True)
+    # gpt-oss ends reasoning with the token that it writes after an earlier answer: to stop there would cut the answer.
+    if end_last and end_within and end_within in after_thought:
+        end_within = None
     return Template(
         source=source,
         special_tokens=special_tokens,
         has_marks=bool(re.search(r"\{%-?\s*generation\s*-?%\}", source)),
-        end_within=_first_special(text[answered[1] : asked_again[0]], special_tokens, after_text=False),
-        end_last=_first_special(text[answered_again[1] :], special_tokens, after_text=True),
+        end_within=end_within,
+        end_last=end_last,
         end_call=_end_of_call(rendered, special_tokens),
         headers=headers,
         short_header=text[turn_start : answered[0]],
