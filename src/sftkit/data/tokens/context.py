@@ -1,6 +1,6 @@
 """Check that a chat template renders all that a conversation gives the model: tools, instructions, questions, results
-of tools, earlier calls. A template leaves out what it does not know and reports nothing, so the answers would be learned
-without the text that they follow from."""
+of tools, earlier calls. A template leaves out what it does not know and reports nothing, so the answers would be
+learned without the text that they follow from."""
 
 from __future__ import annotations
 
