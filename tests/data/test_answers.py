@@ -130,6 +130,16 @@ GOLDEN_DOCUMENTS = {
             + "<|assistant|>\n<think></think>\nSo.<|user|>\nWhy?<|assistant|>[[\n<think>I ponder.</think>\nThus.<|endoftext|>]]",
         ],
     ),
+    ("glm45", "tools"): (
+        [U, CALL, RESULT, PLAIN, V, CALL],
+        [
+            GLM
+            + "/nothink<|assistant|>\n<think></think>[[\n<tool_call>look\n<arg_key>at</arg_key>\n"
+            + "<arg_value>it</arg_value>\n</tool_call><|observation|>]]\n<tool_response>\nseen\n</tool_response>"
+            + "<|assistant|>\n<think></think>[[\nSo.<|user|>]]\nWhy?/nothink<|assistant|>\n<think></think>[[\n"
+            + "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>it</arg_value>\n</tool_call><|observation|>]]"
+        ],
+    ),
     ("r1_distill", "reasoned"): (
         [U, REASONED, V, REASONED_SECOND],
         [
@@ -301,6 +311,90 @@ def test_a_plain_conversation_that_is_learned_whole_is_one_document(make) -> Non
         assert example.is_target.tolist() == [False] + [True] * (len(example.ids) - 1), name
 
 
+def test_generation_stops_where_an_answer_with_a_call_ends(make) -> None:
+    for name, expected in (
+        ("glm45", ["<|user|>", "<|observation|>", "<|endoftext|>"]),
+        ("gpt_oss", ["<|return|>", "<|call|>"]),
+        ("qwen3", ["<|im_end|>"]),
+        ("mistral", ["<|im_end|>"]),
+    ):
+        tokenizer = make(name)
+        assert tokenizer.convert_ids_to_tokens(chat.end_of_turn_ids(tokenizer)) == expected, name
+
+
+def test_a_conversation_that_ends_with_a_call_ends_with_what_the_model_writes_after_it(make) -> None:
+    (last,) = documents(make("gpt_oss"), [U, CALL])
+    assert last.endswith('{"at": "it"}<|call|>]]')
+    (last,) = documents(make("glm45"), [U, CALL], targets="all")
+    assert last.endswith("</tool_call><|observation|>]]")
+    (last,) = documents(make("glm45"), [U, CALL, V, SECOND])
+    assert "</tool_call><|user|>]]\nWhy?" in last, "without a result the model ends its turn as before a question"
+
+
+THOUGHT = "<think>\nI think.\n</think>\n\n"
+TWICE = [
+    {**REASONED, "content": f"{THOUGHT}So."},
+    {**REASONED, "thinking": "I think. ", "content": f"{THOUGHT}So."},
+    {**PLAIN, "content": f"{THOUGHT}<think>I think.</think>So."},
+    {**REASONED, "content": "I think.\n</think>\n\nSo."},
+    {**REASONED, "content": f"<think>\n\n</think>{THOUGHT}So."},
+]
+
+
+@pytest.mark.parametrize("answer", TWICE)
+@pytest.mark.parametrize("name", ["qwen3", "chatml", "smollm3", "glm45", "r1_distill", "gpt_oss"])
+def test_reasoning_that_the_data_has_twice_is_learned_once(make, name: str, answer: dict[str, Any]) -> None:
+    tokenizer = make(name)
+    assert documents(tokenizer, [U, answer]) == documents(tokenizer, [U, REASONED])
+    if name != "r1_distill":
+        assert documents(tokenizer, [U, answer], thinking="off") == documents(tokenizer, [U, PLAIN])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {**REASONED, "content": "<think>Another.</think>So."},
+        {**REASONED, "content": f"{THOUGHT}<think>Another.</think>So."},
+        {**PLAIN, "content": f"{THOUGHT}<think>Another.</think>So."},
+    ],
+)
+def test_two_reasonings_that_differ_are_rejected(make, answer: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"messages\[1\]: two different reasonings"):
+        documents(make("qwen3"), [U, answer])
+
+
+def test_reasoning_in_the_text_is_learned_in_the_field_of_a_template_that_knows_only_that(make) -> None:
+    inline = {**PLAIN, "content": f"{THOUGHT}So."}
+    assert documents(make("gpt_oss"), [U, inline]) == documents(make("gpt_oss"), [U, REASONED])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "chatml", "smollm3", "glm45"])
+def test_a_thinking_block_is_learned_where_its_tags_are_special_tokens(make, name: str) -> None:
+    inline, plain = {**PLAIN, "content": f"{THOUGHT}So."}, make(name)
+    special = make(name)
+    special.add_special_tokens({"additional_special_tokens": [*SPECIALS.get(name, []), "<think>", "</think>"]})
+    assert "<think>" in special.all_special_tokens
+    for messages in ([U, inline], [U, REASONED], [U, inline, V, SECOND]):
+        assert documents(special, messages) == documents(plain, messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "hint"),
+    [
+        ([U, {**PLAIN, "content": "So <think>x</think>."}], True),
+        ([U, {**PLAIN, "content": "I think.</think>So."}], True),
+        ([{**U, "content": "<think>x</think>How?"}, PLAIN], True),
+        ([U, {**PLAIN, "content": "<think>x<|im_end|></think>So."}], False),
+    ],
+)
+def test_special_thinking_tokens_elsewhere_forge_a_turn(make, messages: list[dict[str, Any]], hint: bool) -> None:
+    tokenizer = make("qwen3")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    with pytest.raises(DataError, match=r"would forge the end or start of a turn") as caught:
+        documents(tokenizer, messages)
+    assert ("field reasoning_content" in str(caught.value)) == hint
+
+
 def test_arguments_of_a_record_reach_the_template(make) -> None:
     (thinking,) = documents(make("smollm3"), [U, PLAIN], template_args={"enable_thinking": True})
     assert thinking == SMOL.format("/think") + QWEN + "[[So.<|im_end|>]]"
@@ -430,7 +524,7 @@ def test_the_number_of_renderings_does_not_grow_with_the_turns(make, monkeypatch
         )
         assert found.counts["answers_learned"] == (1 if name == "qwen3" else turns)
         counted.append(len(calls))
-    assert counted[0] == counted[1] <= 12
+    assert counted[1] <= counted[0] <= 12
 
 
 def test_golden_templates_are_all_used() -> None:

@@ -278,3 +278,40 @@ def test_real_pictures_with_captions(tmp_path: Path, tokenizer) -> None:
         == len(set(examples.encoder_sources))
         >= 10
     )
+
+
+@pytest.mark.parametrize(
+    ("too_long", "counts"),
+    [
+        ("truncate", {"answers": 3, "answers_learned": 2, "answers_cut": 1, "truncated": 1}),
+        ("drop", {"answers": 3, "answers_learned": 2, "not_learned_too_long": 1}),
+    ],
+)
+def test_what_is_cut_of_captions_is_counted(tmp_path: Path, tokenizer, too_long: str, counts: dict[str, int]) -> None:
+    long = "word " * 60
+    source = caption_folder(tmp_path / "p", [{"image": "a.png", "captions": ["A cat.", long, "A dog.", " "]}])
+    found = load(tmp_path, tokenizer, source, too_long=too_long)
+    own = found.counts[found.source_names[0]]
+    shown = {name: own[name] for name in (*counts, "answers_cut", "not_learned_too_long", "truncated")}
+    zeros = {"answers_cut": 0, "not_learned_too_long": 0, "truncated": 0}
+    assert shown == {**zeros, **counts}
+    assert [one.reason for one in found.findings[found.source_names[0]]] == ["empty text left out"]
+
+
+def test_what_is_cut_of_texts_for_an_encoder_is_counted_dropped_or_an_error(tmp_path: Path, tokenizer) -> None:
+    rows = [{"prompt": "Say it.", "completion": "It."}, {"prompt": "word " * 60, "completion": "It."}]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = SourceConfig(path=str(tmp_path / "t.jsonl"))
+    cut = load(tmp_path, tokenizer, source)
+    assert (len(cut), cut.counts["t"]["truncated"], cut.counts["t"]["answers_learned"]) == (2, 1, 2)
+    (finding,) = cut.findings["t"]
+    assert (finding.kind, finding.reason) == ("accepted", "text for the encoder cut at data.max_length")
+    assert "t.jsonl:2: the text for the encoder has" in finding.first
+    dropped = load(tmp_path, tokenizer, source, too_long="drop")
+    assert (len(dropped), dropped.counts["t"]["dropped_too_long"], dropped.counts["t"]["not_learned_too_long"]) == (
+        1,
+        1,
+        1,
+    )
+    with pytest.raises(DataError, match=r"t\.jsonl:2: the text for the encoder has"):
+        load(tmp_path, tokenizer, source, too_long="error")

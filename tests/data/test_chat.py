@@ -433,3 +433,36 @@ def test_the_header_before_an_answer_is_tokenized_once_for_all_conversations(tok
         chat.tokenize(Row(f"x:{i}", messages=[{**m} for m in CONVERSATION[:3]]), tokenizer, max_length=1000)
     header = [text for text in texts if not text.endswith("<|im_end|>")]
     assert (len(texts), len(header)) == (4, 1), texts
+
+
+LONG = [
+    {"role": role, "content": f"{word} " * 12}
+    for word in ("one", "two", "three", "four")
+    for role in ("user", "assistant")
+]
+
+
+@pytest.mark.parametrize("targets", ["assistant", "all"])
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama3", "plain", "mistral"])
+def test_answers_count_as_learned_only_as_far_as_max_length_reaches(make_tokenizer, name: str, targets: Any) -> None:
+    tokenizer = make_tokenizer(name, **TEMPLATES[name][0])
+    learning = chat.Learning(targets, split_turns=False)
+    row, seen = Row("x:1", messages=LONG), set()
+    (whole,) = chat.tokenize(row, tokenizer, max_length=10_000, learning=learning).examples
+    ends = np.flatnonzero(np.diff(np.append(whole.is_target, False).astype(int)) == -1) + 1
+    for max_length in range(40, len(whole.ids) + 1):
+        found = chat.tokenize(row, tokenizer, max_length=max_length, learning=learning)
+        counts = found.counts
+        parts = ("answers_learned", chat.CUT, chat.TOO_LONG, "not_learned_history")
+        assert sum(counts.get(part, 0) for part in parts) == counts["answers"] == 4
+        if targets == "assistant" and name != "qwen3":
+            kept = max_length + 1
+            begun = sum(example.is_target.any() for example in found.examples)
+            assert counts["answers_learned"] == int((ends <= kept).sum())
+            assert counts[chat.CUT] <= begun
+        seen.add((counts["answers_learned"], counts[chat.CUT]))
+    last = chat.tokenize(row, tokenizer, max_length=len(whole.ids) - 1, learning=learning).counts
+    assert (last[chat.CUT], last[chat.TOO_LONG]) == (0, 0)
+    short = chat.tokenize(row, tokenizer, max_length=len(whole.ids) - 2, learning=learning).counts
+    assert short[chat.CUT] == 1, "without the token that ends it an answer is cut"
+    assert len(seen) > 3 or name == "qwen3"

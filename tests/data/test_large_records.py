@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from helpers import ROOT
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import readers
@@ -164,7 +165,7 @@ def test_marks_are_where_transformers_finds_them(name: str, make_tokenizer) -> N
     text, spans = template.render_conversation(
         tokenizer, tokenizer.chat_template, Row("x:1", messages=messages), marks=True
     )
-    texts, expected = template.render_jinja_template(
+    texts, expected = render_jinja_template(
         [messages],
         chat_template=tokenizer.chat_template,
         return_assistant_tokens_mask=True,

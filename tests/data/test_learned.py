@@ -238,3 +238,53 @@ def test_a_row_whose_answer_is_a_call_can_be_a_sample(tmp_path: Path, tokenizer)
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
     (row,) = sample_rows([SourceConfig(path=str(tmp_path / "calls.parquet"))], tokenize, 1)
     assert sample_prompt(row, tokenizer)[1] == "user: And?"
+
+
+DIGITS = ["1", "2", "3", "4"]
+ARC = {"text": DIGITS, "label": ["A", "B", "C", "D"]}
+
+
+@pytest.mark.parametrize(
+    ("choices", "column", "key", "letter"),
+    [
+        (DIGITS, "answer", "2", "B"),
+        (DIGITS, "answer", 2, "C"),
+        (DIGITS, "answer", " 2 ", "B"),
+        (["x", "y", "z"], "answer", "2", "C"),
+        (["x", "y", "z"], "answer", "y", "B"),
+        (["10", "0"], "answer", "0", "B"),
+        (["x", "x", "z"], "answer", 1, "B"),
+        (["A", "B"], "answer", "A", "A"),
+        (ARC, "answerKey", "B", "B"),
+        (ARC, "answerKey", "2", "B"),
+        ({"text": ["4", "3", "2", "1"], "label": DIGITS}, "answerKey", "2", "B"),
+        ({"text": ["4", "3", "2", "1"], "label": [1, 2, 3, 4]}, "answerKey", 2, "B"),
+        ({"text": ["B", "C", "A"], "label": ["A", "B", "C"]}, "answerKey", "A", "A"),
+    ],
+)
+def test_the_answer_to_a_choice_is_a_label_else_a_text_else_an_index(
+    choices, column: str, key: object, letter: str
+) -> None:
+    row = rows.convert({"question": "1 + 1?", "choices": choices, column: key}, "x:1")
+    assert row.messages is not None
+    assert row.messages[-1]["content"] == letter
+
+
+@pytest.mark.parametrize(
+    ("choices", "column", "key", "reason"),
+    [
+        (["B", "A"], "answer", "A", "answer names several choices"),
+        (["2", "2", "3"], "answer", "2", "answer names several choices"),
+        ({"text": ["4", "3", "2", "1"], "label": DIGITS}, "answer", "2", "answer names several choices"),
+        (["x", "y"], "answer", True, "answer is none of the choices"),
+        (["x", "y"], "answer", "²", "answer is none of the choices"),
+        (["x", "y"], "answer", "-1", "answer is none of the choices"),
+        (["x", "y"], "answer", "2", "answer is none of the choices"),
+        ([str(i) for i in range(27)], "answer", 26, "malformed choices"),
+        ({"text": ["x", "y"], "label": ["A"]}, "answerKey", "A", "malformed choices"),
+    ],
+)
+def test_an_answer_that_names_no_choice_or_several_is_rejected(choices, column: str, key: object, reason: str) -> None:
+    with pytest.raises(DataError, match=r"^x:1: ") as caught:
+        rows.convert({"question": "1 + 1?", "choices": choices, column: key}, "x:1")
+    assert caught.value.reason == reason

@@ -402,7 +402,13 @@ def test_load_keeps_order_counts_and_sources(tmp_path, load, tokenizer):
     pieces = examples.counts["a"]["documents"]
     assert pieces > 2
     assert examples.counts["a"] == {**zeros, "rows": 2, "documents": pieces, "dropped_no_target": 1}
-    answered = {"answers": 31, "answers_learned": 31, "messages_user": 2, "messages_assistant": 31}
+    answered = {
+        "answers": 31,
+        "answers_learned": 5,
+        "not_learned_too_long": 26,
+        "messages_user": 2,
+        "messages_assistant": 31,
+    }
     assert examples.counts["b"] == {**zeros, "rows": 2, "documents": 2, "truncated": 1, **answered}
     assert (
         tokenizer.decode(examples[pieces].ids)

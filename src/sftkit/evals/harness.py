@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.config.commands import install, invocation
 from sftkit.config.schema import EvalConfig
 from sftkit.data.reading.hub import offline
+from sftkit.data.tokens.rendering import limited
 from sftkit.errors import ConfigError
 from sftkit.evals.results import Evaluated, Result, Z
 from sftkit.generation.kv_cache import plain_forward
@@ -67,12 +68,18 @@ def evaluate_with_lm_eval(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    class Limited(HFLM):
+        """Render prompts within the limits of all others."""
+
+        def apply_chat_template(self, *args: Any, **options: Any) -> str:
+            return limited(super().apply_chat_template, *args, **options)
+
     connected = hub_answers()  # else its client tries for half a minute before it says so
     # lm_eval pads and batches as it likes, which transformers' own attention takes, with its masks, and ours does not.
     with plain_forward(orig_model), nullcontext() if connected else offline():
         try:
             output = simple_evaluate(
-                model=HFLM(pretrained=orig_model, tokenizer=tokenizer, batch_size=config.batch_size),
+                model=Limited(pretrained=orig_model, tokenizer=tokenizer, batch_size=config.batch_size),
                 tasks=list(names),
                 num_fewshot=config.shots,
                 limit=config.max_examples,

@@ -57,7 +57,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     path = str(model.tokenizer) if own else resolve(model.tokenizer or model.path or "")
     check_loadable(path)
     options = load_options(path, model) | ({"revision": "main"} if model.tokenizer else {})
-    own = own_tokenizer(path, str(options["revision"]))
+    file = own_tokenizer(path, str(options["revision"]))
     with loading(path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     if not tokenizer.is_fast:
@@ -66,8 +66,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"one"
         )
     # One of the hub is in the cache by now.
-    if (own := own or own_tokenizer(path, str(options["revision"]))) is not None:
-        check_own_file(tokenizer, own, path)
+    if (file := file or own_tokenizer(path, str(options["revision"]))) is not None:
+        check_own_file(tokenizer, file, path)
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(model.chat_template)
         add_tokens(tokenizer, CHAT_TEMPLATES.get(model.chat_template, ()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sftkit.data.tokens.answers import HISTORY
-from sftkit.data.tokens.chat import BORDER, SPLIT_TOKENS, THINKING_OFF, TOO_LONG
+from sftkit.data.tokens.chat import BORDER, CUT, SPLIT_TOKENS, THINKING_OFF, TOO_LONG
 from sftkit.data.tokens.learned import CONTEXT, EARLIER, MARKED
 from sftkit.runtime.words import counted
 
@@ -32,6 +32,8 @@ def answers_line(source: dict[str, Any]) -> str | None:
     if not answers:
         return None
     skipped = [f"{answers[name]:,} {words}" for name, words in _WORDS.items() if answers[name]]
+    if answers[CUT]:
+        skipped.append(f"{answers[CUT]:,} learned in part, cut at data.max_length")
     if answers["reasoning_left_out"]:
         skipped.append(f"the reasoning of {answers['reasoning_left_out']:,} is left out")
     if answers[SPLIT_TOKENS]:

@@ -26,6 +26,7 @@ _ANSWERS = {
     "name": "source",
     "answers": "answers",
     "answers_learned": "learned",
+    "answers_cut": "cut",
     "not_learned_prompt": "in a prompt",
     "not_learned_marked": "marked",
     "not_learned_earlier_turn": "earlier turn",

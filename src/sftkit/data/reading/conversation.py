@@ -56,24 +56,6 @@ def require_answer(messages: list[Message], where: str) -> None:
             )
 
 
-def require_instructions(messages: list[Message], text: str, where: str) -> None:
-    """Refuse a rendered `text` that lacks a later system message: templates that know only a first one leave others out
-    silently, and the answers would be learned without the instructions that they follow."""
-    cursor = 0
-    for i, message in enumerate(messages):
-        if not i or message["role"] not in ("system", "developer"):
-            continue
-        # Behind the last one that was found, or else anywhere: some templates move system messages to the front.
-        found = text.find(message["content"].strip(), cursor)
-        cursor = found if found >= 0 else text.find(message["content"].strip())
-        if cursor < 0:
-            raise DataError(
-                f"{where}: messages[{i}]: the chat template leaves out this system message, which is not the first "
-                "one. Use a template that renders it (model.chat_template), or put it into the first message",
-                reason="template leaves out a system message",
-            )
-
-
 def oddities(messages: list[Message], where: str) -> dict[str, str]:
     """Return what is odd in a conversation that is accepted: reason -> where, and what, the first one is."""
     found: dict[str, str] = {}
@@ -214,11 +196,12 @@ def _arguments(function: Message) -> object:
 
 
 def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tuple[str, ...]) -> None:
-    """Refuse a special token in messages, tools or template arguments."""
+    """Reject a special token in messages, tools or template arguments. Of tokenizers whose <think> is one, a thinking
+    block at the beginning of an answer is allowed."""
     pattern = special_pattern(special_tokens)
     given = {"messages": messages, "tools": row.tools or (), "chat_template_kwargs": [row.template_args]}
     for column, values in given.items():
-        for i, text in ((i, text) for i, value in enumerate(values) for text in _strings(value)):
+        for i, text in ((i, text) for i, value in enumerate(values) for text in _strings(_without_think_tags(value))):
             if found := pattern.search(text):
                 near = text[max(0, found.start() - 20) : found.end() + 20]
                 forged = (
@@ -226,8 +209,21 @@ def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tu
                     "start of a turn. Remove it from the text"
                 )
                 if column == "messages":
+                    if re.search("think|thought|reason", found.group(), re.IGNORECASE):
+                        forged += ", or keep the reasoning of an answer in its field reasoning_content"
                     raise DataError(f"{row.where}: messages[{i}] contains {forged}", reason="special token in text")
                 raise DataError(f"{row.where}: {column} holds {forged}", reason="special token beside the messages")
+
+
+def _without_think_tags(value: object) -> object:
+    """Return an answer without the tags, but with the text, of thinking blocks at its beginning; others as they are."""
+    if not isinstance(value, dict) or value.get("role") != "assistant" or not isinstance(value.get("content"), str):
+        return value
+    content, thoughts = value["content"], []
+    while block := THOUGHT.match(content):
+        thoughts.append(block[1])
+        content = content[block.end() :]
+    return {**value, "content": "\n".join([*thoughts, content])} if thoughts else value
 
 
 @lru_cache(maxsize=8)

@@ -217,6 +217,9 @@ def multiple_choice(question: str, choices: Sequence[str]) -> str:
     return f"{question.strip()}\n\n{options}\n\nAnswer with the letter."
 
 
+_LETTERS = 26
+
+
 def _letter(index: int) -> str:
     """Return A for 0, B for 1, ..."""
     return chr(ord("A") + index)
@@ -356,25 +359,54 @@ def _prompt(answer: str) -> Callable[[Raw, str], Row]:
 
 def _choices(asked: str, answer: str) -> Callable[[Raw, str], Row]:
     """Return a converter of MMLU (choices: list, answer: index) or ARC (choices: text, label; answerKey: a label)."""
-    return lambda raw, where: _multiple_choice(_text(raw, asked, where), raw["choices"], raw[answer], where)
+
+    def make(raw: Raw, where: str) -> Row:
+        question, is_label = _text(raw, asked, where), answer == "answerKey"
+        return _multiple_choice(question, raw["choices"], raw[answer], is_label=is_label, where=where)
+
+    return make
 
 
-def _multiple_choice(question: str, given: object, key: object, where: str) -> Row:
+def _multiple_choice(question: str, given: object, key: object, *, is_label: bool, where: str) -> Row:
     choices, labels = (given.get("text"), given.get("label")) if isinstance(given, dict) else (given, None)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise DataError(
             f"{where}: choices is not a list of texts, or an object with text and label", reason="malformed choices"
         )
-    # An answer is a label, as of ARC, or an index, as of MMLU; labels go first, since ARC has some that are numbers.
+    if len(choices) > _LETTERS or (isinstance(labels, list) and len(labels) != len(choices)):
+        said = f"{len(labels)} labels" if isinstance(labels, list) else f"only {_LETTERS} letters"
+        raise DataError(f"{where}: {len(choices)} choices, but {said}", reason="malformed choices")
+    own = isinstance(labels, list) and is_label
     labels = list(map(str, labels)) if isinstance(labels, list) else [_letter(i) for i in range(len(choices))]
-    index = labels.index(str(key)) if str(key) in labels else key
-    if isinstance(index, str) and index.isdigit():
-        index = int(index)
-    if not isinstance(index, int) or not 0 <= index < len(choices):
-        raise DataError(
-            f"{where}: answer {key!r} is none of the {len(choices)} choices", reason="answer is none of the choices"
-        )
+    index = _answer_index(key, choices, labels, own=own, where=where)
     return Row(where, messages=_turns(multiple_choice(question, choices), _letter(index)))
+
+
+def _answer_index(key: object, choices: list[str], labels: list[str], *, own: bool, where: str) -> int:
+    """Return the index of the answer among the choices.
+
+    Args:
+        key: a label, as of ARC, whose labels may be numbers; the text of a choice; or an index, as of MMLU.
+        own: the row has labels, and key is declared to be one.
+    """
+    name, text = str(key), key.strip() if isinstance(key, str) else None
+    meant = [i for i, label in enumerate(labels) if label == name and not isinstance(key, bool)]
+    if not (own and meant):
+        meant += [i for i, choice in enumerate(choices) if text is not None and choice.strip() == text]
+    # An index only if it is neither: "2" among the texts 1 to 4 is the second.
+    if not meant and not isinstance(key, bool) and (isinstance(key, int) or (text or "").isdecimal()):
+        meant = [int(name)] if 0 <= int(name) < len(choices) else []
+    if len(set(meant)) == 1:
+        return meant[0]
+    if meant:
+        raise DataError(
+            f"{where}: answer {key!r} names several choices: {', '.join(_letter(i) for i in sorted(set(meant)))}. Give "
+            "its index as a number, counted from 0",
+            reason="answer names several choices",
+        )
+    raise DataError(
+        f"{where}: answer {key!r} is none of the {len(choices)} choices", reason="answer is none of the choices"
+    )
 
 
 def _plain(column: str) -> Callable[[Raw, str], Row]:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from sftkit.data.reading.conversation import Message, special_pattern
 from sftkit.data.tokens.reasoning import reasoning_of
+from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.spans import common_prefix
-from sftkit.data.tokens.template import Span, Template
+from sftkit.data.tokens.template import Template
 
 NOWHERE = (-1, -1)
 "The place of an answer that does not stand in a text after the prompt that a server would send for it."

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.data.reading.conversation import Message, require_instructions
+from sftkit.data.reading.conversation import Message
 from sftkit.data.tokens.answer_matcher import NOWHERE, AnswerMatcher
+from sftkit.data.tokens.context import Tools, check_context
 from sftkit.data.tokens.reasoning import (
     Thinking,
     reasoning_of,
@@ -25,8 +26,9 @@ from sftkit.data.tokens.reasoning import (
     with_other_reasoning,
     with_reasoning,
 )
+from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.spans import common_prefix, end_of_marked, fault, required_texts, within
-from sftkit.data.tokens.template import Span, render_conversation, template_of
+from sftkit.data.tokens.template import render_conversation, template_of
 from sftkit.data.types import Row
 from sftkit.errors import DataError
 
@@ -42,6 +44,8 @@ class Document:
     spans: dict[int, list[Span]]
     "By index in messages, for each answer that stands after the prompt that a server would send: the characters that \
 the model writes. The end-of-turn token belongs to them, whitespace after that does not."
+    texts: dict[int, Span] = field(default_factory=dict)
+    "Where the text of each answer stands, after a prompt or not; only of a document that is learned whole."
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Finder:
         "answers whose reasoning is to be learned; none with thinking=off"
         self._record_args = row.template_args or {}
         self._known: dict[int, _LastAnswer] = {}
+        self.odd: dict[str, str] = {}
+        "what is odd in what was rendered, as in conversation.oddities"
 
     def document(self, last: int, among: Iterable[int]) -> Document:
         """Render the messages up to an answer.
@@ -95,7 +101,7 @@ class Finder:
         marks = self.template.has_marks and self.template.append_only
         marked = marks and all(self.arguments(k) == args for k in wanted)
         document = self._marked(last, wanted) if marked else self._located(last, wanted)
-        require_instructions(self.messages[: last + 1], document.text, self.where)
+        self._check_context(last, args, document.text)
         if not document.spans[last]:
             raise fault(self.where, "template marks no answer", k=last)
         return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
@@ -117,15 +123,40 @@ class Finder:
                 raise
             text = self._render(last + 1, self.arguments(last))
             self._check_reasoning(last, text)
-            require_instructions(self.messages[: last + 1], text, self.where)
+            self._check_context(last, self.arguments(last), text)
             found = Document(text.rstrip(), {})
+        texts: dict[int, Span] = {}
         cursor = 0
         for k in self.answers:
             if k <= last:
-                cursor = self._check_rendered(k, found.text, cursor)
+                texts[k] = self._check_rendered(k, found.text, cursor)
+                cursor = texts[k][1]
         if missing := set(marked) - found.spans.keys():
             raise fault(self.where, "marked answer cannot be found", k=min(missing))
-        return found
+        return replace(found, texts=texts)
+
+    def end_token(self, k: int) -> str | None:
+        """Return the special token with which answer k ends its turn where a template writes it only as the beginning
+        of the next one; None: it is eos."""
+        return self.template.end_call if self.messages[k].get("tool_calls") else None
+
+    def _check_context(self, last: int, args: dict[str, object], text: str) -> None:
+        """Reject a conversation of which the template leaves something out before answer `last`."""
+
+        def render(messages: list[Message], tools: Tools) -> str:
+            row = replace(self.row, messages=messages, tools=tools, template_args=args)
+            return render_conversation(self.tokenizer, self.template, row)[0]
+
+        # Answers are checked where they are learned, this one too.
+        self.odd |= check_context(
+            self.messages[: last + 1],
+            self.row.tools,
+            text,
+            render,
+            template=self.template,
+            where=self.where,
+            args=args,
+        )
 
     def turns_thinking_off(self, k: int) -> bool:
         """Return whether an answer is asked with thinking turned off, because it has no reasoning and the template
@@ -165,7 +196,7 @@ class Finder:
             found = matcher.find(k)
             if found is None:
                 one = self._as_last_answer(k)
-                found = self._span_in(own.text, one)
+                found = self._span_in(k, own.text, one)
                 matcher.add(k, one.start, one.core_end, found)
             elif found != NOWHERE:
                 answer = own.text[found[0] : found[1]]
@@ -179,7 +210,7 @@ class Finder:
         _, marks = self._marks(last)
         return Document(own.text[: own.end], {k: within(span, marks) for k, span in spans.items()})
 
-    def _span_in(self, text: str, one: _LastAnswer) -> Span:
+    def _span_in(self, k: int, text: str, one: _LastAnswer) -> Span:
         """Return where an answer stands in the text of a longer conversation; NOWHERE if it is not
         there as it would be asked."""
         if not text.startswith(one.text[: one.core_end]):
@@ -187,10 +218,12 @@ class Finder:
         if not text.startswith(one.text[: one.end]):  # it ends otherwise: that is learned at the end
             return one.start, one.core_end
         # The token that ends an answer which another turn follows, if its own text has none.
-        token, end = self.template.end_within, one.end
-        if one.core_end == end and token and text[end:].lstrip().startswith(token):
-            end = text.index(token, end) + len(token)
-        return one.start, end
+        if one.core_end == one.end:
+            following = text[one.end :].lstrip()
+            for token in (self.end_token(k), self.template.end_within):
+                if token and following.startswith(token):
+                    return one.start, text.index(token, one.end) + len(token)
+        return one.start, one.end
 
     def _marked(self, last: int, wanted: list[int]) -> Document:
         """Find answers by the template's marks, in one rendering; for templates that never change
@@ -296,15 +329,17 @@ class Finder:
         if reasoning and reasoning not in text:
             raise fault(self.where, "template does not render the reasoning", k=k)
 
-    def _check_rendered(self, k: int, text: str, cursor: int) -> int:
-        """Return where the last required text of the message ends; refuse the answer if one is not there."""
+    def _check_rendered(self, k: int, text: str, cursor: int) -> Span:
+        """Return where the required texts of the message stand; reject the answer if one is not there."""
+        start: int | None = None
         for required in required_texts(self.messages[k]):
             at = text.find(required, cursor)
             if at < 0:
                 missing = required if len(required) <= 40 else required[:40] + "..."
                 raise fault(self.where, "template does not render the answer", k=k, missing=missing)
+            start = at if start is None else start
             cursor = at + len(required)
-        return cursor
+        return cursor if start is None else start, cursor
 
     def _render(self, k: int, args: dict[str, object], *, add_generation_prompt: bool = False) -> str:
         """Render the first k messages."""

@@ -6,7 +6,7 @@ Targets are what the assistant says, and the end-of-turn token after it: without
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -18,9 +18,11 @@ from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.conversation import Message
 from sftkit.data.reading.rows import require_conversation
 from sftkit.data.tokens.answers import HISTORY, Finder
-from sftkit.data.tokens.encode import Encoded, encode, encode_answers, tokens_inside
+from sftkit.data.tokens.context import Tools, check_context
+from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
 from sftkit.data.tokens.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
 from sftkit.data.tokens.reasoning import Thinking, check_reasoning
+from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.template import (
     render_conversation,
     renders_key,
@@ -36,12 +38,14 @@ BORDER = "not_learned_border"
 follows."""
 TOO_LONG = "not_learned_too_long"
 "Why an answer is not learned: its document was dropped, or cut before its first target."
+CUT = "answers_cut"
+"Answers of which only the beginning is learned, as data.max_length cuts their document."
 NOT_LEARNED = (CONTEXT, MARKED, EARLIER, HISTORY, BORDER, TOO_LONG)
 SPLIT_TOKENS = "split_tokens"
 "Tokens of documents that are there because of split_turns."
 THINKING_OFF = "thinking_turned_off"
 "Conversations that are trained with thinking turned off because they have no reasoning."
-ANSWER_COUNTS = ("answers", "answers_learned", *NOT_LEARNED, "reasoning_left_out", SPLIT_TOKENS, THINKING_OFF)
+ANSWER_COUNTS = ("answers", "answers_learned", CUT, *NOT_LEARNED, "reasoning_left_out", SPLIT_TOKENS, THINKING_OFF)
 "Names of the counts of answers that `tokenize` returns."
 
 
@@ -99,15 +103,14 @@ def tokenize(
     counts["reasoning_left_out"] = len(finder.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
     # cut, dropped or refused, as too_long says; what is left is counted
     fitted = [fit(row, text, tokenizer, max_length, too_long) for text in texts]
-    counts[TOO_LONG] += sum(text.answers for text, one in zip(texts, fitted, strict=True) if not one.examples)
-    counts["answers_learned"] = counts["answers"] - sum(counts[name] for name in NOT_LEARNED)
+    count_cut(counts, texts, fitted, max_length)
     examples = [example for one in fitted for example in one.examples]
     counts[THINKING_OFF] = int(bool(learnable) and finder.turns_thinking_off(max(learnable)))
     counts[SPLIT_TOKENS] = sum(len(example.ids) - 1 for example in examples[:-1])
     noted = [one for one in fitted if one.note]
     keys = columns.unused_keys(checked, partial(renders_key, tokenizer, finder.template))
     if examples:
-        odd = {**conversation.oddities(messages, row.where), **unused}
+        odd = {**conversation.oddities(checked, row.where), **unused, **finder.odd}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd, unused=keys)
     if noted:
         return Tokenized([], noted[0].note, counts, noted[0].details, unused=keys)
@@ -119,8 +122,8 @@ class Text(NamedTuple):
 
     ids: np.ndarray
     is_target: np.ndarray
-    answers: int = 0
-    "number of answers that are learned in it"
+    answers: tuple[tuple[int, int], ...] = ()
+    "of each answer that is learned in it: its first token, and one past its last"
     reasoned: Set[int] = frozenset()
     "answers whose reasoning stands in it, or would stand in documents that are left out as too long"
     rest: bool | None = None
@@ -140,10 +143,11 @@ def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Count
         counts[BORDER] += len(shared)
         spans = [span for k, parts in document.spans.items() if k not in shared for span in parts]
         # An answer that shares a token with its prompt is no target: a server never sees that token.
-        number = len(document.spans.keys() - shared)
-        learned = _ended(tokenizer, encoded, tokens_inside(sorted(spans), encoded))
+        answers = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items() if k not in shared}
+        learned = _ended(tokenizer, encoded, tokens_inside(sorted(spans), encoded), end=finder.end_token(last))
         rest = None if encoded.complete else bool(spans)
-        found.append(Text(*learned, number, finder.reasoned(last, document.spans), rest))
+        places = _places(answers, encoded, last, len(learned[0]))
+        found.append(Text(*learned, places, finder.reasoned(last, document.spans), rest))
         left -= document.spans.keys()
         if not split:
             break
@@ -193,21 +197,43 @@ def _everything(
     hidden = skipped.keys() | shared
     spans = [span for k, parts in document.spans.items() if k in hidden for span in parts]
     is_target = ~tokens_inside(sorted(spans), encoded)
-    number = len(set(finder.answers) - hidden - apart)
-    learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped)
-    return [*before, Text(*learned, number, reasoned, None if encoded.complete else True)]
+    # Where an answer stands after no prompt, its text is all that is known of its place.
+    whole = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items()}
+    answers = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
+    learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped, end=finder.end_token(last))
+    places = _places(answers, encoded, last, len(learned[0]))
+    return [*before, Text(*learned, places, reasoned, None if encoded.complete else True)]
+
+
+def _places(answers: dict[int, Span], encoded: Encoded, last: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Return the first token of each answer and one past its last, by its characters.
+
+    Args:
+        last: the last answer of the document, to which an end that was appended belongs.
+        size: tokens of the document with that end.
+    """
+    found = {k: token_range(span, encoded) for k, span in answers.items()}
+    if last in found and encoded.complete:
+        found[last] = found[last][0], size
+    return tuple(found.values())
 
 
 def _ended(
-    tokenizer: PreTrainedTokenizerBase, encoded: Encoded, is_target: np.ndarray, *, learned: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    encoded: Encoded,
+    is_target: np.ndarray,
+    *,
+    learned: bool = True,
+    end: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Append eos to a document if the template writes no token that ends the turn."""
+    """Append a token that ends the turn to a document if the template writes none there: `end`, else eos."""
     ids = encoded.ids
     if not encoded.complete or ids[-1] in end_of_turn_ids(tokenizer):
         return ids, is_target
-    if tokenizer.eos_token_id is None:
+    end_id = tokenizer.convert_tokens_to_ids(end) if end else tokenizer.eos_token_id
+    if end_id is None:
         raise ConfigError("neither the chat template nor the tokenizer has a token that ends an answer")
-    return np.append(ids, np.asarray(tokenizer.eos_token_id, dtype=np.int32)), np.append(is_target, learned)
+    return np.append(ids, np.asarray(end_id, dtype=np.int32)), np.append(is_target, learned)
 
 
 def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample | None:
@@ -237,7 +263,16 @@ def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text after which the model writes the next answer to a row's messages."""
     checked = replace(row, messages=conversation.validated(row, special_tokens_of(tokenizer)))
     template = template_of(tokenizer, with_tools=bool(row.tools))
-    return render_conversation(tokenizer, template, checked, add_generation_prompt=True)[0]
+
+    def render(messages: list[Message], tools: Tools) -> str:
+        one = replace(checked, messages=messages, tools=tools)
+        return render_conversation(tokenizer, template, one, add_generation_prompt=True)[0]
+
+    text = render(checked.messages or [], row.tools)
+    check_context(
+        checked.messages or [], row.tools, text, render, template=template, where=row.where, args=row.template_args
+    )
+    return text
 
 
 def render_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -251,6 +286,20 @@ def as_trained(row: Row, k: int, tokenizer: PreTrainedTokenizerBase, thinking: T
     messages = without_marks(conversation.validated(row, special_tokens_of(tokenizer)))
     finder = Finder(tokenizer, replace(row, messages=messages), thinking)
     return replace(row, messages=finder.messages, template_args=finder.arguments(k) or None)
+
+
+def count_cut(counts: Counter[str], texts: Sequence[Text], fitted: Sequence[Tokenized], max_length: int) -> None:
+    """Count the answers that lie beyond data.max_length or are cut there, and those that are learned whole.
+
+    Args:
+        counts: of all answers, and of those that are not learned for other reasons.
+        fitted: what `fit` has made of each text.
+    """
+    for text, one in zip(texts, fitted, strict=True):
+        kept = max_length + 1 if one.examples else 0
+        counts[TOO_LONG] += sum(first >= kept for first, _ in text.answers)
+        counts[CUT] += sum(first < kept < past for first, past in text.answers)
+    counts["answers_learned"] = counts["answers"] - sum(counts[name] for name in (CUT, *NOT_LEARNED))
 
 
 def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:

@@ -12,7 +12,8 @@ import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from sftkit.data.reading.conversation import special_pattern
-from sftkit.data.tokens.template import Span, special_tokens_of
+from sftkit.data.tokens.rendering import Span
+from sftkit.data.tokens.template import special_tokens_of
 
 CHUNK_CHARACTERS = 2**16
 "Characters that are tokenized at a time: tokenizers need some 600 bytes for each."
@@ -161,12 +162,18 @@ def _prompt_end(tokenizer: PreTrainedTokenizerBase, vocab_size: int, text: str) 
     return ids
 
 
+def token_range(span: Span, encoded: Encoded) -> tuple[int, int]:
+    """Return (the first token, one past the last) of those that cover at least one character of a span."""
+    first = int(np.searchsorted(encoded.ends, span[0], side="right"))
+    return first, int(np.searchsorted(encoded.starts, span[1], side="left"))
+
+
 def tokens_inside(spans: list[Span], encoded: Encoded) -> np.ndarray:
     """Return bool [n]: tokens that cover at least one character of a span. Spans ascend and do not overlap."""
     starts, ends = encoded.starts, encoded.ends
     assert all(a[1] <= b[0] for a, b in pairwise(spans)), "answers overlap"
     is_target = np.zeros(len(starts), dtype=bool)
-    for start, end in spans:
-        first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(starts, end, side="left")
-        is_target[first:last] |= ends[first:last] > starts[first:last]
+    for span in spans:
+        first, past = token_range(span, encoded)
+        is_target[first:past] |= ends[first:past] > starts[first:past]
     return is_target

@@ -3,6 +3,7 @@ compared with transformers' prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.reading.conversation import Message
 from sftkit.data.tokens.chat import Learning
 from sftkit.data.tokens.reasoning import Thinking, with_reasoning
+from sftkit.data.tokens.rendering import limited
 from sftkit.data.tokens.template import Template, template_of
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
@@ -84,12 +86,13 @@ def _prompts(
 ) -> list[list[int]]:
     """Return, for each answer, the token ids of the prompts that lead to it."""
     name = template.thinking_argument
-    # Any, and the ignored error: arguments of a template go by name, beside those of apply_chat_template itself.
+    # Any: arguments of a template go by name, beside those of apply_chat_template itself.
     # Any of the modes will do: with thinking=auto an answer decides by itself in which it is asked.
     modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
     given = with_reasoning(messages, template, thinking)
+    render: Callable[..., list[int]] = tokenizer.apply_chat_template  # type: ignore[assignment]
     return [
-        tokenizer.apply_chat_template(given[:k], add_generation_prompt=True, tokenize=True, return_dict=False, **mode)  # type: ignore[misc]
+        limited(render, given[:k], add_generation_prompt=True, tokenize=True, return_dict=False, **mode)
         for k, message in enumerate(given)
         if message["role"] == "assistant"
         for mode in modes

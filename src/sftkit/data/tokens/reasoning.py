@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from sftkit.data.reading.columns import REASONING
 from sftkit.data.reading.conversation import THOUGHT, Message
 from sftkit.data.reading.readers import wrong_kind
-from sftkit.data.tokens.template import REASONING_KEYS, Template
+from sftkit.data.tokens.template import Template
 from sftkit.errors import DataError
 
 Thinking = Literal["auto", "learn_empty", "off"]
@@ -15,16 +16,24 @@ Thinking = Literal["auto", "learn_empty", "off"]
 
 def reasoning_of(message: Message) -> str:
     """Return the reasoning before an answer, from a field or from its content; empty if it has none."""
-    for key in REASONING_KEYS:
+    for key in REASONING:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key]).strip()
-    inline = THOUGHT.match(message["content"])
-    return inline[1].strip() if inline else ""
+    return next(filter(None, _inline(message["content"])[0]), "")
+
+
+def _inline(content: str) -> tuple[list[str], str]:
+    """Return the texts of the thinking blocks at the beginning of an answer's content, and what follows them."""
+    found = []
+    while block := THOUGHT.match(content):
+        found.append(block[1].strip())
+        content = content[block.end() :]
+    return found, content
 
 
 def with_other_reasoning(message: Message, reasoning: str) -> Message:
     """Return an answer that has reasoning with another text in its place."""
-    fields = {key: reasoning for key in REASONING_KEYS if message.get(key)}
+    fields = {key: reasoning for key in REASONING if message.get(key)}
     content = THOUGHT.sub(lambda _: f"<think>\n{reasoning}\n</think>\n\n", message["content"])
     return {**message, **fields, "content": content}
 
@@ -35,20 +44,27 @@ def with_reasoning(messages: list[Message], template: Template, thinking: Thinki
     for message in messages:
         if message["role"] == "assistant" and (reasoning := reasoning_of(message)):
             # Moved to where this template looks for it: a field of its own, or a thinking block in the text.
-            field = any(message.get(key) for key in REASONING_KEYS)
-            message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+            blocks, rest = _inline(message["content"])
+            # The reasoning once, though it stands in a field and in the text, or in the text twice.
+            field = any(message.get(key) for key in REASONING) or len(blocks) > 1
+            field = field or bool(template.reasoning_key and not template.renders_thoughts)
+            message = {key: value for key, value in message.items() if key not in REASONING}
+            if thinking == "off" or field:
+                opened, end, answer = rest.partition("</think>")
+                # A block without its beginning, as a server returns it that has put that into the prompt.
+                message["content"] = answer.lstrip() if end and opened.strip() == reasoning else rest
             if thinking == "off":
-                message["content"] = THOUGHT.sub("", message["content"])
+                pass
             elif field and template.renders_thoughts and not template.reasoning_key:
                 message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
             elif field:
-                message[template.reasoning_key or REASONING_KEYS[0]] = reasoning
+                message[template.reasoning_key or REASONING[0]] = reasoning
         result.append(message)
     return result
 
 
 def check_reasoning(messages: list[Message], where: str) -> None:
-    """Refuse an answer with several reasonings, or one that is not text.
+    """Reject an answer with several reasonings, or one that is not text.
 
     Raises:
         DataError: it has several, or something else in one of the fields.
@@ -56,13 +72,13 @@ def check_reasoning(messages: list[Message], where: str) -> None:
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        given = {key: message[key] for key in REASONING_KEYS if message.get(key)}
+        given = {key: message[key] for key in REASONING if message.get(key)}
         for key, value in given.items():
             if not isinstance(value, str):
                 raise wrong_kind(f"{where}: messages[{i}]: {key}", value, "text", reason="reasoning is not text")
         texts = {value.strip() for value in given.values()}
-        if inline := THOUGHT.match(message["content"]):
-            texts.add(inline[1].strip())
+        inline = _inline(message["content"])[0]
+        texts.update(inline)
         if len(texts - {""}) > 1:
             raise DataError(
                 f"{where}: messages[{i}]: two different reasonings before one answer ({', '.join(given)}"

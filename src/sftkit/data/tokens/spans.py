@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from sftkit.data.reading.conversation import Message, answer_core, function_of
-from sftkit.data.tokens.template import Span
+from sftkit.data.tokens.rendering import Span
 from sftkit.errors import DataError
 
 

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from sftkit.data.reading.columns import REASONING
 from sftkit.data.reading.conversation import Message
+from sftkit.data.tokens.rendering import Span, render
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 
-Span = tuple[int, int]
-"Character positions [start, end) in the rendered text."
-
 FIRST_QUESTION, FIRST_ANSWER = "first question", "first answer"
 SECOND_QUESTION, SECOND_ANSWER = "second question", "second answer"
-_REASONED = "first reasoning"
-REASONING_KEYS = REASONING
+_REASONED, _SEEN = "first reasoning", "first result"
 THINKING_ARGUMENTS = ("enable_thinking", "thinking")
 "Arguments by which published templates are told whether an answer begins with reasoning."
 _FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}\}", re.DOTALL)
@@ -43,6 +39,9 @@ class Template:
     "The special token that ends an answer which another turn follows; None: the template writes none."
     end_last: str | None
     "The special token that ends an answer which is the last message."
+    end_call: str | None
+    """The special token that ends an answer which calls tools: GLM writes another one there than before a question.
+    None: no such token, or the template renders no calls."""
     headers: tuple[str, ...]
     "What add_generation_prompt adds: as it is, then with thinking asked for and not, each once."
     short_header: str
@@ -59,11 +58,13 @@ class Template:
     "Its text has <think>, and it renders a thinking block at the beginning of an answer's content."
     append_only: bool
     "An answer is rendered in the middle of a conversation as it was when it was the last message."
+    whole_shapes: set[Hashable] = field(default_factory=set, compare=False)
+    "Shapes of conversations of which it is known that all of them is rendered, see context.check_context."
 
     @property
     def end_tokens(self) -> tuple[str, ...]:
-        """Return the special tokens that end an answer, in the middle of a conversation and at its end."""
-        return tuple(dict.fromkeys(token for token in (self.end_within, self.end_last) if token))
+        """Return the special tokens that end an answer: in the middle of a conversation, at its end, after a call."""
+        return tuple(dict.fromkeys(token for token in (self.end_within, self.end_last, self.end_call) if token))
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool = False) -> Template:
@@ -92,7 +93,11 @@ def render_conversation(
     marks: bool = False,
 ) -> tuple[str, list[Span]]:
     """Return the text of a row's messages, rendered with its tools and template arguments, and, with `marks`, the spans
-    inside {% generation %}. Raises jinja's TemplateError.
+    inside {% generation %}.
+
+    Raises:
+        TemplateError: the template rejects the conversation.
+        ConfigError: it exceeds a limit, see rendering.
     """
     source = template if isinstance(template, str) else template.source
     messages = row.messages or []
@@ -102,41 +107,7 @@ def render_conversation(
     # As apply_chat_template gives them, so that a run renders what a server renders.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(row.template_args or {})}
     variables |= {"tools": row.tools or None, "add_generation_prompt": add_generation_prompt}
-    try:
-        if marks:
-            return _render_marked(source, messages, variables)
-        texts, _ = render_jinja_template([messages], chat_template=source, **variables)
-    # What a template does with what it did not expect.
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise TemplateError(f"{type(error).__name__}: {error}") from error
-    return texts[0], []
-
-
-def _render_marked(source: str, messages: list[Message], variables: dict[str, Any]) -> tuple[str, list[Span]]:
-    """Return text and marked spans, as render_jinja_template does with return_assistant_tokens_mask. That one joins all
-    of the text so far anew for every answer, which takes minutes for a conversation of thousands. Here the tracker is
-    given an empty list of blocks, and spans are moved to where the text ends."""
-    # Private, as is the tracker of its environment: both are of huggingface/transformers#30650, which
-    # brought the marks.
-    compiled = _compile_jinja_template(source)
-    blocks: list[str] = []
-    length, spans = 0, _Spans()
-    with compiled.environment.activate_tracker([], spans):
-        for block in compiled.generate(**{"messages": messages, "documents": None, **variables}):
-            blocks.append(block)
-            length += len(block)
-            spans.length = length
-    return "".join(blocks), spans
-
-
-class _Spans(list[Span]):
-    """Spans of a text, noted from where it ends so far."""
-
-    length = 0
-
-    def append(self, span: Span) -> None:
-        """Add a span, moved to where the text ends so far."""
-        super().append((self.length + span[0], self.length + span[1]))
+    return render(source, {"messages": messages, "documents": None, **variables}, where=row.where, marks=marks)
 
 
 @lru_cache(maxsize=8)
@@ -158,7 +129,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
     ]
 
     def rendered(messages: list[Message], *, prompt: bool = False, **args: bool) -> str:
-        asked = Row("probe", messages=messages, template_args=args)
+        asked = Row("a small conversation", messages=messages, template_args=args)
         return render_conversation(tokenizer, source, asked, add_generation_prompt=prompt)[0]
 
     try:
@@ -178,21 +149,30 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
         # A template is append-only if a later turn changes nothing of an earlier one, its reasoning included.
         append_only = text.startswith(answered_last[: _find(answered_last, FIRST_ANSWER)[1]])
-        if append_only and key:
+        after_thought = ""
+        if key:
             reasoned = _with_reasoning(conversation, key)
             first = rendered(reasoned[:2])
+            after_thought = first[_find(first, _REASONED)[1] : _find(first, FIRST_ANSWER)[0]]
+        if append_only and key:
             append_only = rendered(reasoned).startswith(first[: _find(first, FIRST_ANSWER)[1]])
     except (TemplateError, ValueError) as error:
         raise ConfigError(f"the chat template cannot render a plain user and assistant conversation: {error}") from None
     # What stands around the known words are the headers and ends of turns.
     turn_start = len(question) if text.startswith(question) else asked[1]
     fixed = _FIXED.match(source)
+    end_within = _first_special(text[answered[1] : asked_again[0]], special_tokens, after_text=False)
+    end_last = _first_special(text[answered_again[1] :], special_tokens, after_text=True)
+    # gpt-oss ends reasoning with the token that it writes after an earlier answer: to stop there would cut the answer.
+    if end_last and end_within and end_within in after_thought:
+        end_within = None
     return Template(
         source=source,
         special_tokens=special_tokens,
         has_marks=bool(re.search(r"\{%-?\s*generation\s*-?%\}", source)),
-        end_within=_first_special(text[answered[1] : asked_again[0]], special_tokens, after_text=False),
-        end_last=_first_special(text[answered_again[1] :], special_tokens, after_text=True),
+        end_within=end_within,
+        end_last=end_last,
+        end_call=_end_of_call(rendered, special_tokens),
         headers=headers,
         short_header=text[turn_start : answered[0]],
         between=text[asked[1] : answered[0]],
@@ -213,6 +193,29 @@ def _headers(rendered: Callable[..., str], question: list[Message], argument: st
     return found
 
 
+def _end_of_call(rendered: Callable[..., str], special_tokens: tuple[str, ...]) -> str | None:
+    """Return the special token after an answer that calls a tool: its own end, or what its result begins with."""
+    function = {"name": "look_around", "arguments": {"at": "it"}}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c00000001", "type": "function", "function": function}],
+    }
+    seen = {"role": "tool", "content": _SEEN, "tool_call_id": "c00000001", "name": "look_around"}
+    try:
+        last = rendered([{"role": "user", "content": FIRST_QUESTION}, call]).rstrip()
+        text = rendered([{"role": "user", "content": FIRST_QUESTION}, call, seen])
+    except TemplateError:  # a template without tools
+        return None
+    if "look_around" not in last:
+        return None
+    ends = [token for token in special_tokens if token and last.endswith(token)]
+    if ends:
+        return max(ends, key=len)
+    end = text.find(_SEEN)
+    return _first_special(text[len(last) : end], special_tokens, after_text=False) if text.startswith(last) else None
+
+
 def _thinking_argument(rendered: Callable[..., str], source: str, question: list[Message]) -> str | None:
     """Return the argument whose value changes the prompt; None if none does. A message's field
     of the same name does not."""
@@ -226,7 +229,7 @@ def _thinking_argument(rendered: Callable[..., str], source: str, question: list
 
 def _reasoning_key(rendered: Callable[..., str], source: str, answered: list[Message]) -> str | None:
     """Return the field whose text is rendered when the answer is the last message; None if none is."""
-    known = (key for key in REASONING_KEYS if key in source)
+    known = (key for key in REASONING if key in source)
     return next((key for key in known if _REASONED in rendered(_with_reasoning(answered, key))), None)
 
 

@@ -3,6 +3,7 @@ split into chunks that fit rows, and captions of pictures, or answers to texts, 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,8 @@ from sftkit.data.tokens import chat
 from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
 from sftkit.data.tokens.learned import not_learned
 from sftkit.data.types import Row, Tokenized
-from sftkit.errors import ConfigError
+from sftkit.errors import ConfigError, DataError
+from sftkit.runtime.words import counted
 
 TEXT_START = "sftkit_text_start"
 "Attribute of a tokenizer, which is not saved: what models/tokenizer.py found in the config of the start model."
@@ -59,7 +61,8 @@ def tokenize_captions(
     row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, too_long: str = "truncate"
 ) -> Tokenized:
     """Tokenize each text of a row to a document: what comes before (around_text), the text, eos. A document of more
-    than max_length positions is cut, dropped or an error, as `too_long` says.
+    than max_length positions, or whose text for the encoder has more, is cut, dropped or an error, as `too_long` says.
+    Texts are counted as answers are.
 
     Raises:
         DataError: the row has nothing for an encoder, or a text is too long and `too_long` is error.
@@ -67,17 +70,36 @@ def tokenize_captions(
     source, texts = require_source_and_texts(row)
     if not row.learned or (row.messages and not_learned(replace(row, context_messages=0), row.messages, "assistant")):
         return Tokenized([], "dropped_no_target", details="marked as not to be learned")
+    odd: dict[str, str] = {}
+    if empty := sum(not text.strip() for text in texts):
+        odd["empty text left out"] = f"{row.where}: {counted(empty, 'text')} of {len(texts)} without a word"
     before, after = around_text(tokenizer)
     encoded = (encode(tokenizer, text, split_special_tokens=True).ids for text in texts if text.strip())
     documents = ([*before, *ids, *after] for ids in encoded)
-    whole = [chat.Text(np.array(ids), np.ones(len(ids), dtype=bool)) for ids in documents]
+    whole = [chat.Text(np.array(ids), np.ones(len(ids), dtype=bool), ((len(before), len(ids)),)) for ids in documents]
+    counts = Counter(answers=len(whole))
+    # A text for the encoder is cut by the model kind, with the tokens that its tokenizer adds.
+    size = 0 if row.image is not None else len(tokenizer(source, verbose=False)["input_ids"])
+    if size > max_length:
+        asked = f"the text for the encoder has {size} tokens, but data.max_length holds {max_length}"
+        if too_long == "error":
+            raise DataError(
+                f"{row.where}: {asked}. Raise data.max_length, or set data.too_long to truncate or drop",
+                reason="too long",
+            )
+        if too_long == "drop":
+            counts[chat.TOO_LONG] = len(whole)
+            return Tokenized([], "dropped_too_long", counts, asked)
+        odd["text for the encoder cut at data.max_length"] = f"{row.where}: {asked}"
     fitted = [chat.fit(row, one, tokenizer, max_length, too_long) for one in whole]
+    chat.count_cut(counts, whole, fitted, max_length)
     made = [replace(example, encoder_source=source) for one in fitted for example in one.examples]
     if made:
         # What an encoder and its decoder are given is text alone, of two messages.
         keys = unused_keys(row.messages or (), lambda role, key: False, reasoning=False)
-        return Tokenized(made, "truncated" if any(one.note == "truncated" for one in fitted) else None, unused=keys)
-    return fitted[-1] if fitted else Tokenized([], "dropped_no_target", details="no text")
+        is_cut = size > max_length or any(one.note == "truncated" for one in fitted)
+        return Tokenized(made, "truncated" if is_cut else None, counts, odd=odd, unused=keys)
+    return replace(fitted[-1], counts=counts) if fitted else Tokenized([], "dropped_no_target", details="no text")
 
 
 def start_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,0 +1,176 @@
+"""A chat template that loops, writes or grows for ever ends with an error, wherever it is rendered; others render as before."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from jinja2.exceptions import TemplateError
+
+from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data.tokens import rendering, sources, stages
+from sftkit.errors import ConfigError
+from sftkit.generation import decode
+
+render = partial(rendering.render, where="x.jsonl:7")
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+LATER = "{% if messages | length > 4 %}" + LOOPS.replace("BODY", "") + "{% endif %}"
+"Ends for every small conversation."
+HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(rendering, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(rendering, "MAX_RENDERED", 2**22)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOPS.replace("BODY", ""),
+        LOOPS.replace("BODY", "x"),
+        "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+        "{% set x %}" + LOOPS.replace("BODY", "{{ i }}") + "{% endset %}",
+        "{{ lipsum(n=10000000) }}",
+        CALLS,
+    ],
+)
+def test_a_template_without_an_end_is_an_error_of_the_recipe(source: str, marks: bool) -> None:
+    with pytest.raises(
+        ConfigError, match=r"x\.jsonl:7: the chat template does not end: .*Take another template: model\.chat_template"
+    ):
+        render(source, {"messages": HI}, marks=marks)
+    assert render("{{ messages[0].content }}", {"messages": HI}, marks=marks)[0] == "Hi"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ messages[0].content | length ** 9999999999 }}",
+        "{{ 'x' * 10 ** 11 }}",
+        "{{ (messages * 10 ** 9) | length }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 / 0 }}",
+        "{{ 10.0 ** 400 }}",
+        "{{ 'x'.center(10 ** 18) }}",
+    ],
+)
+def test_an_operation_that_cannot_end_or_fails_rejects_the_conversation_at_once(source: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(TemplateError):
+        render(source, {"messages": HI})
+    assert time.monotonic() - began < 2
+
+
+def test_small_products_and_powers_are_computed() -> None:
+    assert render("{{ 3 * 4 }} {{ 2 ** 10 }} {{ 'ab' * 3 }} {{ 2.5 * 2 }} {{ -2 ** 3 }}", {})[0] == (
+        "12 1024 ababab 5.0 -8"
+    )
+
+
+def test_a_template_whose_text_in_memory_grows_for_ever_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(rendering, "MAX_MEMORY", 2**28)
+    grows = "{% set ns = namespace(x='x' * 9999) %}{% for i in range(9999) %}{% set ns.x = ns.x ~ 'y' * 2 ** 24 %}{% endfor %}"
+    with pytest.raises(ConfigError, match="GiB of memory"):
+        render(grows, {})
+    gc.collect()
+
+
+@pytest.mark.usefixtures("short")
+def test_a_limit_holds_in_any_thread_and_ends_no_other_rendering() -> None:
+    found: list[BaseException | str] = []
+
+    def work(source: str) -> None:
+        try:
+            found.append(render(source, {"messages": HI})[0])
+        except ConfigError as error:
+            found.append(error)
+
+    hanging = threading.Thread(target=work, args=(LOOPS.replace("BODY", ""),))
+    hanging.start()
+    while hanging.is_alive():
+        work("{{ messages[1].content }}")
+    hanging.join()
+    errors = [one for one in found if isinstance(one, ConfigError)]
+    assert len(errors) == 1
+    assert set(found) - set(errors) == {"Hello."}
+
+
+@pytest.mark.usefixtures("short")
+def test_a_limit_holds_in_a_forked_process() -> None:
+    render("{{ messages }}", {"messages": HI})
+    child = os.fork()
+    if not child:
+        try:
+            render(LOOPS.replace("BODY", ""), {})
+        except ConfigError:
+            os._exit(7)
+        os._exit(8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_rendering_that_ends_when_it_is_ended_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch decides at the same moment at which the rendering is over, many times."""
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(rendering, "_POLL_SECONDS", 0.0)
+    before, ended = sys.getswitchinterval(), 0
+    sys.setswitchinterval(1e-5)
+    try:
+        for n in range(400):
+            try:
+                render("{% for i in range(n) %}{{ i }}{% endfor %}", {"n": 10 * (n % 200)})
+            except ConfigError:
+                ended += 1
+            sum(range(1000))  # an exception that came late would be raised here
+    finally:
+        sys.setswitchinterval(before)
+    assert ended
+    assert not rendering._running
+
+
+@pytest.mark.usefixtures("short")
+def test_tokenizing_ends_though_only_some_conversations_make_the_template_loop(make_tokenizer, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = LATER + tokenizer.chat_template
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": HI}) + "\n" + json.dumps({"messages": HI * 3}) + "\n")
+    data = DataConfig(train=(SourceConfig(path=str(tmp_path / "a.jsonl")),), on_bad_row="skip", cache_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: the chat template does not end"):
+        sources.load_sources(data.train, data, stages.sft(data, tokenizer, 100), "x")
+
+
+@pytest.mark.usefixtures("short")
+def test_chat_ends_though_only_some_conversations_make_the_template_loop(make_tokenizer) -> None:
+    from helpers import tiny_llama
+
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = LATER + tokenizer.chat_template
+    from sftkit.generation.answer import Sampling
+
+    with pytest.raises(ConfigError, match="prompt: the chat template does not end"):
+        list(decode.stream(tiny_llama(), tokenizer, HI * 3, Sampling()))
+
+
+@pytest.mark.slow
+def test_a_limit_ends_a_run_whose_template_a_process_renders(make_tokenizer, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("chatml")
+    writes = "{% for i in range(99999) %}{{ 'x' * 2 ** 20 }}{% endfor %}"
+    tokenizer.chat_template = "{% if messages | length > 4 %}" + writes + "{% endif %}" + tokenizer.chat_template
+    rows = [json.dumps({"messages": HI * (1 + n // 100)}) for n in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    data = DataConfig(train=(SourceConfig(path=str(tmp_path / "a.jsonl")),), num_proc=2, cache_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:201: the chat template does not end: it writes more than"):
+        sources.load_sources(data.train, data, stages.sft(data, tokenizer, 100), "x")
