@@ -21,7 +21,7 @@ from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.checks import compiled_check
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
-from sftkit.engine.plain import plain_sums
+from sftkit.engine.plain import plain_sums, rows_of_batch
 from sftkit.engine.step import RankSums, exchange
 from sftkit.engine.warmup import worst_case_batch
 from sftkit.errors import ConfigError
@@ -118,7 +118,7 @@ class Reference:
         """Add the gradients of a micro-batch's loss / divisor and return its sums."""
         totals, orig_model = self._nothing(), self.model.orig_model
         with plain_attention(orig_model):  # once for all documents: it walks through all modules
-            for sums in plain_sums(self.model, batch):
+            for sums in plain_sums(self.model, rows_of_batch(self.model, batch)):
                 (sums.loss / max(divisor, 1)).backward()
                 totals.add_(Totals.of(sums))
         return totals

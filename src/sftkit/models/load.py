@@ -135,6 +135,9 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     """Load the model with from_pretrained, where a weight that is missing or of another shape is an error and
     is not filled at random.
 
+    Args:
+        precision: bf16, fp32, or auto: that of the files, which are then mapped into memory, not copied.
+
     Raises:
         ConfigError: such a weight.
     """
@@ -144,7 +147,7 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
         path,
         config=trained,
-        dtype=DTYPES[precision],
+        dtype=DTYPES.get(precision, precision),
         attn_implementation=plain_implementation(trained),
         ignore_mismatched_sizes=True,
         output_loading_info=True,

@@ -174,7 +174,7 @@ def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data
         found = preflight.analyse(run.cfg, loaded.tokenizer, learned, model, preflight.machine_of(run.rt))
         preflight.record_preflight(run.dir, run.rt, found)
 
-    training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model)
+    training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model, run.resume.folder)
     cfg = with_layers(run.cfg, earlier_layers(run))
     engine = make_engine(cfg, run.rt, Path(run.cfg.run.dir), training, record)
     # what was measured is written down, for a resume to keep
