@@ -3,8 +3,8 @@
 A few short documents go through what the train step calls, micro-batches, masks, loss and exchange between ranks
 included: in a declared shape through the compiled code, and in one short row without the compiler. The plain model
 (engine.plain) gets the documents' own ids and masks, by transformers' own forward pass and torch's cross entropy.
-Gradients are compared in a sample of each parameter (gradient_samples), so nothing as large as a gradient is kept. Afterwards there are no gradients, and
-random state and weights are as before.
+Gradients are compared in a sample of each parameter (gradient_samples), so nothing as large as a gradient is kept.
+Afterwards there are no gradients, and random state and weights are as before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sftkit.engine.gradient_samples import (
     taken,
     window,
 )
-from sftkit.engine.plain import PlainModel, documents_of, joined, plain_sums
+from sftkit.engine.plain import PlainModel, documents_of, in_one_pass, plain_sums
 from sftkit.engine.roundings import DRAWS, RoundingLimits, Roundings, rounded_at_random, worst
 from sftkit.engine.step import MicroBatches, gradients
 from sftkit.engine.warmup import has_dropout
@@ -158,7 +158,7 @@ class Sides:
         """Return the number of targets in all documents that add to the gradients of a rank, by their own masks."""
         targets = sum(int(self.model.objective.divisors(one.examples).sum()) for one in micro_batches)
         # Shards add gradients up over all ranks. Ranks that share a row, or a pipeline, counted the same targets each.
-        if self.rt.topology.partial and not same_rows(self.rt):
+        if self.rt.topology.sharded and not same_rows(self.rt):
             count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
             targets = round(float(self.rt.sum(count)) / (self.rt.topology.ranks_per_row * self.rt.topology.stages))
         return targets
@@ -177,13 +177,12 @@ class Sides:
         Each rank computes whole gradients of its rows, which are added up over ranks by a plain sum: nothing goes
         through the exchange of a step.
         """
-        plain, topology = self.plain, self.rt.topology
-        orig_model = plain.orig_model
+        plain, orig_model = self.plain, self.plain.orig_model
         multiple = position_multiple(orig_model)
         rows = [documents_of(one.examples, one.rows, self.rt.device, multiple) for one in micro_batches]
         # Where weights are gathered for each pass, one pass takes all documents. Routers count each by itself.
         if plain.gathers and plain.routing is None:
-            rows = [[[joined(chain.from_iterable(chain.from_iterable(rows)))]]]
+            rows = [[[in_one_pass(chain.from_iterable(chain.from_iterable(rows)))]]]
         sums = {
             name: torch.zeros(len(at), dtype=torch.float64, device=at.device)
             for name, (_, at, _) in self.sampled.items()
@@ -207,10 +206,12 @@ class Sides:
         return {name: sums[name][on_this_rank(self.named[p], at)] for name, (p, at, _) in self.sampled.items()}
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add up over the ranks that have different rows."""
+        """Add up over the ranks whose gradients a step adds up here: replicas do without their exchange."""
         stages, topology = stages_of(self.model.orig_model), self.rt.topology
-        if not topology.partial or same_rows(self.rt):
+        if not topology.sharded:
             return sums
+        if same_rows(self.rt):
+            return {name: value * self.rt.data_world_size for name, value in sums.items()}
         # One exchange for all samples. In a pipeline only ranks of the same stage have the same names.
         values = torch.cat(list(sums.values()))
         if stages is None:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
@@ -31,7 +30,7 @@ from sftkit.config.schema import ModelConfig
 from sftkit.data.batches.collate import IGNORE, Batch, documents, single_rows
 from sftkit.data.types import Examples
 from sftkit.models.kind import ModelKind
-from sftkit.models.load import from_config, full_model, load_options, offline_help
+from sftkit.models.load import from_config, model_of_files
 from sftkit.models.padding import without_padding
 from sftkit.models.routing import Routing, routing_of
 from sftkit.models.stages import stages_of
@@ -42,7 +41,6 @@ from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Sums
 from sftkit.ops.dtensor import local, local_part, local_region
-from sftkit.rundir.names import resolve
 from sftkit.runtime.replaced import replaced_in_each
 from sftkit.runtime.start import Runtime
 
@@ -64,7 +62,7 @@ class Start(NamedTuple):
         return None if model is None else cls(model, checkpoint)
 
 
-class Document(NamedTuple):
+class PlainDocument(NamedTuple):
     """A document as the plain model takes it, or several of one padded length."""
 
     inputs: dict[str, Tensor]
@@ -86,7 +84,7 @@ class Computes(Protocol):
 
 def documents_of(
     examples: Examples, rows: Iterable[Sequence[int]], device: torch.device, multiple: int = 1
-) -> list[list[Document]]:
+) -> list[list[PlainDocument]]:
     """Return the documents of each row, made from their own ids and mask: nothing of a batch or its collation.
 
     Args:
@@ -95,7 +93,7 @@ def documents_of(
     return [[_document(examples, number, device, multiple) for number in row] for row in rows]
 
 
-def _document(examples: Examples, number: int, device: torch.device, multiple: int) -> Document:
+def _document(examples: Examples, number: int, device: torch.device, multiple: int) -> PlainDocument:
     """Return document i: its tokens but the last, and as target of each the token that follows, if that is learned."""
     ids, is_target = examples[number].ids, examples[number].is_target
     length = len(ids) - 1
@@ -104,33 +102,35 @@ def _document(examples: Examples, number: int, device: torch.device, multiple: i
     inputs = {"input_ids": pad(torch.from_numpy(ids[:-1].astype(np.int64)), padding)[None].to(device)}
     if (encoded := examples.encoder_inputs) is not None:
         entry = int(encoded.index[number])
-        inputs |= {name: torch.from_numpy(array[entry][None].copy()).to(device) for name, array in encoded.arrays.items()}
-    return Document(inputs, pad(torch.from_numpy(targets), padding, value=IGNORE).to(device), length)
+        inputs |= {
+            name: torch.from_numpy(array[entry][None].copy()).to(device) for name, array in encoded.arrays.items()
+        }
+    return PlainDocument(inputs, pad(torch.from_numpy(targets), padding, value=IGNORE).to(device), length)
 
 
-def joined(found: Iterable[Document]) -> Document:
+def in_one_pass(found: Iterable[PlainDocument]) -> PlainDocument:
     """Return documents as one, padded behind to the same length, for a single pass: no token sees those behind it."""
     found = list(found)
     length = max(one.inputs["input_ids"].shape[1] for one in found)
 
-    def padded(one: Document, name: str) -> Tensor:
+    def padded(one: PlainDocument, name: str) -> Tensor:
         value = one.inputs[name]
         return pad(value, (0, length - value.shape[1])) if name == "input_ids" else value
 
     inputs = {name: torch.cat([padded(one, name) for one in found]) for name in found[0].inputs}
     targets = [pad(one.targets, (0, length - len(one.targets)), value=IGNORE) for one in found]
-    return Document(inputs, torch.cat(targets), sum(one.length for one in found))
+    return PlainDocument(inputs, torch.cat(targets), sum(one.length for one in found))
 
 
-def rows_of_batch(model: Computes, batch: Batch) -> Iterator[list[Document]]:
+def rows_of_batch(model: Computes, batch: Batch) -> Iterator[list[PlainDocument]]:
     """Yield the documents of a batch, for an engine that learns from it; those of a row together only where the
     objective needs that."""
     if _balanced(model) is not None:
         for row in single_rows(batch):
-            yield [Document(inputs, targets, len(targets)) for inputs, targets in documents(row)]
+            yield [PlainDocument(inputs, targets, len(targets)) for inputs, targets in documents(row)]
         return
     for inputs, targets in documents(batch):
-        yield [Document(inputs, targets, len(targets))]
+        yield [PlainDocument(inputs, targets, len(targets))]
 
 
 def _balanced(model: Computes) -> Balanced | None:
@@ -138,7 +138,7 @@ def _balanced(model: Computes) -> Balanced | None:
     return model.objective if isinstance(model.objective, Balanced) and model.orig_model.training else None
 
 
-def plain_sums(model: Computes, rows: Iterable[Sequence[Document]]) -> Iterator[Sums]:
+def plain_sums(model: Computes, rows: Iterable[Sequence[PlainDocument]]) -> Iterator[Sums]:
     """Yield the sums of documents one by one, so that the caller's backward pass frees one before the next.
 
     Call it inside ops.attention.plain_attention.
@@ -155,18 +155,18 @@ def plain_sums(model: Computes, rows: Iterable[Sequence[Document]]) -> Iterator[
             yield from _of_row(model, objective, row)
 
 
-def plain_logits(model: Computes, document: Document) -> Tensor:
+def plain_logits(model: Computes, document: PlainDocument) -> Tensor:
     """Return the logits [N L, V] of a document by transformers' own forward pass, in fp32 or more."""
     logits = model.kind.plain_logits(model.orig_model, document.inputs).flatten(0, 1)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _of_document(model: Computes, document: Document) -> Sums:
+def _of_document(model: Computes, document: PlainDocument) -> Sums:
     """Return the sums of one document."""
     return model.objective.sums_of_logits(plain_logits(model, document), document.targets)
 
 
-def _of_row(model: Computes, objective: Balanced, row: Sequence[Document]) -> Iterator[Sums]:
+def _of_row(model: Computes, objective: Balanced, row: Sequence[PlainDocument]) -> Iterator[Sums]:
     """Yield the sums of a row's documents, each with its share of the row's auxiliary loss.
 
     How often the row chooses each expert must be known first, and is counted in passes without gradients. Given that,
@@ -175,7 +175,7 @@ def _of_row(model: Computes, objective: Balanced, row: Sequence[Document]) -> It
     routing = model.routing
     assert routing is not None
 
-    def passed(document: Document) -> tuple[Sums, Tensor, Tensor]:
+    def passed(document: PlainDocument) -> tuple[Sums, Tensor, Tensor]:
         """Return (sums, positions that each expert was given, sums of probabilities) of a document."""
         targets = document.targets
         routing.begin(torch.arange(len(targets), device=targets.device)[None] < document.length)
@@ -219,19 +219,21 @@ class PlainModel:
         self._live = dict(live.named_parameters(remove_duplicate=False))
         self._first = {id(p): name for name, p in live.named_parameters()}
         self._rows, self._stages = without_padding(live), stages_of(live)
-        path = None if start is None else _path(start)
-        self.has_files = path is not None
-        self.orig_model = _skeleton(live, start) if start is None or path is None else _loaded(path, start.model)
+        files = None if start is None else model_of_files(start.model, start.checkpoint)
+        self.has_files = files is not None
+        self.orig_model = _skeleton(live, start) if files is None else files
         if self.orig_model._can_set_experts_implementation():
             # Private, as in models.load: experts by the trained model's operator, whose choice is transformers' own.
             self.orig_model.set_experts_implementation(live.config._experts_implementation)
         own = dict(self.orig_model.named_parameters(remove_duplicate=False))
         self.differing: dict[str, float] = {}
         "name of a parameter or buffer -> share of its compared elements that are not those of the files; all ranks'"
-        if start is not None and self.has_files:
-            new = None if start.checkpoint is not None else new_rows(live)
-            vocabulary = set(map(id, vocabulary_of(live)))
-            found = {name: _difference(p, self._live.get(name), vocabulary, new) for name, p in own.items()}
+        self._vocabulary = set(map(id, vocabulary_of(live)))
+        self._new = None if start is None or start.checkpoint is not None else new_rows(live)
+        if self.has_files:
+            found = {
+                name: _difference(p, self._live.get(name), self._vocabulary, self._new) for name, p in own.items()
+            }
             found |= dict.fromkeys(self._live.keys() - own.keys(), 1.0)
             found |= _differing_buffers(self.orig_model, live)
             differing = {name: share for name, share in found.items() if share}
@@ -309,12 +311,14 @@ class PlainModel:
     def _placeholder(self, name: str) -> torch.nn.Parameter:
         """Return a parameter without memory, NaN at every place, so that a result that reads it shows."""
         shape, dtype = self._shape(name)
-        return torch.nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=self._device).expand(shape), False)
+        return torch.nn.Parameter(
+            torch.full((), torch.nan, dtype=dtype, device=self._device).expand(shape), requires_grad=False
+        )
 
     def _shape(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Return the shape of a parameter without padding of the vocabulary, and the dtype of the run."""
         live = self._live.get(name)
-        if name in self._own or live is None:
+        if live is None or (name in self._own and id(live) not in self._vocabulary):
             own = self._own[name]
             return own.shape, own.dtype if live is None else live.dtype
         return torch.Size([self._rows.get(id(live), live.shape[0]), *live.shape[1:]]), live.dtype
@@ -335,20 +339,30 @@ class PlainModel:
         if name not in self._live or not self._live[name].requires_grad:
             return self._whole(name)
         anchor = torch.zeros((), requires_grad=True)
-        return _Gathered.apply(anchor, self, name)  # type: ignore[no-any-return]
+        return _Gathered.apply(anchor, self, name)  # type: ignore[no-any-return, no-untyped-call]
 
     def _whole(self, name: str) -> Tensor:
         """Return the whole weight on the device, without padding of the vocabulary; if ranks hold parts of it all of
         them call this together."""
-        p = self._live.get(name)
-        if name in self._own or p is None:
-            return self._own[name].to(self._device, self._shape(name)[1])
+        p, own = self._live.get(name), self._own.get(name)
+        if p is None or (own is not None and id(p) not in self._vocabulary):
+            assert own is not None
+            return own.to(self._device, self._shape(name)[1])
         value = (p.full_tensor() if isinstance(p, DTensor) else p).detach()
         if self._stages is not None:
             value = torch.empty(p.shape, dtype=p.dtype, device=self._device) if p.is_meta else value.clone()
             holder = self._stages.holders[self._first[id(p)]][0]
             dist.broadcast(value, src=dist.get_global_rank(self._stages.group, holder), group=self._stages.group)
-        return value[: self._rows[id(p)]] if id(p) in self._rows else value
+        if id(p) in self._rows:
+            value = value[: self._rows[id(p)]]
+        if own is not None:
+            # Rows of the files, except those that no file has.
+            known = torch.ones(min(len(own), len(value)), dtype=torch.bool)
+            if self._new is not None:
+                known[self._new.among(0, len(known))] = False
+            value, known = value.clone(), known.nonzero().flatten()
+            value[known.to(self._device)] = own[known].to(value)
+        return value
 
     def _found(self, name: str, gradient: Tensor) -> None:
         """Give a gradient to the listener, with zeros where the vocabulary is padded."""
@@ -374,21 +388,6 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         ctx.plain._found(ctx.name, gradients[0])
         return None, None, None
-
-
-def _path(start: Start) -> str | None:
-    """Return the folder or hub id of the files; None: the model is new."""
-    if start.checkpoint is not None:
-        return str(start.checkpoint)
-    return resolve(start.model.path) if start.model.path else None
-
-
-def _loaded(path: str, model: ModelConfig) -> PreTrainedModel:
-    """Load the files on the host by from_pretrained, in their own precision, in which they are mapped, not copied."""
-    try:
-        return full_model(path, "auto", load_options(path, model))
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise offline_help(path, error) from error
 
 
 def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:
@@ -447,4 +446,6 @@ def _match_float8(fresh: PreTrainedModel, live: PreTrainedModel) -> None:
         # By name: torchao may not be installed.
         if type(module).__name__ == "Float8Linear" and hasattr(type(module), "from_float"):
             parent, _, last = name.rpartition(".")
-            setattr(fresh.get_submodule(parent), last, type(module).from_float(fresh.get_submodule(name), module.config))
+            setattr(
+                fresh.get_submodule(parent), last, type(module).from_float(fresh.get_submodule(name), module.config)
+            )

@@ -162,6 +162,25 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     return orig_model
 
 
+def model_of_files(model: ModelConfig, checkpoint: Path | None = None) -> PreTrainedModel | None:
+    """Load the files that a run starts from as transformers does, on the host and in their own precision, so that they
+    are mapped into memory; None: model.scratch, which has no files.
+
+    Args:
+        checkpoint: the step directory that is resumed.
+
+    Raises:
+        ConfigError: they cannot be loaded.
+    """
+    if checkpoint is None and not model.path:
+        return None
+    path = str(checkpoint) if checkpoint is not None else resolve(model.path or "")
+    try:
+        return full_model(path, "auto", load_options(path, model))
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise offline_help(path, error) from error
+
+
 def check_complete(
     where: str | Path, model_class: type, missing: Set[str], mismatched: Set[tuple[str, torch.Size, torch.Size]]
 ) -> None:

@@ -61,6 +61,7 @@ from sftkit.train.loop import train
 from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
 from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
+from sftkit.verify.validation import validation_check
 
 
 @contextmanager
@@ -254,7 +255,9 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, point) as tracker:
-        services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, [prompt_check(data.prompted_targets)])
+        check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
+        prompts = [prompt_check(data.prompted_targets)]
+        services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, prompts, check)
         trained = train(cfg, rt, engine, data.batches, services)
     write_summary(run_dir, trained, rt)
 
