@@ -32,7 +32,7 @@ SAME = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 def some_documents(examples: Examples) -> Examples:
     """Return the first few documents that are not long, as examples of their own."""
     lengths = examples.lengths
-    fitting = np.flatnonzero(lengths <= max(LONGEST, int(lengths.min(initial=0))))[:DOCUMENTS]
+    fitting = np.flatnonzero(lengths <= max(LONGEST, int(lengths.min())))[:DOCUMENTS]
     parts = [np.arange(examples.offsets[i], examples.offsets[i + 1]) for i in fitting]
     at = np.concatenate(parts)
     encoded = examples.encoder_inputs
