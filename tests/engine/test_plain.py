@@ -50,7 +50,9 @@ def warmed(
         compile=CompileConfig(enabled=False),
     )
     layout = layout or make_layout_of("packed", make_examples(LENGTHS).lengths)
-    built = make_engine(cfg, cpu_runtime(), folder, Training(orig_model, NextToken(LossConfig()), layout, **of_training))
+    built = make_engine(
+        cfg, cpu_runtime(), folder, Training(orig_model, NextToken(LossConfig()), layout, **of_training)
+    )
     try:
         return {check.name: check for check in built.warm_up(lambda _: None).checks}
     finally:
@@ -170,6 +172,17 @@ def all_learned(examples: Examples, *args: Any, **kwargs: Any) -> Batch:
 RIGHT = collating.collate
 
 
+def test_the_reference_engine_has_its_weights_and_its_loss_compared_too(tmp_path: Path, monkeypatch) -> None:
+    source = saved(tiny_llama(), tmp_path / "start")
+    found = warmed(tmp_path, tiny_llama(), engine="reference", source=source)
+    assert (found[WEIGHTS].ok, found[LOSS].ok) == (True, True), found
+    found = warmed(tmp_path, tiny_llama(seed=1), engine="reference", source=source)
+    assert (found[WEIGHTS].ok, found[LOSS].ok) == (False, False), found
+    monkeypatch.setattr(gradient_rows, "collate", unshifted)
+    found = warmed(tmp_path, tiny_llama(), engine="reference", source=source)
+    assert (found[WEIGHTS].ok, found[LOSS].ok) == (True, False), found
+
+
 @pytest.mark.parametrize("wrong", [unshifted, masked_late, all_learned])
 def test_a_collation_with_other_targets_than_the_documents_have_turns_rows_red(
     tmp_path: Path, monkeypatch, wrong: Any
@@ -191,7 +204,14 @@ LONGROPE = {
 
 
 def longrope() -> PreTrainedModel:
-    return tiny(Phi3Config, rope_parameters=LONGROPE, original_max_position_embeddings=16, head_dim=8, max_position_embeddings=64, pad_token_id=0)
+    return tiny(
+        Phi3Config,
+        rope_parameters=LONGROPE,
+        original_max_position_embeddings=16,
+        head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
 
 
 def test_limits_of_a_config_are_its_windows_and_where_its_rotary_factors_change() -> None:

@@ -26,14 +26,19 @@ RATE = 1e-3
 
 
 def rows(
-    folder: Path, name: str = "adamw", precision: torch.dtype = torch.float32, before: int = 0, clip: float = 0.3
+    folder: Path,
+    name: str = "adamw",
+    precision: torch.dtype = torch.float32,
+    before: int = 0,
+    clip: float = 0.3,
+    engine_name: str = "blocks",
 ) -> dict[str, Check]:
     """The rows of an update of a tiny model, after some that are not watched."""
     optim = OptimConfig(name=name, lr=RATE, weight_decay=0.1, max_grad_norm=clip)  # type: ignore[arg-type]
     cfg = tiny_recipe(
         folder,
         optim=optim,
-        train=TrainConfig(max_steps=20),
+        train=TrainConfig(max_steps=20, engine=engine_name),  # type: ignore[arg-type]
         attention=AttentionConfig(backend="reference"),
         compile=CompileConfig(enabled=False),
     )
@@ -72,6 +77,12 @@ def test_a_right_update_is_that_of_torch_whatever_the_optimizer_stores(
     assert found[UPDATE].ok is True, found[UPDATE]
     assert found[NORM].ok is True, found[NORM]
     assert ("rounded updates are" in found[UPDATE].found) is (name == "adamw_sr")
+
+
+@pytest.mark.parametrize("engine", ["graph", "reference"])
+def test_the_update_of_any_engine_is_watched(tmp_path: Path, engine: str) -> None:
+    found = rows(tmp_path, engine_name=engine)
+    assert found[UPDATE].ok is found[NORM].ok is True, found
 
 
 def test_a_right_8_bit_update_is_that_of_torch(tmp_path: Path) -> None:

@@ -44,10 +44,8 @@ def document_checks(
     stand_in = "" if check.backend == backend else f" ({check.backend} stands in for {backend})"
     # Judged by what the change does to its own document: where that does not move either, nothing is shown.
     isolated = check.leak <= _SAME[dtype] * check.changed and check.changed > 0
-    limit = _SAME[dtype]
     moves = f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}"
     alone = bool(stand_in) and isolated and layout_kind != "packed"
-    off = abs(check.loss - check.plain_loss) / max(abs(check.plain_loss), 1e-9)
     beyond = f"; {check.beyond:.2e} around {', '.join(map(str, check.limits))} positions" if check.limits else ""
     return [
         Check(
@@ -58,13 +56,7 @@ def document_checks(
             "two documents and padding in one row through this run's attention and head, each alone through a model "
             "that transformers made of the start's files; longer documents on both sides of the config's limits",
         ),
-        Check(
-            "Loss equals plain cross entropy",
-            off < limit,
-            f"{check.loss:.5f} against {check.plain_loss:.5f} nats over {check.targets} targets",
-            f"equal to {limit:.0e}",
-            "two packed documents through the run's loss, sums over all targets, against the plain model's mean",
-        ),
+        loss_check(check.loss, check.plain_loss, check.targets, dtype),
         Check(
             "Documents in a row do not see each other",
             # A stand-in that isolates says nothing of the run's own kernel; if it leaks, the masks are
@@ -75,6 +67,19 @@ def document_checks(
             "every token of one document is replaced; largest change of the hidden states of the other one",
         ),
     ]
+
+
+def loss_check(loss: float, plain_loss: float, targets: int, dtype: torch.dtype) -> Check:
+    """Return the check of the loss of a few documents, nats per target. `dtype`: of the weights."""
+    limit = _SAME.get(dtype, _SAME[torch.float32])
+    off = abs(loss - plain_loss) / max(abs(plain_loss), 1e-9)
+    return Check(
+        "Loss equals plain cross entropy",
+        off < limit,
+        f"{loss:.5f} against {plain_loss:.5f} nats over {targets} targets",
+        f"equal to {limit:.0e}",
+        "a few documents through the run's rows and loss, sums over all targets, against the plain model's mean",
+    )
 
 
 def weights_check(plain: PlainModel) -> Check:

@@ -231,9 +231,7 @@ class PlainModel:
         self._vocabulary = set(map(id, vocabulary_of(live)))
         self._new = None if start is None or start.checkpoint is not None else new_rows(live)
         if self.has_files:
-            found = {
-                name: _difference(p, self._live.get(name), self._vocabulary, self._new) for name, p in own.items()
-            }
+            found = {name: _difference(p, self._live.get(name), self._vocabulary, self._new) for name, p in own.items()}
             found |= dict.fromkeys(self._live.keys() - own.keys(), 1.0)
             found |= _differing_buffers(self.orig_model, live)
             differing = {name: share for name, share in found.items() if share}

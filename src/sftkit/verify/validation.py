@@ -64,7 +64,8 @@ def validation_check(
     if chosen is None:
         return []
     examples, orig_model = some_documents(chosen), model.orig_model
-    found = validate(model, {"": examples}, layout, int(tokenizer.pad_token_id or 0), rt)
+    with stagewise(orig_model):
+        found = validate(model, {"": examples}, layout, int(tokenizer.pad_token_id or 0), rt)
     bits = targets = 0.0
     try:
         # Every rank computes all of them: shards are gathered, stages pass on what they compute.
