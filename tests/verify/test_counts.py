@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ def test_flops_are_those_that_torch_counts_and_a_wrong_number_of_them_is_found(m
     right = counts.train_flops
     monkeypatch.setattr(counts, "train_flops", lambda *args: 4 / 3 * right(*args))
     assert flops_check(model).ok is False
+    monkeypatch.setattr(counts, "train_flops", lambda model, work: right(model, replace(work, targets=work.tokens)))
+    assert flops_check(model).ok is False, "a head that counts for every token"
 
 
 def test_flops_of_experts_are_not_counted() -> None:
@@ -122,9 +125,24 @@ def loss_over_tokens(right: Any) -> Any:
     return read
 
 
+def whole_squares(right: Any) -> Any:
+    """(query, key) pairs that no causal mask allows."""
+
+    def read(self: Any) -> Any:
+        self._pairs *= 2
+        return right(self)
+
+    return read
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
-    [(over_positions, "data/target_pct"), (targets_twice, "perf/target_tok_per_sec"), (loss_over_tokens, "train/loss")],
+    [
+        (whole_squares, "train/flops"),
+        (over_positions, "data/target_pct"),
+        (targets_twice, "perf/target_tok_per_sec"),
+        (loss_over_tokens, "train/loss"),
+    ],
 )
 def test_a_wrong_count_in_the_first_line_turns_its_row_red_and_is_printed(
     tmp_path: Path, monkeypatch, capsys, wrong: Any, named: str

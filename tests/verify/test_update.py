@@ -76,7 +76,7 @@ def test_a_right_update_is_that_of_torch_whatever_the_optimizer_stores(
     found = rows(tmp_path, name, precision, before)
     assert found[UPDATE].ok is True, found[UPDATE]
     assert found[NORM].ok is True, found[NORM]
-    assert ("rounded updates are" in found[UPDATE].found) is (name == "adamw_sr")
+    assert ("rounded updates are" in found[UPDATE].found) is (precision == torch.bfloat16)
 
 
 @pytest.mark.parametrize("engine", ["graph", "reference"])
@@ -130,6 +130,10 @@ def scaled_step(right: Any) -> Any:
     return wrong
 
 
+def to_nearest(right: Any) -> Any:
+    return lambda value, noise: value.to(torch.bfloat16)
+
+
 def other_norm(right: Any) -> Any:
     return lambda *args: 2.0 * right(*args)
 
@@ -149,6 +153,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], str, torch.dtype, str]] 
     "a squared clip": (engine_step, "clip_coefficient", squared_clip, "adamw", torch.float32, UPDATE),
     "decay on norms": (build, "parameter_groups", decay_on_norms, "adamw", torch.float32, UPDATE),
     "a parameter in no group": (build, "parameter_groups", one_forgotten, "adamw", torch.float32, UPDATE),
+    "masters rounded to nearest": (formula, "stochastic_round", to_nearest, "adamw", torch.bfloat16, UPDATE),
     "a norm of other gradients": (engine_step, "squared_norm", other_norm, "adamw", torch.float32, NORM),
     "less momentum": (muon, "MOMENTUM", less_momentum, "muon", torch.float32, UPDATE),
     "matrices 1.1 times as long": (muon, "orthogonalized", too_long, "muon", torch.float32, UPDATE),

@@ -46,6 +46,8 @@ from sftkit.runtime.start import Runtime
 
 WEIGHT_SAMPLE = 1024
 "Maximum number of elements of a parameter, or of this rank's shard, that are compared with the files."
+MEAN_COLUMNS = 8
+"Columns of which the mean over all known tokens is computed again, for the rows of added ones."
 
 
 class Start(NamedTuple):
@@ -233,6 +235,10 @@ class PlainModel:
         if self.has_files:
             found = {name: _difference(p, self._live.get(name), self._vocabulary, self._new) for name, p in own.items()}
             found |= dict.fromkeys(self._live.keys() - own.keys(), 1.0)
+            if self._new is not None:
+                for name, p in own.items():
+                    if id(self._live.get(name)) in self._vocabulary:
+                        found[f"{name}, added rows"] = _added_differ(p, self._live[name], self._new)
             found |= _differing_buffers(self.orig_model, live)
             differing = {name: share for name, share in found.items() if share}
             for other in [differing] if rt is None else rt.gathered(differing):
@@ -423,6 +429,22 @@ def _difference(file: Tensor, live: Tensor | None, vocabulary: set[int], new: Ne
         at = tuple(index[known] for index in at)
     ours = mine[tuple(index.to(mine.device) for index in at)].cpu()
     return float((part[at].to(mine.dtype) != ours).double().mean()) if len(ours) else 0.0
+
+
+def _added_differ(file: Tensor, live: Tensor, new: NewRows) -> float:
+    """Return the share of the first columns of added rows that are not the mean of the rows of known tokens."""
+    if live.is_meta:
+        return 0.0
+    (start, size), *columns = local_region(live)
+    rows = new.among(start, size)
+    first = tuple(slice(begin, begin + min(width, MEAN_COLUMNS)) for begin, width in columns)
+    mine = local(live).detach()[(torch.tensor(rows, dtype=torch.long), *(slice(0, MEAN_COLUMNS) for _ in columns))]
+    if not mine.numel():
+        return 0.0
+    mean = file[(slice(0, new.known), *first)].to(live.dtype).double().mean(0).to(live.dtype).float()
+    unit = float(torch.finfo(live.dtype).eps)
+    off = (mine.float().cpu() - mean).abs() > 2 * unit * mean.abs() + 1e-7
+    return float(off.double().mean())
 
 
 def _differing_buffers(fresh: PreTrainedModel, live: PreTrainedModel) -> dict[str, float]:

@@ -62,9 +62,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         monitor, stopped = Monitor(cfg, rt, engine, batches, services), False
         begin = partial(begin_writing, rt, services, step, evaluation, monitor.meter.axes())
         update = FirstUpdate(engine, cfg.optim, rt)
-        window = FirstWindow(
-            batches.examples, rt, engine.model.objective.monitored, mid_window=start_step % cfg.log.every != 0
-        )
+        window = FirstWindow(batches.examples, rt, engine.model, start_step, cfg.log.every)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         report_ended_saves = partial(report_saves, checkpoints, tracker, status, rt)
         # Before the progress bar, which has a thread: data workers are forked, which is not safe beside threads

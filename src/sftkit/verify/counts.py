@@ -20,6 +20,7 @@ from sftkit.models.structure import Work, attention_windows, positions, train_fl
 from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.ops.attention import implementation
 from sftkit.optim.schedule import learning_rate
+from sftkit.runtime.hardware import peak_flops
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.checks import Check
 from sftkit.tracking.outcome import StepOutcome
@@ -91,13 +92,14 @@ def flops_check(model: ModelWithLoss) -> Check:
             }
             counter = FlopCounterMode(display=False)
             with implementation(plain, "eager"), counter:
-                plain(**inputs, position_ids=torch.arange(length)[None], use_cache=False)
+                # Of a step only positions with a target have logits: here one of them.
+                plain(**inputs, position_ids=torch.arange(length)[None], use_cache=False, logits_to_keep=1)
     # The architecture reads a number of a tensor, which the meta device does not have.
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         return Check(name, None, f"not counted: {' '.join(str(error).split())[:120]}", expected, how)
     # A plain pass computes whole squares of scores; of a step a third is forward.
     pairs = sum(kinds.values()) * length**2
-    ours = train_flops(orig_model, Work(tokens=length, targets=length, layer_pairs=pairs)) / 3
+    ours = train_flops(orig_model, Work(tokens=length, targets=1, layer_pairs=pairs)) / 3
     torchs = float(counter.get_total_flops())
     found = f"{ours:.4g} against {torchs:.4g} of a forward pass"
     return Check(name, abs(ours - torchs) <= SAME_FLOPS * torchs, found, expected, how)
@@ -107,20 +109,24 @@ class FirstWindow:
     """Counts the steps of the first logged line from the documents themselves. Every rank has one and calls the same
     methods."""
 
-    def __init__(self, examples: Examples, rt: Runtime, monitored: str, *, mid_window: bool) -> None:
+    def __init__(self, examples: Examples, rt: Runtime, model: ModelWithLoss, start_step: int, every: int) -> None:
         """Begin to count.
 
         Args:
-            monitored: name of the sum that train/loss is the mean of.
-            mid_window: the first line has steps of an earlier start too, so the second one is compared.
+            start_step: of this start. Within a window the first line has steps of an earlier start too, so the second
+                one is compared.
+            every: log.every.
         """
-        self._examples, self._rt, self._monitored = examples, rt, monitored
-        self._waits = mid_window
+        self._examples, self._rt, self._model = examples, rt, model
+        self._waits, self._from_start = start_step % every != 0, start_step == 0
+        kinds = None if examples.encoder_inputs is not None else attention_windows(model.orig_model)
+        self._kinds = kinds if rt.topology.stages == 1 else None
+        "layers by what their queries see; None: their work is not counted here"
         self.done = False
         self._reset()
 
     def _reset(self) -> None:
-        self._steps = self._tokens = self._targets = self._positions = 0
+        self._steps = self._tokens = self._targets = self._positions = self._pairs = 0
         self._losses: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
@@ -133,11 +139,17 @@ class FirstWindow:
             first, end = int(offsets[number]), int(offsets[number + 1])
             self._tokens += end - first - 1
             targets += int(np.count_nonzero(self._examples.is_target[first + 1 : end]))
+            seen = np.arange(1, end - first)  # keys of each query, its own position included
+            for (keys, chunked), layers in (self._kinds or {}).items():
+                of_query = seen if keys is None else (seen - 1) % keys + 1 if chunked else np.minimum(seen, keys)
+                self._pairs += layers * int(of_query.sum())
         self._targets += targets
         # Ranks that share rows have parts of them.
         shapes = [batch.shape for batch in step_batches.micro_batches]
         self._positions += sum(rows * columns for rows, columns in shapes) * self._rt.topology.ranks_per_row
-        self._losses.append((outcome.sums[self._monitored].detach().clone(), outcome.flags.skipped, targets))
+        self._losses.append(
+            (outcome.sums[self._model.objective.monitored].detach().clone(), outcome.flags.skipped, targets)
+        )
 
     def check(self, metrics: Mapping[str, float | None]) -> list[Check]:
         """Return the check of a line that has just been logged; empty if it is not compared. Every rank calls it."""
@@ -152,11 +164,11 @@ class FirstWindow:
         kept = [(loss, targets) for loss, skipped, targets in self._losses if not float(skipped) > 0]
         device = self._rt.device
         own = torch.tensor(
-            [self._tokens, self._targets, self._positions, sum(targets for _, targets in kept)],
+            [self._tokens, self._targets, self._positions, self._pairs, sum(targets for _, targets in kept)],
             dtype=torch.float32 if device.type == "mps" else torch.float64,
             device=device,
         )
-        tokens, targets, laid_out, learned = (self._rt.sum(own) / together).tolist()
+        tokens, targets, laid_out, pairs, learned = (self._rt.sum(own) / together).tolist()
         nats = float(self._rt.sum(torch.stack([loss.to(own) for loss, _ in kept]).sum())) if kept else math.nan
         seconds = (metrics["perf/step_seconds"] or 0.0) * self._steps
         expected = {
@@ -167,11 +179,19 @@ class FirstWindow:
             "perf/tok_per_sec_per_gpu": tokens / seconds / self._rt.world_size,
             "train/loss": nats / learned if learned else math.nan,
         }
+        if self._kinds is not None:
+            flops = train_flops(self._model.orig_model, Work(round(tokens), round(targets), round(pairs)))
+            if self._from_start:
+                expected["train/flops"] = flops
+            if peak := peak_flops(device):
+                expected["perf/mfu"] = flops / seconds / (peak * self._rt.world_size)
+        if self._from_start:
+            expected["train/tokens"] = tokens
         wrong = []
         for name, value in expected.items():
             limit = SAME_LOSS if name == "train/loss" else SAME_COUNT
             logged = metrics.get(name)
-            if logged is not None and not math.isnan(value) and not abs(logged - value) <= limit * max(abs(value), 1.0):
+            if logged is not None and not math.isnan(value) and not abs(logged - value) <= limit * abs(value) + 1e-9:
                 wrong.append(f"{name} is {logged:.6g}, not {value:.6g}")
         counted = f"{tokens:,.0f} tokens, {targets:,.0f} targets and {laid_out:,.0f} positions in {self._steps:,} steps"
         how = "ids and masks of the documents of the first logged steps, and their losses, added up by themselves"

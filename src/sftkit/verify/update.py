@@ -256,11 +256,11 @@ class FirstUpdate:
             if rounded:
                 self._add_rounding(errors, after[stored], expected.detach(), update)
             if stored == "master":
-                # The copy that computes is one of the two neighbours of its master.
+                # The copy that computes is one of the two neighbours of its master, on average the master itself.
                 gap = (after["weight"] - after["master"]).abs()
-                errors.relative[f"{name}: copy of the master"] = float(
-                    (gap > 2**-7 * after["master"].abs()).double().mean()
-                )
+                far = gap > 2**-7 * after["master"].abs()
+                errors.relative[f"{name}: copy of the master"] = float(far.double().mean())
+                self._add_rounding(errors, after["weight"], after["master"], update)
         for name, (weight, gradient, momentum) in self._matrices.items():
             errors.relative[f"{name}: whole matrix"] = self._of_matrix(
                 name, weight, gradient * factor, momentum, learning_rate
@@ -285,7 +285,8 @@ class FirstUpdate:
         return float((found - end).norm() / update.norm()) * LIMIT / MATRIX_LIMIT
 
     def _add_rounding(self, errors: _Errors, found: Tensor, expected: Tensor, update: Tensor) -> None:
-        """Add what weights show that are rounded to one of two bf16 neighbours: on average they are not off."""
+        """Add what shows whether rounding to one of two bf16 neighbours leaves weights, or copies of masters, where
+        they should be on average."""
         below = expected.float().view(torch.int32).bitwise_and(-65536).view(torch.float32).double()
         # Towards zero; the other neighbour is a unit of the last place further.
         unit = torch.ldexp(torch.ones_like(expected), (torch.frexp(expected).exponent - 8))
