@@ -247,14 +247,12 @@ class FirstUpdate:
                 errors.relative[f"{name}: {key}"] = _off(
                     after[key], value, value, one.after[key].dtype, _eight(one, key)
                 )
-            if by_muon:
-                continue
-            update = expected.detach() - start
-            rounded = one.after[stored].dtype == torch.bfloat16
-            slack = torch.maximum(after[stored].abs(), start.abs())
-            errors.relative[name] = _relative(after[stored], expected.detach(), update, one.after[stored].dtype, slack)
-            if rounded:
-                self._add_rounding(errors, after[stored], expected.detach(), update)
+            update = after[stored] - start if by_muon else expected.detach() - start
+            if not by_muon:  # whose whole matrices are compared below
+                dtype, slack = one.after[stored].dtype, torch.maximum(after[stored].abs(), start.abs())
+                errors.relative[name] = _relative(after[stored], expected.detach(), update, dtype, slack)
+                if dtype == torch.bfloat16:
+                    self._add_rounding(errors, after[stored], expected.detach(), update)
             if stored == "master":
                 # The copy that computes is one of the two neighbours of its master, on average the master itself.
                 gap = (after["weight"] - after["master"]).abs()
