@@ -38,10 +38,14 @@ ROOMS = {
         *("parallel", "compile", "memory", "engine"),
     ),
     "evals": (*("config", "rundir", "runtime", "data", "ops", "models", "objectives", "parallel", "generation"),),
+    "verify": (
+        *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel"),
+        *("engine", "evals"),
+    ),
     "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory"),
     "train": (
         *("config", "rundir", "runtime", "data", "models", "objectives", "optim", "tracking", "parallel"),
-        *("compile", "checkpoint", "memory", "engine", "graph", "evals", "preflight", "reports"),
+        *("compile", "checkpoint", "memory", "engine", "graph", "evals", "verify", "preflight", "reports"),
     ),
     "launch": ("config", "rundir", "runtime", "data", "models", "memory", "preflight"),
     "experiments": (

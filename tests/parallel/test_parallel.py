@@ -57,6 +57,7 @@ def check(name: str, results: dict[str, dict[str, Any]]) -> None:
     assert case["weights"] == pytest.approx(whole["weights"], rel=2e-2 if muon else 1e-4)
     assert case["compile/graphs"] == (1 if "pipeline" in name else 2)  # the block; in the last stage, the final norm
     assert case["compile/recompiles"] == case["compile/graph_breaks"] == 0
+    assert [row for row in case["proved"] if row["ok"] is not True] == []
     for side in ("compiled", "eager"):
         assert 0.0 < case["same"][side]["relative"] < 1e-5, "gradients of the plain model, whatever is cut"
     if "pipeline" in name:  # an evaluation gathers what ranks of a stage share, and nothing of other stages

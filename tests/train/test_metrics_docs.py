@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 from helpers import ROOT
-from test_train import run
+from looped import run
 
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, find_metric

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
+from sftkit.verify.update import FirstUpdate
 
 
 def small(config: PretrainedConfig) -> PreTrainedModel:
@@ -156,9 +159,9 @@ def train(
     modules = compile_model(orig_model, compile, sharded=rt.topology.partial)
     wrapped = distribute(model, None, sharding, rt, TrainConfig(pipeline_schedule=schedule))  # type: ignore[arg-type]
     optimizer = build_optimizer(orig_model, OptimConfig(name=optim, eps=1e-4))  # type: ignore[arg-type]
-    with stagewise(orig_model):
-        check_documents(model, "reference", rt.device)
+    check_documents(model, "reference", rt.device)
     rows, flags, evaluated, last = [], [], [0], rt.rank == rt.world_size - 1
+    proved: list[Any] = []
     learning_rate = LEARNING_RATES.get(model_name, 1e-2)
     with compiler_switches(compile, graphs=modules * len(layout.shapes)):
         watch = CompileWatch()
@@ -169,10 +172,18 @@ def train(
         same = check_gradients(
             Sides(model, wrapped, trained, rt), layout, "reference", limits(torch.float32, 2), compiled=True
         )
-        for step in batches.steps(0, STEPS):
-            outcome = optimizer_step(
-                TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0), step, learning_rate, stop=last
-            )
+        for number, step in enumerate(batches.steps(0, STEPS)):
+            engine: Any = SimpleNamespace(model=model, optimizer=optimizer, setup=SimpleNamespace(optimizer=optim))
+            update = FirstUpdate(engine, OptimConfig(name=optim, eps=1e-4), rt)  # type: ignore[arg-type]
+            with update.watching() if number in (0, 2) else nullcontext():  # a first step, and one with states
+                outcome = optimizer_step(
+                    TrainStep(wrapped, optimizer, model.objective, rt, max_grad_norm=1.0),
+                    step,
+                    learning_rate,
+                    stop=last,
+                )
+            if number in (0, 2):
+                proved += map(asdict, update.checks(float(outcome.grad_norm), learning_rate))
             sums = over_ranks(rt, outcome.sums)
             rows.append([float(sums["nll"]) / step.num_targets, float(outcome.grad_norm)])
             flags.append(outcome.flags.vector[:2].tolist())
@@ -191,6 +202,7 @@ def train(
         "local_elements": in_memory(orig_model),
         "evaluated": max(evaluated),
         "same": asdict(same),
+        "proved": proved,
         **counts,
     }
 

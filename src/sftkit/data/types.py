@@ -128,11 +128,14 @@ and the messages of each role in conversations that are learned from, see source
 
     @classmethod
     def of(cls, ids: np.ndarray, sizes: Sequence[int], encoder_inputs: EncoderInputs | None = None) -> Examples:
-        """Make documents that take `sizes` positions each, one after the other in ids [N], every token a target."""
+        """Make documents that take `sizes` positions each, one after the other in ids [N], every token a target but the
+        first of each."""
         # Of n positions with targets shifted by one there are n + 1 tokens.
         offsets = np.concatenate([[0], np.cumsum(np.asarray(sizes) + 1)])
         zeros = np.zeros(len(sizes), dtype=np.int64)
-        arrays = (ids.astype(np.int32), np.ones(len(ids), bool), offsets, zeros, zeros.astype(np.int16))
+        is_target = np.ones(len(ids), bool)
+        is_target[offsets[:-1]] = False
+        arrays = (ids.astype(np.int32), is_target, offsets, zeros, zeros.astype(np.int16))
         return cls(*arrays, ("made up",), {}, encoder_inputs=encoder_inputs)
 
     def __len__(self) -> int:

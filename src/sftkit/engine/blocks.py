@@ -23,9 +23,10 @@ from sftkit.compile.watch import CompileWatch
 from sftkit.config.pipeline_split import PipelineStep, bubble
 from sftkit.config.schema import Config
 from sftkit.data.batches.loader import StepBatches
-from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of
+from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of, weights_check
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.gradient_check import Sides, check_gradients
+from sftkit.engine.plain import PlainModel, Start
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.stage_trial import measured_layers
@@ -111,6 +112,7 @@ class Blocks:
             # Nothing went wrong, so what was set outlives this method: `close` puts it back, in the reverse order.
             self._at_close, self._write_logs = stack.pop_all(), write_logs
         self._cfg, self._rt, self._layout, self._plan, self._wrapped = cfg, rt, layout, plan, wrapped
+        self._start = Start.of(training.source, training.checkpoint)
         self._train_step = TrainStep(wrapped, self.optimizer, model.objective, rt, cfg.optim.max_grad_norm)
         size = checkpoint_bytes(orig_model, plan)
         stages = wrapped.placement.layers if isinstance(wrapped, Pipelined) else None
@@ -132,8 +134,8 @@ class Blocks:
         # Before anything is compiled: check that the forward pass computes what the plain model does.
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)), fp8=cfg.train.fp8 is not None)
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
-        with stagewise(orig_model):
-            check = check_documents(self.model, eager, rt.device, layout.max_length)
+        plain = PlainModel(self.model, rt.device, self._start, rt)
+        check = check_documents(self.model, eager, rt.device, layout, plain)
         # Build every graph with the optimizer's states allocated, so that the peak is that of a step.
         orig_model.train()
         losses: dict[tuple[int, int], float] = {}
@@ -151,7 +153,7 @@ class Blocks:
             # uses the graphs that exist.
             self.watch.warm_up_done()
             self._hooks = HookWatch(orig_model)
-            sides = Sides(self.model, self._wrapped, list(parameters_of(self.optimizer.param_groups)), rt)
+            sides = Sides(self.model, self._wrapped, list(parameters_of(self.optimizer.param_groups)), rt, plain)
             same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         # Report what was built and measured, and save the compiled code.
         seconds = time.perf_counter() - started
@@ -169,7 +171,7 @@ class Blocks:
         used = backend if self.compiled else eager
         checks = document_checks(check, orig_model.dtype, used, layout.kind, allowed.logits)
         compared = compiled_against_eager(rt, self.model, layout, losses if self.compiled else {}, eager)
-        checks += [gradients_check(same, allowed, used), compared]
+        checks += [weights_check(plain), gradients_check(same, allowed, used), compared]
         return WarmUp(self.compiled, seconds, checks)
 
     def _time_stages(self, pipelined: Pipelined) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from transformers import PreTrainedModel
@@ -32,6 +33,8 @@ class Training:
     "of the training rows"
     source: ModelConfig | None = None
     "where the weights of a meta model come from (models.load)"
+    checkpoint: Path | None = None
+    "the step directory whose weights the model will have when it is warmed up; None: those of `source`"
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from transformers import PreTrainedModel
 
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.pack import BatchShape, Layout
-from sftkit.data.batches.shard import FULL_ROW, row_shard
+from sftkit.data.batches.shard import row_shard
 from sftkit.data.types import Examples
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import vocab_size
@@ -23,6 +25,16 @@ TOKENS = 32
 "Maximum number of different tokens in the documents: all ranks compare the same few rows of embedding and head."
 
 
+class ProbeBatch(NamedTuple):
+    """A micro-batch whose gradients are compared."""
+
+    examples: Examples
+    rows: tuple[tuple[int, ...], ...]
+    "which documents each row has; all ranks that share rows have the same"
+    own: Batch
+    "what this rank computes of them, collated as in a step"
+
+
 def same_rows(rt: Runtime) -> bool:
     """Return whether all ranks get the same documents, as under tensor parallelism, through
     whose exchange both sides pass."""
@@ -34,17 +46,15 @@ def tokens_of(orig_model: PreTrainedModel) -> np.ndarray:
     return np.unique([0, *np.random.default_rng(0).integers(0, vocab_size(orig_model), TOKENS - 1)])
 
 
-def short_rows(
-    orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, alone: bool
-) -> tuple[list[Batch], list[Batch]]:
-    """Return (whole micro-batches, this rank's parts of them): one row with two documents and padding, or two rows with
-    one document each if `alone`."""
+def short_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, alone: bool) -> list[ProbeBatch]:
+    """Return micro-batches of one row with two documents and padding, or of two rows with one document each if
+    `alone`."""
     row_length = _ROW_LENGTH * rt.topology.ranks_per_row
     rows: list[tuple[int, ...]] = [(0,), (1,)] if alone else [(0, 1)]
     return _micro_batches(orig_model, layout, rt, rows, BatchShape(row_length, max_docs=4, max_doc_length=row_length))
 
 
-def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> tuple[list[Batch], list[Batch]]:
+def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> list[ProbeBatch]:
     """Return what `short_rows` returns, in the smallest declared shape.
 
     If rows hold one document each, two rows have one, and the others are padding.
@@ -59,8 +69,8 @@ def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> t
 
 def _micro_batches(
     orig_model: PreTrainedModel, layout: Layout, rt: Runtime, rows: list[tuple[int, ...]], shape: BatchShape
-) -> tuple[list[Batch], list[Batch]]:
-    """Build (whole micro-batches, this rank's parts of them) of random tokens, every third of them no target.
+) -> list[ProbeBatch]:
+    """Build micro-batches of random tokens, every third of them no target.
 
     Each rank with rows of its own gets other tokens.
     """
@@ -71,11 +81,11 @@ def _micro_batches(
     # need the same ones.
     random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
     inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
-    whole, own = list[Batch](), list[Batch]()
+    found = []
     for _ in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
         examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
         # A loss that ignored the mask, or counted wrong, would show in every gradient.
         examples.is_target[2::3] = False
-        for found, shard in ((whole, FULL_ROW), (own, row_shard(rt.topology, rt.rank))):
-            found.append(collate(examples, tuple(rows), shape, shard=shard).to(rt.device))
-    return whole, own
+        own = collate(examples, tuple(rows), shape, shard=row_shard(rt.topology, rt.rank)).to(rt.device)
+        found.append(ProbeBatch(examples, tuple(rows), own))
+    return found

@@ -1,67 +1,471 @@
-"""The plain model, against which ours is checked: each document alone through transformers' forward pass
-and torch's loss."""
+"""The plain model, against which ours is checked: transformers' own modules, made from the files that training starts
+from, each document alone through their forward pass and torch's loss.
+
+It is never the model that is trained, so what was lost while that one was loaded shows. Weights are not kept twice: a
+parameter of the trained model whose samples are those of the files lends its memory, any other is read from the files.
+On the host the files are mapped, not copied.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
+from sftkit.config.schema import ModelConfig
 from sftkit.data.batches.collate import IGNORE, Batch, documents, single_rows
+from sftkit.data.types import Examples
+from sftkit.models.kind import ModelKind
+from sftkit.models.load import from_config, model_of_files
+from sftkit.models.padding import without_padding
+from sftkit.models.routing import Routing, routing_of
+from sftkit.models.stages import stages_of
+from sftkit.models.structure import decoder_blocks
+from sftkit.models.vocabulary import NewRows, new_rows, vocabulary_of
 from sftkit.objectives.balanced import Balanced
 from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.objective import Objective
 from sftkit.objectives.sums import Sums
+from sftkit.ops.dtensor import local, local_part, local_region
+from sftkit.runtime.replaced import replaced_in_each
+from sftkit.runtime.start import Runtime
+
+WEIGHT_SAMPLE = 1024
+"Maximum number of elements of a parameter, or of this rank's shard, that are compared with the files."
+MEAN_COLUMNS = 8
+"Columns of which the mean over all known tokens is computed again, for the rows of added ones."
 
 
-def plain_sums(model: ModelWithLoss, batch: Batch, multiple: int = 1) -> Iterator[Sums]:
-    """Yield the sums of a batch document by document, so that the caller's backward pass frees one before the next.
+class Start(NamedTuple):
+    """Where the weights of a run come from."""
 
-    Call it inside ops.attention.plain_attention.
+    model: ModelConfig
+    "of the recipe"
+    checkpoint: Path | None = None
+    "the step directory that is resumed; None: a new run"
+
+    @classmethod
+    def of(cls, model: ModelConfig | None, checkpoint: Path | None) -> Start | None:
+        """Return the start of a run; None: of a model that was made in this process, without a recipe."""
+        return None if model is None else cls(model, checkpoint)
+
+
+class PlainDocument(NamedTuple):
+    """A document as the plain model takes it, or several of one padded length."""
+
+    inputs: dict[str, Tensor]
+    "of the model, [N, L] without positions, and of an encoder [N, ...]"
+    targets: Tensor
+    "[N L], IGNORE where nothing is learned"
+    length: int
+    "positions of the document, without padding"
+
+
+class Computes(Protocol):
+    """A model with its objective: the one that is trained, for the reference engine, or a PlainModel."""
+
+    orig_model: PreTrainedModel
+    objective: Objective
+    routing: Routing | None
+    kind: ModelKind
+
+
+def documents_of(
+    examples: Examples, rows: Iterable[Sequence[int]], device: torch.device, multiple: int = 1
+) -> list[list[PlainDocument]]:
+    """Return the documents of each row, made from their own ids and mask: nothing of a batch or its collation.
 
     Args:
         multiple: documents are padded to a multiple of this number of positions.
     """
+    return [[_document(examples, number, device, multiple) for number in row] for row in rows]
+
+
+def _document(examples: Examples, number: int, device: torch.device, multiple: int) -> PlainDocument:
+    """Return document i: its tokens but the last, and as target of each the token that follows, if that is learned."""
+    ids, is_target = examples[number].ids, examples[number].is_target
+    length = len(ids) - 1
+    padding = (0, -length % multiple)
+    targets = np.where(is_target[1:], ids[1:], IGNORE).astype(np.int64)
+    inputs = {"input_ids": pad(torch.from_numpy(ids[:-1].astype(np.int64)), padding)[None].to(device)}
+    if (encoded := examples.encoder_inputs) is not None:
+        entry = int(encoded.index[number])
+        inputs |= {
+            name: torch.from_numpy(array[entry][None].copy()).to(device) for name, array in encoded.arrays.items()
+        }
+    return PlainDocument(inputs, pad(torch.from_numpy(targets), padding, value=IGNORE).to(device), length)
+
+
+def in_one_pass(found: Iterable[PlainDocument]) -> PlainDocument:
+    """Return documents as one, padded behind to the same length, for a single pass: no token sees those behind it."""
+    found = list(found)
+    length = max(one.inputs["input_ids"].shape[1] for one in found)
+
+    def padded(one: PlainDocument, name: str) -> Tensor:
+        value = one.inputs[name]
+        return pad(value, (0, length - value.shape[1])) if name == "input_ids" else value
+
+    inputs = {name: torch.cat([padded(one, name) for one in found]) for name in found[0].inputs}
+    targets = [pad(one.targets, (0, length - len(one.targets)), value=IGNORE) for one in found]
+    return PlainDocument(inputs, torch.cat(targets), sum(one.length for one in found))
+
+
+def rows_of_batch(model: Computes, batch: Batch) -> Iterator[list[PlainDocument]]:
+    """Yield the documents of a batch, for an engine that learns from it; those of a row together only where the
+    objective needs that."""
+    if _balanced(model) is not None:
+        for row in single_rows(batch):
+            yield [PlainDocument(inputs, targets, len(targets)) for inputs, targets in documents(row)]
+        return
+    for inputs, targets in documents(batch):
+        yield [PlainDocument(inputs, targets, len(targets))]
+
+
+def _balanced(model: Computes) -> Balanced | None:
+    """Return the objective where it has the auxiliary loss of routers in this pass, which is that of whole rows."""
+    return model.objective if isinstance(model.objective, Balanced) and model.orig_model.training else None
+
+
+def plain_sums(model: Computes, rows: Iterable[Sequence[PlainDocument]]) -> Iterator[Sums]:
+    """Yield the sums of documents one by one, so that the caller's backward pass frees one before the next.
+
+    Call it inside ops.attention.plain_attention.
+    """
     # The auxiliary loss of routers depends on what all tokens of a row choose, so documents need the counts
     # of their row.
-    if isinstance(model.objective, Balanced) and model.orig_model.training:
-        for row in single_rows(batch):
-            yield from _of_row(model, model.objective, row, multiple)
-        return
-    if model.routing is not None:
+    objective = _balanced(model)
+    if objective is None and model.routing is not None:
         model.routing.begin(None)  # the load of experts is counted in training steps only
-    for inputs, targets in documents(batch, multiple):
-        yield _of_document(model, inputs, targets)
+    for row in rows:
+        if objective is None:
+            yield from (_of_document(model, one) for one in row)
+        elif row:  # else it is padding
+            yield from _of_row(model, objective, row)
 
 
-def _of_document(model: ModelWithLoss, inputs: dict[str, Tensor], targets: Tensor) -> Sums:
-    """Return the sums of one document, in fp32 or more."""
-    logits = model.kind.plain_logits(model.orig_model, inputs)[0]
-    return model.objective.sums_of_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+def plain_logits(model: Computes, document: PlainDocument) -> Tensor:
+    """Return the logits [N L, V] of a document by transformers' own forward pass, in fp32 or more."""
+    logits = model.kind.plain_logits(model.orig_model, document.inputs).flatten(0, 1)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _of_row(model: ModelWithLoss, objective: Balanced, row: Batch, multiple: int) -> Iterator[Sums]:
+def _of_document(model: Computes, document: PlainDocument) -> Sums:
+    """Return the sums of one document."""
+    return model.objective.sums_of_logits(plain_logits(model, document), document.targets)
+
+
+def _of_row(model: Computes, objective: Balanced, row: Sequence[PlainDocument]) -> Iterator[Sums]:
     """Yield the sums of a row's documents, each with its share of the row's auxiliary loss.
 
     How often the row chooses each expert must be known first, and is counted in passes without gradients. Given that,
     the loss is a sum over documents.
     """
-    routing, ids = model.routing, row.doc_ids[row.doc_ids >= 0]
+    routing = model.routing
     assert routing is not None
-    own = list(zip(documents(row, multiple), torch.bincount(ids).tolist(), strict=True))
 
-    def passed(inputs: dict[str, Tensor], targets: Tensor, length: int) -> tuple[Sums, Tensor, Tensor]:
+    def passed(document: PlainDocument) -> tuple[Sums, Tensor, Tensor]:
         """Return (sums, positions that each expert was given, sums of probabilities) of a document."""
-        routing.begin(torch.arange(len(targets), device=targets.device)[None] < length)
-        sums = _of_document(model, inputs, targets)
+        targets = document.targets
+        routing.begin(torch.arange(len(targets), device=targets.device)[None] < document.length)
+        sums = _of_document(model, document)
         chosen, probability = routing.taken()
         assert probability is not None
         return sums, chosen, probability
 
     with torch.no_grad():
-        counted = [passed(*document, length)[1] for document, length in own]
+        counted = [passed(document)[1] for document in row]
     # The second pass, with gradients: each document adds its own probabilities to the counts of the whole row.
-    of_row = row.doc_ids.new_tensor([len(ids)]), (row.targets != IGNORE).sum(-1)
-    for document, length in own:
-        sums, _, probability = passed(*document, length)
-        yield objective.added(sums, routing.loss_of_rows(torch.stack(counted).sum(0), probability, *of_row))
+    tokens = torch.tensor([sum(one.length for one in row)], device=row[0].targets.device)
+    learned = torch.stack([(one.targets != IGNORE).sum() for one in row]).sum()[None]
+    for document in row:
+        sums, _, probability = passed(document)
+        yield objective.added(sums, routing.loss_of_rows(torch.stack(counted).sum(0), probability, tokens, learned))
+
+
+class PlainModel:
+    """A model of transformers with the weights of the start's files, and the run's objective. Every rank makes one.
+
+    If ranks hold parts of the weights, those of a block are gathered while it computes, in the backward pass again.
+    """
+
+    def __init__(
+        self, model: ModelWithLoss, device: torch.device, start: Start | None = None, rt: Runtime | None = None
+    ) -> None:
+        """Load the files, compare the trained model's weights with them, and make the plain model ready to compute.
+
+        Args:
+            model: the one that is trained, on the device, whole or distributed.
+            start: None, or one without files (model.scratch): the config and the weights are those of `model`.
+            rt: None: there is one process.
+
+        Raises:
+            ConfigError: transformers cannot load the files.
+        """
+        live = model.orig_model
+        self.objective, self.kind, self._device = model.objective, model.kind, device
+        # Captured now: in a pipeline, or between two gathers, the modules hold others for some time.
+        self._live = dict(live.named_parameters(remove_duplicate=False))
+        self._first = {id(p): name for name, p in live.named_parameters()}
+        self._rows, self._stages = without_padding(live), stages_of(live)
+        files = None if start is None else model_of_files(start.model, start.checkpoint)
+        self.has_files = files is not None
+        self.orig_model = _skeleton(live, start) if files is None else files
+        if self.orig_model._can_set_experts_implementation():
+            # Private, as in models.load: experts by the trained model's operator, whose choice is transformers' own.
+            self.orig_model.set_experts_implementation(live.config._experts_implementation)
+        own = dict(self.orig_model.named_parameters(remove_duplicate=False))
+        self.differing: dict[str, float] = {}
+        "name of a parameter or buffer -> share of its compared elements that are not those of the files; all ranks'"
+        self._vocabulary = set(map(id, vocabulary_of(live)))
+        self._new = None if start is None or start.checkpoint is not None else new_rows(live)
+        if self.has_files:
+            found = {name: _difference(p, self._live.get(name), self._vocabulary, self._new) for name, p in own.items()}
+            found |= dict.fromkeys(self._live.keys() - own.keys(), 1.0)
+            if self._new is not None:
+                for name, p in own.items():
+                    if id(self._live.get(name)) in self._vocabulary:
+                        found[f"{name}, added rows"] = _added_differ(p, self._live[name], self._new)
+            found |= _differing_buffers(self.orig_model, live)
+            differing = {name: share for name, share in found.items() if share}
+            for other in [differing] if rt is None else rt.gathered(differing):
+                self.differing |= other
+        self.compared = len(own)
+        # Those that differ are the files' own; the others are the trained model's memory.
+        self._own = {name: p.detach() for name, p in own.items() if name in self.differing or name not in self._live}
+        self._listener: Callable[[str, Tensor], None] | None = None
+        _match_float8(self.orig_model, live)
+        self.orig_model.train(live.training)
+        self.orig_model.config.use_cache = False
+        self.gathers = self._stages is not None or any(isinstance(p, DTensor) for p in self._live.values())
+        "whether weights are gathered where they are used"
+        self._place()
+        weight = model.routing.weight if model.routing is not None else None
+        self.routing = None if model.routing is None else routing_of(self.orig_model, weight)
+
+    @contextmanager
+    def gradients_to(self, listener: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Give each gradient that a backward pass finds within the context to a function, and keep none.
+
+        Args:
+            listener: takes the first name of the trained model's parameter, and the whole gradient in its shape; it is
+                called more than once for a name, with gradients that add up.
+        """
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
+
+    def _place(self) -> None:
+        """Put the modules on the device, without weights of their own."""
+        # Buffers are small, and the files' own or computed from the config.
+        for module in self.orig_model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self._device)
+        names = {id(p): name for name, p in self.orig_model.named_parameters(remove_duplicate=False)}
+        placed = {key: self._placeholder(name) if self.gathers else self._lent(name) for key, name in names.items()}
+        owners: dict[torch.nn.Module, dict[str, str]] = {}
+        for module in self.orig_model.modules():
+            owners[module] = {name: names[id(p)] for name, p in module._parameters.items() if p is not None}
+            # Private: setting the attribute would run the global hooks of register_parameter.
+            module._parameters.update({name: placed[id(module._parameters[name])] for name in owners[module]})
+        if not self.gathers:
+            return
+        blocks = decoder_blocks(self.orig_model)
+        inner = {id(m) for block in blocks for m in block.modules() if m is not block}
+        blocks = [block for block in blocks if id(block) not in inner]
+        inside = inner | set(map(id, blocks))
+        for block in blocks:
+            of_block = {module: owners[module] for module in block.modules() if owners[module]}
+            # Without the checkpoint autograd would keep the gathered weights of all blocks.
+            forward = partial(self._with_weights, of_block, block.forward)
+            block.forward = partial(checkpoint, forward, use_reentrant=False)
+        for module, of_module in owners.items():
+            if of_module and id(module) not in inside:
+                module.forward = partial(self._with_weights, {module: of_module}, module.forward)
+
+    def _lent(self, name: str) -> torch.nn.Parameter:
+        """Return a parameter in the trained model's memory, or from the files, whose gradients go to the listener."""
+        trained = name in self._live and self._live[name].requires_grad
+        parameter = torch.nn.Parameter(self._whole(name), requires_grad=trained)
+        if trained:
+            parameter.register_post_accumulate_grad_hook(partial(self._take, name))
+        return parameter
+
+    def _take(self, name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self._found(name, gradient)
+
+    def _placeholder(self, name: str) -> torch.nn.Parameter:
+        """Return a parameter without memory, NaN at every place, so that a result that reads it shows."""
+        shape, dtype = self._shape(name)
+        return torch.nn.Parameter(
+            torch.full((), torch.nan, dtype=dtype, device=self._device).expand(shape), requires_grad=False
+        )
+
+    def _shape(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Return the shape of a parameter without padding of the vocabulary, and the dtype of the run."""
+        live = self._live.get(name)
+        if live is None or (name in self._own and id(live) not in self._vocabulary):
+            own = self._own[name]
+            return own.shape, own.dtype if live is None else live.dtype
+        return torch.Size([self._rows.get(id(live), live.shape[0]), *live.shape[1:]]), live.dtype
+
+    def _with_weights(
+        self, owners: dict[torch.nn.Module, dict[str, str]], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a forward pass with the whole weights of some modules."""
+        whole = {
+            module: {name: self._gathered(of[name]) if name in of else p for name, p in module._parameters.items()}
+            for module, of in owners.items()
+        }
+        with replaced_in_each("_parameters", whole):
+            return forward(*args, **kwargs)
+
+    def _gathered(self, name: str) -> Tensor:
+        """Return the whole weight, whose gradient goes to the listener."""
+        if name not in self._live or not self._live[name].requires_grad:
+            return self._whole(name)
+        anchor = torch.zeros((), requires_grad=True)
+        return _Gathered.apply(anchor, self, name)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _whole(self, name: str) -> Tensor:
+        """Return the whole weight on the device, without padding of the vocabulary; if ranks hold parts of it all of
+        them call this together."""
+        p, own = self._live.get(name), self._own.get(name)
+        if p is None or (own is not None and id(p) not in self._vocabulary):
+            assert own is not None
+            return own.to(self._device, self._shape(name)[1])
+        value = (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        if self._stages is not None:
+            value = torch.empty(p.shape, dtype=p.dtype, device=self._device) if p.is_meta else value.clone()
+            holder = self._stages.holders[self._first[id(p)]][0]
+            dist.broadcast(value, src=dist.get_global_rank(self._stages.group, holder), group=self._stages.group)
+        if id(p) in self._rows:
+            value = value[: self._rows[id(p)]]
+        if own is not None:
+            # Rows of the files, except those that no file has.
+            known = torch.ones(min(len(own), len(value)), dtype=torch.bool)
+            if self._new is not None:
+                known[self._new.among(0, len(known))] = False
+            value, known = value.clone(), known.nonzero().flatten()
+            value[known.to(self._device)] = own[known].to(value)
+        return value
+
+    def _found(self, name: str, gradient: Tensor) -> None:
+        """Give a gradient to the listener, with zeros where the vocabulary is padded."""
+        live = self._live[name]
+        if self._listener is None:
+            return
+        missing = live.shape[0] - gradient.shape[0] if live.ndim else 0
+        if missing:
+            gradient = torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
+        self._listener(self._first[id(live)], gradient)
+
+
+class _Gathered(torch.autograd.Function):
+    """A weight that exists while it is used."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, plain: PlainModel, name: str) -> Tensor:
+        """Return the whole weight. `anchor`: what makes autograd ask for the gradient."""
+        ctx.plain, ctx.name = plain, name
+        return plain._whole(name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.plain._found(ctx.name, gradients[0])
+        return None, None, None
+
+
+def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:
+    """Return a model of transformers by the config of another, its parameters on the meta device."""
+    trusted = start is not None and start.model.trust_remote_code
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        fresh = from_config(copy.deepcopy(live.config), live.dtype, trust_remote_code=trusted)
+    fresh.tie_weights()
+    return fresh
+
+
+def _difference(file: Tensor, live: Tensor | None, vocabulary: set[int], new: NewRows | None) -> float:
+    """Return the share of a sample of this rank's part of a parameter that is not what the files have, after rounding
+    to its precision.
+
+    Args:
+        vocabulary: ids of the parameters with a row for each token: rows behind those of the files are left out.
+        new: rows of tokens that were added, left out too, as the files' rows belong to no token.
+    """
+    if live is None or live.is_meta:
+        return float(live is None)
+    mine, part = local(live).detach(), local_part(file, live)
+    new = new if id(live) in vocabulary else None
+    if id(live) in vocabulary:
+        rows = min(len(part), len(mine))
+        mine, part = mine[:rows], part[:rows]
+    if part.shape != mine.shape:
+        return 1.0
+    size = mine.numel()
+    if not size:
+        return 0.0
+    at = torch.unravel_index(torch.arange(0, size, -(-size // WEIGHT_SAMPLE) | 1), mine.shape)
+    if new is not None:
+        known = ~torch.isin(at[0], torch.tensor(new.among(*local_region(live)[0]), dtype=torch.long))
+        at = tuple(index[known] for index in at)
+    ours = mine[tuple(index.to(mine.device) for index in at)].cpu()
+    return float((part[at].to(mine.dtype) != ours).double().mean()) if len(ours) else 0.0
+
+
+def _added_differ(file: Tensor, live: Tensor, new: NewRows) -> float:
+    """Return the share of the first columns of added rows that are not the mean of the rows of known tokens."""
+    if live.is_meta:
+        return 0.0
+    (start, size), *columns = local_region(live)
+    rows = new.among(start, size)
+    first = tuple(slice(begin, begin + min(width, MEAN_COLUMNS)) for begin, width in columns)
+    mine = local(live).detach()[(torch.tensor(rows, dtype=torch.long), *(slice(0, MEAN_COLUMNS) for _ in columns))]
+    if not mine.numel():
+        return 0.0
+    mean = file[(slice(0, new.known), *first)].to(live.dtype).double().mean(0).to(live.dtype).float()
+    unit = float(torch.finfo(live.dtype).eps)
+    off = (mine.float().cpu() - mean).abs() > 2 * unit * mean.abs() + 1e-7
+    return float(off.double().mean())
+
+
+def _differing_buffers(fresh: PreTrainedModel, live: PreTrainedModel) -> dict[str, float]:
+    """Return the buffers of the files that the trained model does not have as they are."""
+    there, parameters = live.state_dict(), {name for name, _ in fresh.named_parameters(remove_duplicate=False)}
+    found = {}
+    for name, value in fresh.state_dict().items():
+        if name in parameters:
+            continue
+        mine = there.get(name)
+        same = mine is not None and not mine.is_meta and torch.equal(value.to(mine.dtype), local(mine).cpu())
+        found[name] = float(not same)
+    return found
+
+
+def _match_float8(fresh: PreTrainedModel, live: PreTrainedModel) -> None:
+    """Let the layers compute in float8 that do so in the trained model: what float8 costs is not what is compared."""
+    for name, module in live.named_modules():
+        # By name: torchao may not be installed.
+        if type(module).__name__ == "Float8Linear" and hasattr(type(module), "from_float"):
+            parent, _, last = name.rpartition(".")
+            setattr(
+                fresh.get_submodule(parent), last, type(module).from_float(fresh.get_submodule(name), module.config)
+            )

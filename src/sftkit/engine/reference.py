@@ -19,9 +19,10 @@ from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import StepBatches
-from sftkit.engine.checks import compiled_check
+from sftkit.engine.checks import compiled_check, loss_check, weights_check
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
-from sftkit.engine.plain import plain_sums
+from sftkit.engine.gradient_rows import short_rows
+from sftkit.engine.plain import PlainModel, Start, documents_of, plain_sums, rows_of_batch
 from sftkit.engine.step import RankSums, exchange
 from sftkit.engine.warmup import worst_case_batch
 from sftkit.errors import ConfigError
@@ -60,6 +61,7 @@ class Reference:
         routing = routing_of(orig_model, loss.router_aux_loss_coef)
         self.model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
         self._max_norm, self._rt, self._layout = optim.max_grad_norm, rt, training.layout
+        self._start = Start.of(training.source, training.checkpoint)
         optim = replace(optim, name=DEFAULT)  # the only one that auto may choose here
         groups = parameter_groups(orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
@@ -78,8 +80,28 @@ class Reference:
             self._forward_backward(batch, self.model.objective.count(batch))
         self.optimizer.zero_grad(set_to_none=True)
         print_line(f"{self._layout.kind} rows, one document at a time; eager")
+        plain = PlainModel(self.model, self._rt.device, self._start, self._rt)
         never = compiled_check(None, None, orig_model.dtype)
-        return WarmUp(compiled=False, seconds=time.perf_counter() - started, checks=[never])
+        checks = [weights_check(plain), self._loss_check(plain), never]
+        return WarmUp(compiled=False, seconds=time.perf_counter() - started, checks=checks)
+
+    @torch.no_grad()
+    def _loss_check(self, plain: PlainModel) -> Check:
+        """Compare the loss of a few collated documents with the plain model's from their own ids and masks."""
+        name = self.model.objective.monitored
+        ours, theirs, targets = 0.0, 0.0, 0
+        with random_state_kept():
+            plain.orig_model.eval()
+            self.model.orig_model.eval()
+            for one in short_rows(self.model.orig_model, self._layout, self._rt, alone=False):
+                with plain_attention(self.model.orig_model), plain_attention(plain.orig_model):
+                    for sums in plain_sums(self.model, rows_of_batch(self.model, one.own)):
+                        ours += float(sums.measured[name])
+                    for sums in plain_sums(plain, documents_of(one.examples, one.rows, self._rt.device)):
+                        theirs += float(sums.measured[name])
+                targets += int(self.model.objective.divisors(one.examples).sum())
+            self.model.orig_model.train()
+        return loss_check(ours / targets, theirs / targets, targets, self.model.orig_model.dtype)
 
     def guarded(self) -> AbstractContextManager[None]:
         """Return a context that refuses nothing."""
@@ -118,7 +140,7 @@ class Reference:
         """Add the gradients of a micro-batch's loss / divisor and return its sums."""
         totals, orig_model = self._nothing(), self.model.orig_model
         with plain_attention(orig_model):  # once for all documents: it walks through all modules
-            for sums in plain_sums(self.model, batch):
+            for sums in plain_sums(self.model, rows_of_batch(self.model, batch)):
                 (sums.loss / max(divisor, 1)).backward()
                 totals.add_(Totals.of(sums))
         return totals

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
-from sftkit.data.batches.collate import OF_TOKENS, Batch, collate, documents
-from sftkit.data.batches.pack import BatchShape
+from sftkit.data.batches.collate import OF_TOKENS, Batch, collate
+from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
+from sftkit.engine.plain import PlainModel, documents_of, plain_logits
 from sftkit.errors import ConfigError
 from sftkit.models.stages import from_last
 from sftkit.models.structure import inference, logit_softcap, output_projection, vocab_size
 from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.ops.attention import mixes_tokens, short_windows
+from sftkit.ops.attention import mixes_tokens, short_windows, windows
+from sftkit.parallel.stagewise import stagewise
 from sftkit.parallel.tensor import without_sequence_parallel
+from sftkit.runtime.words import first_of
 
 _SIZES = (8, 5)
 "Lengths of the two documents, in positions."
 _ROW_LENGTH = 16
+_BEYOND = 8
+"Positions before and behind a limit of the model whose logits are compared."
 REFUSED_FROM = 0.05
 "With this relative difference of the logits, or a larger one, no run starts; proof.json allows less: roundings.limits."
 
@@ -43,19 +50,28 @@ class DocumentCheck:
     "the largest change of a hidden state of one document when every token of the other is replaced"
     changed: float
     "the same for the document that was replaced"
+    limits: tuple[int, ...] = ()
+    "of the model, in positions, such as a sliding window, that documents on both sides of them were compared at"
+    beyond: float = 0.0
+    "relative difference of the logits there; the largest"
 
 
 def check_documents(
-    model: ModelWithLoss, backend: str, device: torch.device, max_length: int = _ROW_LENGTH
+    model: ModelWithLoss,
+    backend: str,
+    device: torch.device,
+    layout: Layout | None = None,
+    plain: PlainModel | None = None,
 ) -> DocumentCheck:
     """Compare the logits of two documents and padding in one row through our forward pass with those of each document
-    alone through the model's own.
+    alone through the plain model, and those of longer documents at the limits of the model.
 
-    Sliding windows are made shorter than the documents for it.
+    Sliding windows are made shorter than the two documents for it; at the limits they are as they are.
 
     Args:
         backend: of attention; "sdpa" takes one document a row, so the reference kernel stands in for it.
-        max_length: data.max_length, to which texts for an encoder are padded.
+        layout: of the run: how long documents may be, and which ones are computed together; None: as the two.
+        plain: None: one without files.
 
     Raises:
         ConfigError: they differ, or the model does not take our arguments: this architecture does something that our
@@ -66,50 +82,160 @@ def check_documents(
     mixer = mixes_tokens(orig_model)
     if mixer:
         raise ConfigError(f"{name} is not supported: {mixer} carries tokens from one document of a row to the next")
+    plain = plain or PlainModel(model, device)
+    backend = "reference" if backend == "sdpa" else backend
     try:
-        with inference(orig_model), short_windows(orig_model), without_sequence_parallel(orig_model):
-            found = _compare(model, "reference" if backend == "sdpa" else backend, device, max_length)
+        with (
+            stagewise(orig_model),
+            inference(orig_model),
+            inference(plain.orig_model),
+            without_sequence_parallel(orig_model),
+        ):
+            with short_windows(orig_model), short_windows(plain.orig_model):
+                found = _compare(model, plain, backend, device, _ROW_LENGTH if layout is None else layout.max_length)
+            if layout is not None:
+                found = _at_limits(model, plain, backend, device, layout, found)
     # What a model raises when it is called with arguments that it does not know; out of memory says nothing about it.
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ConfigError(f"{name} is not supported: {' '.join(str(error).split())[:300]}") from error
+    if found.logits_difference < REFUSED_FROM and found.beyond < REFUSED_FROM:
+        return found
+    if plain.differing:
+        raise ConfigError(
+            f"the weights in memory are not those of the files: {first_of(sorted(plain.differing))}; logits differ by "
+            f"{found.logits_difference:.0%} from those of transformers. The files are not what their config.json says: "
+            "load the model in transformers, save it again with save_pretrained, and start from that"
+        )
     if not found.logits_difference < REFUSED_FROM:
         raise ConfigError(
             f"{name} is not supported: the logits of its own forward pass and sftkit's differ by "
             f"{found.logits_difference:.0%}, so it does more than attend within documents, project and soft-cap"
         )
-    return found
+    raise ConfigError(
+        f"{name} is not supported with documents of more than {first_of(list(map(str, found.limits)))} positions: at "
+        f"this limit of its config the logits of its own forward pass and sftkit's differ by {found.beyond:.0%}. Set "
+        f"data.max_length={min(found.limits)} or less"
+    )
 
 
-def _compare(model: ModelWithLoss, backend: str, device: torch.device, max_length: int) -> DocumentCheck:
-    """Compute both sides with the reference kernel or the run's own."""
+def _compare(model: ModelWithLoss, plain: PlainModel, backend: str, device: torch.device, length: int) -> DocumentCheck:
+    """Compute both sides with the reference kernel or the run's own. `length`: of texts for an encoder."""
     # The same documents in every run: the check of one start can be compared with that of another.
     ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(_SIZES) + 2)
-    examples = Examples.of(ids, _SIZES, model.kind.made_up_inputs(model.orig_model, len(_SIZES), max_length))
+    examples = Examples.of(ids, _SIZES, model.kind.made_up_inputs(model.orig_model, len(_SIZES), length))
     batch = _batch(examples, (0, 1)).to(device)
     hidden = model.hidden_states(batch, backend)
-    ours, theirs = _projected(model, hidden)[:, : sum(_SIZES)], _plain_logits(model, batch)
-    monitored, targets = model.objective.monitored, model.objective.count(batch)
+    ours = _projected(model, hidden)[0, : sum(_SIZES)]
+    # The plain side knows nothing of batches: a collation that shifts no target, or two, would shift both sides.
+    (own,) = documents_of(examples, [(0, 1)], device)
+    theirs = torch.cat([plain_logits(plain, document) for document in own])
+    monitored, targets = model.objective.monitored, int(model.objective.divisors(examples).sum())
     # Each document in a micro-batch of its own: their sums must add up to the plain model's over both.
     sums = [
         from_last(model.orig_model, model.sums(_batch(examples, (document,)).to(device), backend).measured[monitored])
         for document in (0, 1)
     ]
-    plain = model.objective.sums_of_logits(theirs[0], batch.targets[0, : sum(_SIZES)]).measured[monitored]
+    expected = model.objective.sums_of_logits(theirs, torch.cat([one.targets for one in own])).measured[monitored]
 
     # Leakage, by its effect: with every token of the first document replaced, the second one must not move.
     replaced = replace(batch, inputs=_first_replaced(batch, vocab_size(model.orig_model)))
     moved = (model.hidden_states(replaced, backend) - hidden).float().abs()
     return DocumentCheck(
         backend=backend,
-        logits_difference=float((ours - theirs).norm() / theirs.norm()),
+        logits_difference=_relative(ours, theirs),
         loss=float(sum(sums)) / targets,
-        plain_loss=float(plain) / targets,
+        plain_loss=float(expected) / targets,
         targets=targets,
         leak=float(moved[:, _SIZES[0] : sum(_SIZES)].max()),
         changed=float(moved[:, : _SIZES[0]].max()),
     )
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of the second."""
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def limits_of(orig_model: PreTrainedModel) -> list[int]:
+    """Return the numbers of positions from which on the model computes differently: its sliding window, its attention
+    chunk, and the length from which rotary factors change (longrope, dynamic)."""
+    config = orig_model.config.get_text_config()
+    found = [getattr(config, "sliding_window", None)] if windows(orig_model.config) else []
+    found.append(getattr(config, "attention_chunk_size", None))
+    rope = getattr(config, "rope_parameters", None) or {}
+    # One for all layers, or one for each type of layer.
+    for one in [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]:
+        if one.get("rope_type") in ("longrope", "dynamic"):
+            longest = getattr(config, "max_position_embeddings", None)
+            found.append(one.get("original_max_position_embeddings") or longest)
+    return sorted({limit for limit in found if isinstance(limit, int) and limit > 0})
+
+
+def _at_limits(
+    model: ModelWithLoss, plain: PlainModel, backend: str, device: torch.device, layout: Layout, found: DocumentCheck
+) -> DocumentCheck:
+    """Add what documents that end behind a limit of the model show, each next to one that ends before it, where the
+    run's rows are long enough."""
+    rows, row_length = layout.shapes[-1]
+    longest = layout.batch_shape(rows, row_length).max_doc_length
+    limits = [limit for limit in limits_of(model.orig_model) if limit < longest]
+    if model.orig_model.config.is_encoder_decoder or not limits:
+        return found
+    differences = []
+    for limit in limits:
+        sizes = (min(limit + _BEYOND, longest), _SIZES[1])
+        ids = np.random.default_rng(limit).integers(0, vocab_size(model.orig_model), sum(sizes) + 2)
+        examples = Examples.of(ids, sizes)
+        # Together as in a step: in one row, or in two rows of a micro-batch, or by themselves.
+        if layout.kind == "packed" and sum(sizes) <= row_length:
+            batches: list[list[tuple[int, ...]]] = [[(0, 1)]]
+        else:
+            batches = [[(0,), (1,)]] if rows > 1 else [[(0,)], [(1,)]]
+        shape = BatchShape(sum(sizes), max_docs=2 * len(sizes) + 2, max_doc_length=sum(sizes))
+        own: dict[int, torch.Tensor] = {}
+        with _rotary_state_kept(model.orig_model):
+            for batch_rows in batches:
+                batch = collate(examples, tuple(batch_rows), shape).to(device)
+                hidden = model.hidden_states(batch, backend)
+                for row, numbers in enumerate(batch_rows):
+                    start = 0
+                    for number in numbers:
+                        end = start + sizes[number]
+                        compared = hidden[row, max(start, end - 2 * _BEYOND) : end][None]
+                        own[number] = _projected(model, compared)[0]
+                        start = end
+        (alone,) = documents_of(examples, [(0, 1)], device)
+        with _last_positions(plain.orig_model, 2 * _BEYOND):
+            theirs = [plain_logits(plain, document) for document in alone]
+        differences += [_relative(own[number], theirs[number]) for number in (0, 1)]
+    return replace(found, limits=tuple(limits), beyond=float(np.max(differences)))  # NaN stays
+
+
+@contextmanager
+def _last_positions(orig_model: PreTrainedModel, count: int) -> Iterator[None]:
+    """Let the head project only the last positions within the context: whole logits of a long document take GiB."""
+    handle = output_projection(orig_model).register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _rotary_state_kept(orig_model: PreTrainedModel) -> Iterator[None]:
+    """Restore after the context what rotary embeddings keep of the longest document that they have seen."""
+    rotary = [module for module in orig_model.modules() if any("inv_freq" in name for name in module._buffers)]
+    # Private: transformers registers the buffer again when it changes, and keeps the length next to it.
+    before = [(module, dict(module._buffers), dict(vars(module))) for module in rotary]
+    try:
+        yield
+    finally:
+        for module, buffers, attributes in before:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            vars(module).update(attributes)
 
 
 def _first_replaced(batch: Batch, vocabulary: int) -> dict[str, torch.Tensor]:
@@ -132,8 +258,3 @@ def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
     projection, softcap = output_projection(model.orig_model), logit_softcap(model.orig_model)
     logits = projection(hidden).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _plain_logits(model: ModelWithLoss, batch: Batch) -> torch.Tensor:
-    """Return the logits of each document alone by transformers' own forward pass: fp32 [1, documents' positions, V]."""
-    return torch.cat([model.kind.plain_logits(model.orig_model, inputs).float() for inputs, _ in documents(batch)], 1)

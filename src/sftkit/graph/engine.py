@@ -20,9 +20,10 @@ from sftkit.compile.watch import CompileWatch
 from sftkit.config.graph_passes import CHECKPOINTING, PASSES
 from sftkit.config.schema import Config
 from sftkit.data.batches.loader import StepBatches
-from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of
+from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of, weights_check
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
 from sftkit.engine.gradient_check import Sides, check_gradients
+from sftkit.engine.plain import PlainModel, Start
 from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import TrainStep, optimizer_step
@@ -85,6 +86,7 @@ class GraphEngine:
             passes = tuple(name for name in passes if name not in once)
             rt.print(f"{', '.join(once)}: a step has one micro-batch, so there is nothing to put together")
         self._cfg, self._rt, self._layout, self._run_dir = cfg, rt, layout, run_dir
+        self._start = Start.of(training.source, training.checkpoint)
         # What needs no weights comes first: a wrong recipe fails before minutes of reading them.
         check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
         check_possible(rt, orig_model, cfg.graph.token_dispatcher)
@@ -138,7 +140,8 @@ class GraphEngine:
         # not captured at all.
         allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)))
         backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
-        check = check_documents(self.model, eager, rt.device, layout.max_length)
+        plain = PlainModel(self.model, rt.device, self._start, rt)
+        check = check_documents(self.model, eager, rt.device, layout, plain)
         # A graph is of the mode that it was captured in.
         orig_model.train()
         with working("capturing the graph of a step"):
@@ -156,7 +159,7 @@ class GraphEngine:
         # through the graphs that are there.
         watch.warm_up_done()
         self._hooks = HookWatch(orig_model, captured=self.compiled)
-        sides = Sides(self.model, self.captured, list(parameters_of(self.optimizer.param_groups)), rt)
+        sides = Sides(self.model, self.captured, list(parameters_of(self.optimizer.param_groups)), rt, plain)
         same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
         seconds = time.perf_counter() - started
         self._print_setup(print_line, seconds)
@@ -164,7 +167,7 @@ class GraphEngine:
         # the warm-up's batches.
         checks = document_checks(check, orig_model.dtype, backend, layout.kind, allowed.logits)
         compared = compiled_against_eager(rt, self.model, layout, losses if self.compiled else {}, eager)
-        checks += [gradients_check(same, allowed, backend), compared]
+        checks += [weights_check(plain), gradients_check(same, allowed, backend), compared]
         return WarmUp(self.compiled, seconds, checks)
 
     def _capture(self) -> bool:

@@ -158,6 +158,9 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     """Load the model with from_pretrained, where a weight that is missing or of another shape is an error and
     is not filled at random.
 
+    Args:
+        precision: bf16, fp32, or auto: that of the files, which are then mapped into memory, not copied.
+
     Raises:
         ConfigError: such a weight.
     """
@@ -168,7 +171,7 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
         path,
         config=trained,
-        dtype=DTYPES[precision],
+        dtype=DTYPES.get(precision, precision),
         attn_implementation=plain_implementation(trained),
         ignore_mismatched_sizes=True,
         output_loading_info=True,
@@ -240,6 +243,23 @@ def untie(orig_model: PreTrainedModel, own: Set[str], path: str) -> None:
     for holder in (config, config.get_text_config()):
         holder.tie_word_embeddings = False
     log.warning("%s: trained untied, and saved with tie_word_embeddings false", where)
+
+
+def model_of_files(model: ModelConfig, checkpoint: Path | None = None) -> PreTrainedModel | None:
+    """Load the files that a run starts from as transformers does, on the host and in their own precision, so that they
+    are mapped into memory; None: model.scratch, which has no files.
+
+    Args:
+        checkpoint: the step directory that is resumed.
+
+    Raises:
+        ConfigError: they cannot be loaded.
+    """
+    if checkpoint is None and not model.path:
+        return None
+    path = str(checkpoint) if checkpoint is not None else resolve(model.path or "")
+    with loading(path):
+        return full_model(path, "auto", load_options(path, model))
 
 
 def check_complete(

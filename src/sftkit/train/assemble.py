@@ -62,6 +62,7 @@ from sftkit.train.loop import train
 from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
 from sftkit.train.proof import prompt_check
 from sftkit.train.summary import write_summary
+from sftkit.verify.validation import validation_check
 
 
 @contextmanager
@@ -174,7 +175,7 @@ def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data
         found = preflight.analyse(run.cfg, loaded.tokenizer, learned, model, preflight.machine_of(run.rt))
         preflight.record_preflight(run.dir, run.rt, found)
 
-    training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model)
+    training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model, run.resume.folder)
     cfg = with_layers(run.cfg, earlier_layers(run))
     engine = make_engine(cfg, run.rt, Path(run.cfg.run.dir), training, record)
     # what was measured is written down, for a resume to keep
@@ -254,7 +255,9 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, point) as tracker:
-        services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, [prompt_check(data.prompted_targets)])
+        check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
+        prompts = [prompt_check(data.prompted_targets)]
+        services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, prompts, check)
         trained = train(cfg, rt, engine, data.batches, services)
     write_summary(run_dir, trained, rt)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from sftkit.config.schema import OptimConfig
 from sftkit.data.batches.loader import Batches
 from sftkit.engine.engine import Engine, WarmUp
 from sftkit.rundir.names import step_dir
@@ -17,6 +18,7 @@ from sftkit.train import proof
 from sftkit.train.evaluation import Evaluation, record_evaluation
 from sftkit.train.parts import TrainServices
 from sftkit.train.summary import Trained
+from sftkit.verify.counts import flops_check, rates_check
 
 
 def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minutes: float | None) -> RunStatus:
@@ -34,7 +36,7 @@ def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minu
 
 
 def warm_up_engine(
-    engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime
+    engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime, optim: OptimConfig
 ) -> tuple[WarmUp, list[Check]]:
     """Warm up the engine, make all checks that need no step, and write them to proof.json.
 
@@ -46,14 +48,14 @@ def warm_up_engine(
     checks = [
         *ready.checks,
         *services.data_checks,
+        *services.check_validation(),
+        rates_check(status.total_steps or 1, optim),
+        flops_check(engine.model),
         proof.mask_check(batches.examples, proof.eos_token_ids_of(engine.model.orig_model)),
         proof.resume_check(status.step, services.checkpoints.resumed_from),
     ]
     # A failed check only warns here: what makes training wrong for certain, the engine has refused. None: not checked.
-    for check in checks:
-        if check.ok is False:
-            text = f"check failed: {check.name}: {check.found} (expected: {check.expected})"
-            rt.print(text, "warning")
+    proof.reported(checks, rt)
     # A start that has nothing left to train leaves the proof of the one that trained.
     if rt.is_main and status.step != status.total_steps:
         proof.write_proof(status.run_dir, checks)

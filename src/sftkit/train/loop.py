@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 
 from sftkit.config.schema import Config
@@ -24,6 +24,8 @@ from sftkit.train.parts import TrainServices
 from sftkit.train.prefetch import on_device
 from sftkit.train.saves import LoopPosition, checkpoint_state, finish_checkpoint_on_error, report_saves
 from sftkit.train.summary import Trained, write_end
+from sftkit.verify.counts import FirstWindow
+from sftkit.verify.update import FirstUpdate
 
 
 def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> Trained:
@@ -50,7 +52,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     with Watchdog(rt, status, cfg.run), closing(engine):
         # Warm-up: every graph is compiled now, for every declared shape. Its checks and those of the data
         # go to proof.json.
-        ready, checks = warm_up_engine(engine, batches, services, status, rt)
+        ready, checks = warm_up_engine(engine, batches, services, status, rt, cfg.optim)
         # After the warm-up, so that a run that cannot train is refused before it spends time on an evaluation.
         evaluation = first_evaluation(cfg, status, rt, engine, services)
         trained = start_summary(status, ready, evaluation, checkpoints.run_dir)
@@ -59,6 +61,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         orig_model.train()
         monitor, stopped = Monitor(cfg, rt, engine, batches, services), False
         begin = partial(begin_writing, rt, services, step, evaluation, monitor.meter.axes())
+        update = FirstUpdate(engine, cfg.optim, rt)
+        window = FirstWindow(batches.examples, rt, engine.model, start_step, cfg.log.every)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         report_ended_saves = partial(report_saves, checkpoints, tracker, status, rt)
         # Before the progress bar, which has a thread: data workers are forked, which is not safe beside threads
@@ -92,13 +96,21 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 status.at(step, "step")
                 lr = learning_rate(step, total_steps, cfg.optim)
                 stop_requested = rt.stopping.stop_requested()
-                with monitor.meter.syncs.watching():
+                watched = update.watching() if step == start_step + 1 else nullcontext()
+                with monitor.meter.syncs.watching(), watched:
                     outcome = engine.step(step_batches, lr, stop=stop_requested, spikes=monitor.health.spikes)
                 monitor.add(step, step_batches, outcome)
+                window.add(step_batches, outcome)
                 # A step is done, so this start can train: from here on the run directory is its own.
                 if step == start_step + 1:
-                    float(outcome.grad_norm)  # waits until the device has done the step
-                    monitor.meter.paused(pause := begin())
+                    grad_norm = float(outcome.grad_norm)  # waits until the device has done the step
+                    pausing = time.perf_counter()
+                    checks += proof.reported(update.checks(grad_norm, lr), rt)
+                    begin()
+                    if rt.is_main:
+                        proof.write_proof(status.run_dir, checks)
+                    pause = time.perf_counter() - pausing
+                    monitor.meter.paused(pause)
                     started += pause
                 tracker.advance(step)
                 if trace_seconds := trace.after(step):
@@ -109,12 +121,13 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 stopped = monitor.read_flags(wait=due.waits)  # without waiting: only those that have arrived
                 due = due.if_stopped() if stopped else due
                 report_ended_saves()
-                window = monitor.open_window() if due.window else None
+                open_window = monitor.open_window() if due.window else None
 
                 # Log: one line about the steps since the last line; all ranks compute it together.
                 if due.log:
                     values = {"train/lr": lr, "train/epoch": step_batches.epoch}
                     trained.metrics = log_window(monitor, engine, services, status, values)
+                    checks += proof.reported(window.check(trained.metrics), rt)
                     collect(1)  # young objects only, and here, where the ranks have just waited for each other
 
                 # Compare replicas: every so many steps, and before they are kept, which is a pause. The device has
@@ -130,7 +143,9 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     pausing = time.perf_counter()
                     rt.check_run_dir(checkpoints.run_dir)
                     progress, axes = monitor.meter.progress, monitor.meter.axes()
-                    position = LoopPosition(step_batches.epoch, total_steps, progress, window or monitor.open_window())
+                    position = LoopPosition(
+                        step_batches.epoch, total_steps, progress, open_window or monitor.open_window()
+                    )
                     state = checkpoint_state(position, cfg.data, batches, services)
                     if due.save:
                         status.at(step, "checkpoint")

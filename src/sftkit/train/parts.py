@@ -117,3 +117,5 @@ class TrainServices:
     "what Checkpoints.resume returned"
     data_checks: Sequence[Check] = ()
     "checks of the data that were made before, for proof.json"
+    check_validation: Callable[[], list[Check]] = list
+    "compares validation losses with those by hand, when the engine is warm; every rank calls it"

@@ -167,6 +167,15 @@ def verify_checkpoint(folder: Path, recorded: Mapping[str, Any]) -> Check:
     return Check("Checkpoint gives the logits of the run", ok, words, "the same bits", how)
 
 
+def reported(checks: list[Check], rt: Runtime) -> list[Check]:
+    """Return checks as they are, after a warning about each that failed: a failed check ends no run."""
+    for check in checks:
+        if check.ok is False:
+            text = f"check failed: {check.name}: {check.found} (expected: {check.expected})"
+            rt.print(text, "warning")
+    return checks
+
+
 def write_proof(run_dir: Path, checks: Sequence[Check], logits: Mapping[str, Any] | None = None) -> None:
     """Write proof.json; on the main rank only. A full disk costs the file, not the run."""
     text = json.dumps({"rows": [asdict(check) for check in checks], "logits": logits}, indent=1, ensure_ascii=False)

@@ -1,0 +1,200 @@
+"""Check what a run logs: learning rates, the work of a step in FLOPs, and the counts of its first window, each by a way
+of its own."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Decimal
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sftkit.config.schema import OptimConfig
+from sftkit.data.batches.loader import StepBatches
+from sftkit.data.types import Examples
+from sftkit.models.load import from_config
+from sftkit.models.structure import Work, attention_windows, positions, train_flops
+from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.ops.attention import implementation
+from sftkit.optim.schedule import learning_rate
+from sftkit.runtime.hardware import peak_flops
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.checks import Check
+from sftkit.tracking.outcome import StepOutcome
+
+RATES = 2000
+"Maximum number of steps whose learning rate is compared."
+SAME_RATE, SAME_COUNT, SAME_LOSS, SAME_FLOPS = 1e-9, 1e-6, 1e-4, 0.03
+FLOPS_POSITIONS = 64
+"Positions of the document whose FLOPs are counted."
+
+
+def plain_rates(steps: np.ndarray, total_steps: int, optim: OptimConfig) -> np.ndarray:
+    """Return the learning rates of some steps, counted from 1, as docs/optimizers.md defines the schedules: float64.
+
+    Shares of the steps are those of the decimal numbers that a recipe writes: warm-up is rounded up to whole steps, the
+    decay of wsd to the nearest.
+    """
+    warm_up = int((Decimal(str(optim.warmup_ratio)) * total_steps).to_integral_value(ROUND_CEILING))
+    decay = total_steps - warm_up
+    if optim.schedule == "wsd":
+        decay = max(1, int((Decimal(str(optim.decay_ratio)) * total_steps).to_integral_value(ROUND_HALF_EVEN)))
+    # The first step of the decay still has the full rate; the last one has a step's share of it left.
+    done = np.clip((steps - (total_steps - decay) - 1.0) / max(decay, 1), 0.0, 1.0)
+    shapes = {"cosine": np.cos(np.pi / 2 * done) ** 2, "constant": np.ones_like(done)}
+    left = shapes.get(optim.schedule, 1.0 - done)
+    rates = optim.lr * (left + optim.min_lr_ratio * (1.0 - left))
+    return np.where(steps <= warm_up, optim.lr * steps / max(warm_up, 1), rates)
+
+
+def rates_check(total_steps: int, optim: OptimConfig) -> Check:
+    """Return the check of the learning rates of the whole run, those around each change of the schedule included."""
+    edges = [0.0, optim.warmup_ratio, 1.0 - optim.decay_ratio, 1.0]
+    near = [round(edge * total_steps) + offset for edge in edges for offset in range(-2, 4)]
+    chosen = np.unique(
+        np.clip([*near, *np.linspace(1, total_steps, min(total_steps, RATES))], 1, total_steps).astype(int)
+    )
+    expected = plain_rates(chosen, total_steps, optim)
+    found = np.array([learning_rate(int(step), total_steps, optim) for step in chosen])
+    off = np.abs(found - expected) / optim.lr
+    worst = int(np.argmax(np.where(np.isnan(off), np.inf, off)))
+    words = f"{len(chosen):,} of {total_steps:,} steps, {off[worst]:.1e} off at most"
+    if not (same := bool(off[worst] <= SAME_RATE)):
+        words += f" (step {chosen[worst]:,}: {found[worst]:.3g}, not {expected[worst]:.3g})"
+    how = f"{optim.schedule} with warm-up as train/lr has it, against the formula in docs/optimizers.md in numpy"
+    return Check("Learning rates follow the schedule", same, words, f"equal to {SAME_RATE:.0e} of optim.lr", how)
+
+
+def flops_check(model: ModelWithLoss) -> Check:
+    """Return the check of the FLOPs that train/flops and the MFU count, against torch's own counter: a forward pass of
+    transformers on the meta device, which computes nothing."""
+    name, expected = "FLOPs are those that torch counts", f"equal to {SAME_FLOPS:.0%}"
+    how = f"a document of {FLOPS_POSITIONS} positions through transformers on the meta device, torch.utils.flop_counter"
+    orig_model = model.orig_model
+    kinds = attention_windows(orig_model)
+    # Routers choose experts by what they compute, which the meta device does not.
+    if kinds is None or model.routing is not None or orig_model.config.is_encoder_decoder:
+        return Check(name, None, "not counted for models with experts, an encoder, or other layers", expected, how)
+    length = min(FLOPS_POSITIONS, positions(orig_model) or FLOPS_POSITIONS)
+    try:
+        with torch.device("meta"), torch.no_grad():
+            plain = from_config(copy.deepcopy(orig_model.config), torch.bfloat16)
+            # Given a mask, transformers makes none, for which it would read numbers.
+            mask = torch.zeros(1, 1, length, length, dtype=torch.bfloat16)
+            of_layers = set(getattr(orig_model.config.get_text_config(), "layer_types", None) or ())
+            masks = dict.fromkeys(("full_attention", "sliding_attention"), mask)
+            inputs = {
+                "input_ids": torch.zeros(1, length, dtype=torch.long),
+                "attention_mask": masks if "sliding_attention" in of_layers else mask,
+            }
+            counter = FlopCounterMode(display=False)
+            with implementation(plain, "eager"), counter:
+                # Of a step only positions with a target have logits: here one of them.
+                plain(**inputs, position_ids=torch.arange(length)[None], use_cache=False, logits_to_keep=1)
+    # The architecture reads a number of a tensor, which the meta device does not have.
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        return Check(name, None, f"not counted: {' '.join(str(error).split())[:120]}", expected, how)
+    # A plain pass computes whole squares of scores; of a step a third is forward.
+    pairs = sum(kinds.values()) * length**2
+    ours = train_flops(orig_model, Work(tokens=length, targets=1, layer_pairs=pairs)) / 3
+    torchs = float(counter.get_total_flops())
+    found = f"{ours:.4g} against {torchs:.4g} of a forward pass"
+    return Check(name, abs(ours - torchs) <= SAME_FLOPS * torchs, found, expected, how)
+
+
+class FirstWindow:
+    """Counts the steps of the first logged line from the documents themselves. Every rank has one and calls the same
+    methods."""
+
+    def __init__(self, examples: Examples, rt: Runtime, model: ModelWithLoss, start_step: int, every: int) -> None:
+        """Begin to count.
+
+        Args:
+            start_step: of this start. Within a window the first line has steps of an earlier start too, so the second
+                one is compared.
+            every: log.every.
+        """
+        self._examples, self._rt, self._model = examples, rt, model
+        self._waits, self._from_start = start_step % every != 0, start_step == 0
+        kinds = None if examples.encoder_inputs is not None else attention_windows(model.orig_model)
+        self._kinds = kinds if rt.topology.stages == 1 else None
+        "layers by what their queries see; None: their work is not counted here"
+        self.done = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._tokens = self._targets = self._positions = self._pairs = 0
+        self._losses: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def add(self, step_batches: StepBatches, outcome: StepOutcome) -> None:
+        """Count a step."""
+        if self.done:
+            return
+        self._steps += 1
+        offsets, targets = self._examples.offsets, 0
+        for number in step_batches.documents:
+            first, end = int(offsets[number]), int(offsets[number + 1])
+            self._tokens += end - first - 1
+            targets += int(np.count_nonzero(self._examples.is_target[first + 1 : end]))
+            seen = np.arange(1, end - first)  # keys of each query, its own position included
+            for (keys, chunked), layers in (self._kinds or {}).items():
+                of_query = seen if keys is None else (seen - 1) % keys + 1 if chunked else np.minimum(seen, keys)
+                self._pairs += layers * int(of_query.sum())
+        self._targets += targets
+        # Ranks that share rows have parts of them.
+        shapes = [batch.shape for batch in step_batches.micro_batches]
+        self._positions += sum(rows * columns for rows, columns in shapes) * self._rt.topology.ranks_per_row
+        self._losses.append(
+            (outcome.sums[self._model.objective.monitored].detach().clone(), outcome.flags.skipped, targets)
+        )
+
+    def check(self, metrics: Mapping[str, float | None]) -> list[Check]:
+        """Return the check of a line that has just been logged; empty if it is not compared. Every rank calls it."""
+        if self.done:
+            return []
+        if self._waits:
+            self._waits = False
+            self._reset()
+            return []
+        self.done = True
+        together = self._rt.topology.ranks_per_row * self._rt.topology.stages
+        kept = [(loss, targets) for loss, skipped, targets in self._losses if not float(skipped) > 0]
+        device = self._rt.device
+        own = torch.tensor(
+            [self._tokens, self._targets, self._positions, self._pairs, sum(targets for _, targets in kept)],
+            dtype=torch.float32 if device.type == "mps" else torch.float64,
+            device=device,
+        )
+        tokens, targets, laid_out, pairs, learned = (self._rt.sum(own) / together).tolist()
+        nats = float(self._rt.sum(torch.stack([loss.to(own) for loss, _ in kept]).sum())) if kept else math.nan
+        seconds = (metrics["perf/step_seconds"] or 0.0) * self._steps
+        expected = {
+            "data/target_pct": 100.0 * targets / max(tokens, 1),
+            "data/padding_pct": 100.0 - 100.0 * tokens / max(laid_out, 1),
+            "perf/tok_per_sec": tokens / seconds,
+            "perf/target_tok_per_sec": targets / seconds,
+            "perf/tok_per_sec_per_gpu": tokens / seconds / self._rt.world_size,
+            "train/loss": nats / learned if learned else math.nan,
+        }
+        if self._kinds is not None:
+            flops = train_flops(self._model.orig_model, Work(round(tokens), round(targets), round(pairs)))
+            if self._from_start:
+                expected["train/flops"] = flops
+            if peak := peak_flops(device):
+                expected["perf/mfu"] = flops / seconds / (peak * self._rt.world_size)
+        if self._from_start:
+            expected["train/tokens"] = tokens
+        wrong = []
+        for name, value in expected.items():
+            limit = SAME_LOSS if name == "train/loss" else SAME_COUNT
+            logged = metrics.get(name)
+            if logged is not None and not math.isnan(value) and not abs(logged - value) <= limit * abs(value) + 1e-9:
+                wrong.append(f"{name} is {logged:.6g}, not {value:.6g}")
+        counted = f"{tokens:,.0f} tokens, {targets:,.0f} targets and {laid_out:,.0f} positions in {self._steps:,} steps"
+        how = "ids and masks of the documents of the first logged steps, and their losses, added up by themselves"
+        return [
+            Check("Logged counts are those of the documents", not wrong, "; ".join(wrong or [counted]), "equal", how)
+        ]

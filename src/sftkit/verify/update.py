@@ -1,0 +1,392 @@
+"""Check the first update of a start: samples of every parameter against torch's own optimizer, and the gradient norm
+against a plain sum over all ranks.
+
+The engine is not asked for anything: its optimizer's `update` is watched while one step runs. A sample of each
+parameter, its gradient and its states is copied on the device before and after, and read when the step is done.
+Everything that decides the update is stated here again, without the code that makes it: which parameters decay, the
+clipping, the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sftkit.config.schema import OptimConfig
+from sftkit.engine.engine import Engine
+from sftkit.models.structure import decoder_blocks
+from sftkit.ops.dtensor import as_sharded, local, local_part, local_region
+from sftkit.optim.protocol import Optimizer
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.checks import Check
+
+UPDATE_SAMPLE = 512
+"Maximum number of elements of a parameter, or of this rank's shard, that are compared."
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+LIMIT = 2e-3
+"Largest difference of an update or a moment, relative to it, after the rounding of what is stored."
+EIGHT_BITS = 0.04
+"What 8-bit codes of a block may be off, relative to the largest value of the tensor."
+MATRICES = 2
+"Matrices of Muon whose whole update is compared: the smallest ones."
+MATRIX_LIMIT = 0.03
+"The same of a matrix, which is made orthogonal in bf16."
+DEVIATIONS, RATIO = 6.0, 0.02
+"Stochastic rounding fails where the updates of all samples are off by more standard deviations, and by this share."
+
+
+@dataclass
+class _Sampled:
+    """A parameter before and after the update, at the sampled elements of this rank's part; flat, on the device."""
+
+    param: torch.nn.Parameter
+    at: Tensor
+    decays: bool
+    trained: bool
+    before: dict[str, Tensor] = field(default_factory=dict)
+    "weight, gradient if there is one, and states by name"
+    after: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Errors:
+    """What this rank has found."""
+
+    relative: dict[str, float] = field(default_factory=dict)
+    "what was compared -> difference, relative to what torch computes"
+    off: float = 0.0
+    "of weights that are rounded stochastically: sum of update x (found - expected)"
+    variance: float = 0.0
+    "of that sum, by the probabilities of rounding up and down"
+    squares: float = 0.0
+    "of the updates"
+
+
+class FirstUpdate:
+    """Watches the update of one step. Every rank has one and calls the same methods."""
+
+    def __init__(self, engine: Engine, optim: OptimConfig, rt: Runtime) -> None:
+        """Choose the samples. `optim`: of the recipe; the engine's setup has the name of the optimizer."""
+        self._engine, self._optim, self._rt = engine, optim, rt
+        self._name = engine.setup.optimizer
+        self._sampled: dict[str, _Sampled] = {}
+        self._squares: dict[tuple[str, tuple[tuple[int, int], ...]], Tensor] = {}
+        self._matrices: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._given: tuple[float, Tensor] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the optimizer of the engine within the context, in which one step runs."""
+        optimizer = self._engine.optimizer
+        update = optimizer.update
+
+        def watched(learning_rate: float, coefficient: Tensor) -> None:
+            self._before(optimizer)
+            # The optimizer may compute in place of its argument.
+            self._given = learning_rate, coefficient.detach().clone()
+            update(learning_rate, coefficient)
+            self._after(optimizer)
+
+        # On the object, in front of the method of its class.
+        vars(optimizer)["update"] = watched
+        try:
+            yield
+        finally:
+            del vars(optimizer)["update"]
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer) -> None:
+        """Copy samples of weights, gradients and states; add up the squares of the gradients."""
+        orig_model = self._engine.model.orig_model
+        tables = {id(m.weight) for m in orig_model.modules() if isinstance(m, torch.nn.Embedding)}
+        for name, p in orig_model.named_parameters():
+            if p.is_meta:  # another stage's
+                continue
+            # Decoupled decay on matrices; none on norms, biases and tables, a tied head included.
+            decays = p.ndim >= 2 and id(p) not in tables and not (p.ndim == 3 and p.shape[0] == 1)
+            size = local(p).numel()
+            at = torch.arange(0, size, -(-size // UPDATE_SAMPLE) | 1 if size else 1, device=p.device)
+            one = _Sampled(p, at, decays, p.requires_grad)
+            one.before = _at(p, optimizer.state.get(p) or {}, at)
+            if p.grad is not None:
+                gradient = local(p.grad)
+                one.before["gradient"] = gradient.reshape(-1)[at].clone()
+                region = tuple(local_region(p))
+                self._squares[name, region] = torch.linalg.vector_norm(gradient.reshape(-1), dtype=_exact(p)).square()
+            self._sampled[name] = one
+        if self._name == "muon":
+            self._keep_matrices(optimizer)
+
+    def _keep_matrices(self, optimizer: Optimizer) -> None:
+        """Copy weight, gradient and momentum of the smallest matrices, whole: the update of a matrix needs all of it;
+        ranks that share them call it together."""
+        found = {name: one for name, one in self._sampled.items() if self._by_muon(one.param)}
+        smallest = sorted(found, key=lambda name: (found[name].param.numel(), name))[:MATRICES]
+        for name in smallest:
+            p = found[name].param
+            if p.grad is None:
+                continue
+            state = optimizer.state.get(p) or {}
+            shards = [local(p), local(p.grad), local(p)]
+            if state:
+                shards[0] = state.get("master", local(p)).view(local(p).shape)
+                shards[2] = state["momentum_buffer"].view(local(p).shape)
+            weight, gradient, momentum = (_whole(shard.detach().float(), p) for shard in shards)
+            self._matrices[name] = weight, gradient, momentum if state else torch.zeros_like(gradient)
+
+    def _by_muon(self, p: torch.nn.Parameter) -> bool:
+        """Return whether Muon updates a parameter: a matrix of a decoder block."""
+        if self._name != "muon" or p.ndim != 2:
+            return False
+        if not hasattr(self, "_in_blocks"):
+            blocks = decoder_blocks(self._engine.model.orig_model)
+            tables = {
+                id(m.weight) for m in self._engine.model.orig_model.modules() if isinstance(m, torch.nn.Embedding)
+            }
+            self._in_blocks = {id(q) for block in blocks for q in block.parameters()} - tables
+        return id(p) in self._in_blocks
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer) -> None:
+        """Copy the same samples again."""
+        for one in self._sampled.values():
+            one.after = _at(one.param, optimizer.state.get(one.param) or {}, one.at)
+        for name in self._matrices:
+            p = self._sampled[name].param
+            stored = (optimizer.state.get(p) or {}).get("master", local(p))
+            self._sampled[name].after["matrix"] = stored.view(local(p).shape).clone()
+
+    def checks(self, grad_norm: float, learning_rate: float) -> list[Check]:
+        """Return the checks of the update that was watched; every rank calls it. Waits for the device.
+
+        Args:
+            grad_norm: as the step has reported it.
+            learning_rate: of this step, by the schedule.
+        """
+        norm, disagreeing = self._norm()
+        norm_row = _norm_check(grad_norm, norm, disagreeing)
+        given = self._given
+        skipped = given is None or bool(given[1].isnan()) or not math.isfinite(norm)
+        if skipped:
+            how = "the first step was skipped, as its loss or gradient norm was not finite, or it was a spike"
+            return [norm_row, Check(_UPDATE, None, how, "-", _HOW)]
+        assert given is not None
+        factor = 1.0 if self._optim.max_grad_norm is None else min(1.0, self._optim.max_grad_norm / (norm + 1e-6))
+        errors = self._compare(factor, learning_rate)
+        errors.relative["learning rate"] = abs(given[0] - learning_rate) / learning_rate
+        errors.relative["clipping"] = abs(float(given[1]) - factor) / factor
+        return [norm_row, self._update_check(self._rt.gathered(errors), factor)]
+
+    def _norm(self) -> tuple[float, list[str]]:
+        """Return the norm of the gradients of all ranks, and the parameters that ranks hold together and have different
+        gradients of.
+
+        Each part of a parameter counts once, however many ranks hold it.
+        """
+        keys, values = list(self._squares), list(self._squares.values())
+        own = dict(zip(keys, torch.stack(values).tolist() if values else [], strict=True))
+        parts: dict[tuple[str, Any], float] = {}
+        disagreeing: dict[str, None] = {}
+        for found in self._rt.gathered(own):
+            for key, square in found.items():
+                if 0 in (size for _, size in key[1]):
+                    continue
+                first = parts.setdefault(key, square)
+                if abs(square - first) > 1e-5 * max(abs(first), 1e-30):
+                    disagreeing[key[0]] = None
+        return math.sqrt(math.fsum(parts.values())), list(disagreeing)
+
+    def _compare(self, factor: float, learning_rate: float) -> _Errors:
+        """Compare what this rank has sampled with torch's optimizers in fp64. `factor`: of the gradients."""
+        errors, optim = _Errors(), self._optim
+        groups = {id(p): group for group in self._engine.optimizer.param_groups for p in group["params"]}
+        for name, one in self._sampled.items():
+            before = {key: value.double().cpu() for key, value in one.before.items()}
+            after = {key: value.double().cpu() for key, value in one.after.items() if key != "matrix"}
+            if not len(one.at):
+                continue
+            decay = optim.weight_decay if one.decays else 0.0
+            group = groups.get(id(one.param))
+            if one.trained and group is None:
+                errors.relative[f"{name}, which no group has"] = math.inf
+            if group is not None and (wrong := _wrong_settings(group, optim, decay)):
+                errors.relative[f"{wrong} of the group of {name}"] = math.inf
+            if not one.trained or "gradient" not in before:
+                changed = (after["weight"] != before["weight"]).double().mean()
+                errors.relative[f"{name}, which has no gradient"] = float(changed)
+                continue
+            gradient = before["gradient"] * factor
+            by_muon = self._by_muon(one.param)
+            stored = "master" if "master" in after else "weight"
+            start = before.get(stored, before["weight"])
+            expected = torch.nn.Parameter(start.clone())
+            expected.grad = gradient
+            if by_muon:
+                momentum = before.get("momentum_buffer", torch.zeros_like(gradient))
+                moments = {"momentum_buffer": momentum.lerp(gradient, 0.05)}
+            else:
+                adamw = torch.optim.AdamW(
+                    [expected], lr=learning_rate, betas=optim.betas, eps=optim.eps, weight_decay=decay, foreach=False
+                )
+                if "step" in before and float(before["step"]):
+                    state = {key: before[key].clone() for key in ("exp_avg", "exp_avg_sq")}
+                    adamw.state[expected] = {"step": before["step"].float().clone(), **state}
+                adamw.step()
+                moments = {key: adamw.state[expected][key] for key in ("exp_avg", "exp_avg_sq")}
+            for key, value in moments.items():
+                if key not in after:
+                    errors.relative[f"{name}: no {key}"] = math.inf
+                    continue
+                errors.relative[f"{name}: {key}"] = _off(
+                    after[key], value, value, one.after[key].dtype, _eight(one, key)
+                )
+            update = after[stored] - start if by_muon else expected.detach() - start
+            if not by_muon:  # whose whole matrices are compared below
+                dtype, slack = one.after[stored].dtype, torch.maximum(after[stored].abs(), start.abs())
+                errors.relative[name] = _relative(after[stored], expected.detach(), update, dtype, slack)
+                if dtype == torch.bfloat16:
+                    self._add_rounding(errors, after[stored], expected.detach(), update)
+            if stored == "master":
+                # The copy that computes is one of the two neighbours of its master, on average the master itself.
+                gap = (after["weight"] - after["master"]).abs()
+                far = gap > 2**-7 * after["master"].abs()
+                errors.relative[f"{name}: copy of the master"] = float(far.double().mean())
+                self._add_rounding(errors, after["weight"], after["master"], update)
+        for name, (weight, gradient, momentum) in self._matrices.items():
+            errors.relative[f"{name}: whole matrix"] = self._of_matrix(
+                name, weight, gradient * factor, momentum, learning_rate
+            )
+        return errors
+
+    def _of_matrix(self, name: str, weight: Tensor, gradient: Tensor, momentum: Tensor, learning_rate: float) -> float:
+        """Return how far the update of a matrix is from that of torch.optim.Muon, scaled so that LIMIT is the most."""
+        p = self._sampled[name].param
+        expected = torch.nn.Parameter(weight.clone())
+        expected.grad = gradient
+        muon = torch.optim.Muon(
+            [expected], lr=learning_rate, weight_decay=self._optim.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        muon.state[expected] = {"momentum_buffer": momentum.clone()}
+        muon.step()
+        start, end = local_part(weight, p), local_part(expected.detach(), p)
+        found = self._sampled[name].after["matrix"].float()
+        update = end - start
+        if not update.numel():
+            return 0.0
+        return float((found - end).norm() / update.norm()) * LIMIT / MATRIX_LIMIT
+
+    def _add_rounding(self, errors: _Errors, found: Tensor, expected: Tensor, update: Tensor) -> None:
+        """Add what shows whether rounding to one of two bf16 neighbours leaves weights, or copies of masters, where
+        they should be on average."""
+        below = expected.float().view(torch.int32).bitwise_and(-65536).view(torch.float32).double()
+        # Towards zero; the other neighbour is a unit of the last place further.
+        unit = torch.ldexp(torch.ones_like(expected), (torch.frexp(expected).exponent - 8))
+        share = ((expected.abs() - below.abs()) / unit).clamp(0.0, 1.0)
+        errors.off += float((update * (found - expected)).sum())
+        errors.variance += float((update.square() * unit.square() * share * (1 - share)).sum())
+        errors.squares += float(update.square().sum())
+
+    def _update_check(self, found: list[_Errors], factor: float) -> Check:
+        """Return the row of the update, from what all ranks have found."""
+        relative: dict[str, float] = {}
+        for errors in found:
+            for name, value in errors.relative.items():
+                relative[name] = max(relative.get(name, 0.0), math.inf if math.isnan(value) else value)
+        worst = max(relative, key=lambda name: relative[name])
+        good = relative[worst] <= LIMIT
+        words = f"{relative[worst]:.1e} at most ({worst}), clipped by {factor:.4g}"
+        squares = sum(errors.squares for errors in found)
+        if squares:
+            off, deviation = sum(one.off for one in found), math.sqrt(sum(one.variance for one in found))
+            deviations = abs(off) / max(deviation, 1e-30)
+            words += f"; rounded updates are {1 + off / squares:.3f} of torch's ({deviations:.1f} deviations)"
+            good = good and not (deviations > DEVIATIONS and abs(off) / squares > RATIO)
+        return Check(_UPDATE, good, words, f"below {LIMIT:.0e} beyond the rounding of what is stored", _HOW)
+
+
+_UPDATE = "First update is that of torch's optimizer"
+_HOW = (
+    "a sample of every parameter and its moments before and after the update of this start's first step, against "
+    "torch.optim.AdamW in fp64 and torch.optim.Muon, with decay and clipping by the recipe"
+)
+
+
+def _norm_check(reported: float, plain: float, disagreeing: list[str]) -> Check:
+    """Return the row of the gradient norm of the first step."""
+    how = "squares of all gradients of this start's first step, each part of a parameter once, added up over all ranks"
+    same = abs(reported - plain) <= 1e-4 * plain if math.isfinite(plain) else not math.isfinite(reported)
+    words = f"{reported:.6g} against {plain:.6g}"
+    if disagreeing:
+        words += f"; ranks have different gradients of {disagreeing[0]}"
+    return Check("Gradient norm is that of all ranks", same and not disagreeing, words, "equal to 1e-04", how)
+
+
+def _wrong_settings(group: Mapping[str, Any], optim: OptimConfig, decay: float) -> str | None:
+    """Return the first setting of a parameter group that is not the recipe's; None: all are."""
+    expected = {"weight_decay": decay, "betas": optim.betas, "eps": optim.eps}
+    return next((name for name, value in expected.items() if name in group and group[name] != value), None)
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def _whole(shard: Tensor, p: torch.nn.Parameter) -> Tensor:
+    """Return the whole of which a rank holds a shard as it does of a parameter."""
+    sharded = as_sharded(shard, p)
+    return sharded.full_tensor() if isinstance(sharded, DTensor) else sharded.clone()
+
+
+def _at(p: torch.nn.Parameter, state: Mapping[str, Tensor], at: Tensor) -> dict[str, Tensor]:
+    """Copy the weight and the states at some elements of this rank's part."""
+    found = {"weight": local(p).detach().reshape(-1)[at].clone()}
+    for key in ("master", *MOMENTS):
+        if key in state:
+            value = local(state[key])
+            # torchao's 8-bit states: the largest value of the tensor bounds what a code may be off.
+            if hasattr(value, "dequantize") and hasattr(value, "codes"):
+                value = value.dequantize()
+                found[f"{key}, largest"] = value.abs().max().reshape(1)
+            found[key] = value.detach().reshape(-1)[at].clone()
+    if "step" in state:
+        found["step"] = state["step"].detach().clone()
+    return found
+
+
+def _eight(one: _Sampled, key: str) -> float:
+    """Return what an 8-bit state may be off; 0.0: it has no 8-bit codes."""
+    largest = one.after.get(f"{key}, largest")
+    return 0.0 if largest is None else EIGHT_BITS * float(largest)
+
+
+def _off(found: Tensor, expected: Tensor, scale: Tensor, dtype: torch.dtype, slack: float) -> float:
+    """Return how far a moment is from the expected one, relative to it."""
+    if slack and float(expected.square().sum()):
+        # Codes are off by much where values are small, but the whole of them is not.
+        ratio = float((found * expected).sum() / expected.square().sum())
+        wide = float(((found - expected).abs() > slack).double().mean())
+        return max(abs(ratio - 1.0) / 0.1 * LIMIT, wide)
+    return _relative(found, expected, scale, dtype, expected.abs())
+
+
+def _relative(found: Tensor, expected: Tensor, scale: Tensor, dtype: torch.dtype, magnitude: Tensor) -> float:
+    """Return the norm of the difference, beyond what storing in a dtype may round, over the norm of `scale`.
+
+    Args:
+        magnitude: of what is stored, to which rounding is relative.
+    """
+    # Two units of the last place, since the update's own arithmetic rounds too; of bf16 one.
+    ulp = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-22 if dtype == torch.float32 else 2.0**-50
+    beyond = ((found - expected).abs() - ulp * magnitude).clamp(min=0.0)
+    if bool(found.isnan().any()):
+        return math.inf
+    size = float(scale.norm())
+    off = float(beyond.norm())
+    return off / size if size else (math.inf if off else 0.0)
