@@ -28,6 +28,7 @@ class Mutation(NamedTuple):
 
 
 M = Mutation
+# fmt: off
 MUTATIONS = [
     # ---- data
     M(

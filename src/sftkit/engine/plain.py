@@ -441,7 +441,8 @@ def _added_differ(file: Tensor, live: Tensor, new: NewRows) -> float:
     mine = local(live).detach()[(torch.tensor(rows, dtype=torch.long), *(slice(0, MEAN_COLUMNS) for _ in columns))]
     if not mine.numel():
         return 0.0
-    mean = file[(slice(0, new.known), *first)].to(live.dtype).double().mean(0).to(live.dtype).float()
+    known: tuple[slice, ...] = (slice(0, new.known), *first)
+    mean = file[known].to(live.dtype).double().mean(0).to(live.dtype).float()
     unit = float(torch.finfo(live.dtype).eps)
     off = (mine.float().cpu() - mean).abs() > 2 * unit * mean.abs() + 1e-7
     return float(off.double().mean())
