@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import IGNORE
+from sftkit.ops import linear_cross_entropy
 from sftkit.ops.linear_cross_entropy import Head, LossSums, RowLoss, linear_nll
 
 GIB = 1 << 30
@@ -179,6 +180,34 @@ def test_scaling_does_not_round_the_scale_to_bf16(device: str) -> None:
     (scaled,) = torch.autograd.grad(loss * scale, hidden)
     assert torch.equal(scaled, (once.float() * scale).to(torch.bfloat16))
     assert not torch.equal(scaled, once * scale.to(torch.bfloat16))
+
+
+def test_only_a_backward_pass_outside_of_graphs_may_scale_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype, *, traced: bool) -> Tensor | None:
+        asked.append(traced)
+        return None if gradient is None else gradient * scale
+
+    monkeypatch.setattr(linear_cross_entropy, "_scaled", scaled)
+    hidden, head, _, targets = inputs()
+    linear_nll(hidden, Head(head), targets, LossConfig()).loss.backward()
+    with linear_cross_entropy.loss_as_operator():
+        linear_nll(hidden, Head(head), targets, LossConfig()).loss.backward()
+    assert True not in asked[: len(asked) // 2]
+    assert False not in asked[len(asked) // 2 :]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [19, 4099, 9000])
+def test_on_cuda_the_heads_gradient_is_scaled_as_on_a_cpu(vocab: int) -> None:
+    hidden, head, bias, targets = inputs(vocab=vocab, dtype=torch.float32, device="cuda")
+    scale = torch.tensor(1 / 3, device="cuda")
+    loss = linear_nll(hidden, Head(head, bias), targets, LossConfig()).loss
+    once = torch.autograd.grad(loss, (head, bias), retain_graph=True)
+    scaled = torch.autograd.grad(loss * scale, (head, bias))
+    for a, b in zip(once, scaled, strict=True):
+        assert torch.equal(b.cpu(), a.cpu() * scale.cpu())
 
 
 def test_frozen_inputs_get_no_gradient() -> None:

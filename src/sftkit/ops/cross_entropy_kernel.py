@@ -9,8 +9,10 @@ import triton.language as tl
 from sftkit.data.batches.collate import IGNORE
 from sftkit.ops.linear_cross_entropy import RowLoss
 
-BLOCK = 4096
-WARPS = 16
+BLOCK, WARPS = 4096, 16
+PLAIN_BLOCK, PLAIN_WARPS = 8192, 32
+"""For large vocabularies without smoothing and token metrics: a lane has few sums, so a program can be large, and fewer
+rows share the L2 cache (benchmarks/h200_step, loss_kernels)."""
 
 
 @triton.jit
@@ -105,7 +107,8 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
         for done in range(0, vocab, BLOCK):
             column = last - done + columns
             inside = column < vocab
-            x = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+            # Read and written for the last time here: what other rows still need stays in the cache.
+            x = tl.load(logits + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             if SOFTCAP:
                 x = _softcapped(x, softcap)
             gradient = tl.exp(x - lse) * lse_weight - tl.where(column == target, 1.0 - label_smoothing, 0.0)
@@ -113,7 +116,8 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
                 gradient -= label_smoothing / vocab
             if SOFTCAP:
                 gradient *= 1.0 - (x / softcap) * (x / softcap)
-            tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
+            result = gradient.to(logits.dtype.element_ty)
+            tl.store(logits + column, result, mask=inside, eviction_policy="evict_first")
 
 
 def cross_entropy_(
@@ -127,6 +131,7 @@ def cross_entropy_(
         sums: fp32 [4, N], written; rows as in `linear_cross_entropy.LossSums`; unit stride in N.
     """
     options, softcap = loss
+    plain = logits.shape[1] > PLAIN_BLOCK and not (options.label_smoothing or options.token_metrics)
     assert logits.stride(1) == targets.stride(0) == sums.stride(1) == 1, "rows must be dense"
     _cross_entropy_row[(logits.shape[0],)](
         logits,
@@ -143,6 +148,26 @@ def cross_entropy_(
         SMOOTHING=options.label_smoothing > 0.0,
         METRICS=options.token_metrics,
         GRADIENTS=gradients,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
+        BLOCK=PLAIN_BLOCK if plain else BLOCK,
+        num_warps=PLAIN_WARPS if plain else WARPS,
     )
+
+
+@triton.jit
+def _scale(given, factor, out, elements, BLOCK: tl.constexpr):
+    """Write given * factor to out, a block a program."""
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < elements
+    value = tl.load(given + element, mask=inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+    tl.store(out + element, value.to(out.dtype.element_ty), mask=inside)
+
+
+def scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the dense gradient * scale (0-d) in `dtype`, rounded once.
+
+    torch's product whose result has another dtype takes twice as long: it does not load whole vectors.
+    """
+    out = torch.empty_like(gradient, dtype=dtype)
+    grid = (triton.cdiv(gradient.numel(), BLOCK),)
+    _scale[grid](gradient, scale, out, gradient.numel(), BLOCK=BLOCK)
+    return out

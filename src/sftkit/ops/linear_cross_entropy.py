@@ -106,6 +106,7 @@ class _LinearNLL(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]
         # The gradients are made here, with the logits at hand, and kept instead of them.
         compute = _called_as_operator if _operator else _sums_and_gradients
+        ctx.traced = _operator
         sums, *gradients = compute(hidden, Head(weight, bias, softcap, tokens), targets, options, wanted)
         ctx.save_for_backward(*gradients)
         ctx.dtype = hidden.dtype
@@ -116,7 +117,8 @@ class _LinearNLL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Scale the gradients by the incoming one."""
-        return *(_scaled(gradient, scale, ctx.dtype) for gradient in ctx.saved_tensors), None, None, None, None
+        scaled = (_scaled(gradient, scale, ctx.dtype, traced=ctx.traced) for gradient in ctx.saved_tensors)
+        return *scaled, None, None, None, None
 
 
 @torch.library.custom_op("sftkit::linear_nll", mutates_args=())
@@ -161,11 +163,17 @@ def _called_as_operator(
     return tuple(each.clone() for each in sums), d_hidden, d_head, d_bias
 
 
-def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return gradient * scale in `dtype`, rounded once: no wider temporary, and not by a scale
-    that was itself rounded."""
+def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype, *, traced: bool) -> Tensor | None:
+    """Return gradient * scale in `dtype`, rounded once: no wider temporary, and not by a scale that was itself rounded.
+
+    `traced`: the operators go into a graph, which cannot hold a kernel of ours that is no operator.
+    """
     if gradient is None:
         return None
+    if gradient.is_cuda and not traced and gradient.dtype == torch.float32 and gradient.is_contiguous():
+        from sftkit.ops.cross_entropy_kernel import scaled  # Triton is not installed on CPU machines
+
+        return scaled(gradient, scale, dtype)
     # A 0-d scale would be cast to the gradient's dtype before the product; one with dimensions is not.
     return torch.mul(gradient, scale.view([1] * gradient.dim()), out=torch.empty_like(gradient, dtype=dtype))
 
