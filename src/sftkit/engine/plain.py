@@ -438,11 +438,11 @@ def _added_differ(file: Tensor, live: Tensor, new: NewRows) -> float:
     (start, size), *columns = local_region(live)
     rows = new.among(start, size)
     first = tuple(slice(begin, begin + min(width, MEAN_COLUMNS)) for begin, width in columns)
-    mine = local(live).detach()[(torch.tensor(rows, dtype=torch.long), *(slice(0, MEAN_COLUMNS) for _ in columns))]
+    mine = local(live).detach()[torch.tensor(rows, dtype=torch.long)]
+    mine = mine[(slice(None), *(slice(0, MEAN_COLUMNS) for _ in columns))]
     if not mine.numel():
         return 0.0
-    known: tuple[slice, ...] = (slice(0, new.known), *first)
-    mean = file[known].to(live.dtype).double().mean(0).to(live.dtype).float()
+    mean = file[(slice(0, new.known), *first)].to(live.dtype).double().mean(0).to(live.dtype).float()
     unit = float(torch.finfo(live.dtype).eps)
     off = (mine.float().cpu() - mean).abs() > 2 * unit * mean.abs() + 1e-7
     return float(off.double().mean())
