@@ -395,12 +395,12 @@ def test_a_disk_that_is_full_is_told_in_words_wherever_a_run_writes(tmp_path, mo
         assert ended.value.code == 2
         assert not (tmp_path / "run").exists()
         told = capsys.readouterr().err
-        assert f"run.dir={tmp_path / 'run'}: a disk is full, or a quota is reached" in told
+        assert f"run.dir={tmp_path / 'run'}: a disk is full, or a quota or limit of file sizes is reached" in told
     status = RunStatus(tmp_path, 0, 1, step=7)
     for error in (full, RuntimeError(f"I/O error: {os.strerror(number)} (os error {number})")):
         assert report(error, status) == 1
         told = capsys.readouterr().err
-        assert "a disk is full, or a quota is reached" in told
+        assert "a disk is full, or a quota or limit of file sizes is reached" in told
         assert "train.resume=auto" in told
         assert "Traceback" not in told
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.rundir import attempt, lock
-from sftkit.rundir.failure import describe_error
+from sftkit.rundir.failure import describe_error, is_full_disk
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.killed import where_it_was
 from sftkit.rundir.names import CONFIG, ENVIRONMENT
@@ -109,7 +109,7 @@ def _lock(folder: Path, resume: str | None, rt: Runtime) -> tuple[Path, bool, st
             rt.print(f"{folder}: the previous run was killed: {where_it_was(folder)}; {then}")
         return attempt.make_attempt_dir(folder, resumes=resumes), resumes, secrets.token_hex(8)
     except OSError as error:
-        raise ConfigError(f"run.dir={folder}: {error}") from None
+        raise ConfigError(f"run.dir={folder}: {describe_error(error) if is_full_disk(error) else error}") from None
 
 
 def _claim_run_dir(status: RunStatus, rt: Runtime) -> None:
