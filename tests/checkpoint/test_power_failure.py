@@ -147,7 +147,7 @@ class Recovery:
                 for there, here in zip(self.made.tensors.get(step, ()), tensors_of(run), strict=bool(step)):
                     assert torch.equal(there, here)
                 self.loaded.add(step)
-            goes_on(run_dir, rt, step)
+            continues(run_dir, rt, step)
             evaluated = [row["step"] for row in read_metric_rows(run_dir / EVALS)]
             assert evaluated[: step - 1] == list(range(1, step)), f"evaluations of steps {evaluated} are left"
 
@@ -162,7 +162,7 @@ class Recovery:
         read_status(run_dir)
 
 
-def goes_on(run_dir: Path, rt: Runtime, step: int) -> None:
+def continues(run_dir: Path, rt: Runtime, step: int) -> None:
     """Nothing that lies there is in the way of the next lines and the next checkpoint."""
     there = checkpoints(run_dir, rt)
     there.archive_later_steps(step)
@@ -330,6 +330,6 @@ def test_a_start_that_goes_back_to_an_earlier_step_is_recovered(disk: Path, resu
         with started(there) as rt:
             step = find_checkpoint(there, "auto", rt).state["step"]
             assert step >= (3 if state.promised else 2)
-            goes_on(there, rt, step)
+            continues(there, rt, step)
 
     assert unrecovered(recording, check, limit) == []
