@@ -201,6 +201,19 @@ def test_folder_is_read_recursively_in_order(tmp_path):
     assert texts(tmp_path) == ["first", "second"]
 
 
+def test_every_start_says_which_files_of_a_folder_are_read(tmp_path, load, caplog):
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    for name in ("a.jsonl", "test_prep.jsonl"):
+        write_lines(folder / name, numbered(1))
+    (folder / "c.jsonl.zst").write_bytes(b"x")
+    for _ in range(2):  # also where the tokens come from the cache
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            load(folder)
+        assert "chats: train: 1 file, test: 1 (test_prep.jsonl); left out: c.jsonl.zst" in caplog.messages
+
+
 def test_folder_of_a_downloaded_hub_dataset(tmp_path):
     for subset in ("main", "socratic"):
         (tmp_path / subset).mkdir()
