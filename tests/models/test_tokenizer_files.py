@@ -15,7 +15,7 @@ from sftkit.data.tokens import text
 from sftkit.data.tokens.cache import tokenizer_fingerprint
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
-from sftkit.models.tokenizer import PROBE, load_tokenizer
+from sftkit.models.tokenizer import ROUND_TRIP, load_tokenizer
 
 SPLIT = {
     "type": "Sequence",
@@ -50,7 +50,7 @@ def test_a_class_that_replaces_the_pre_tokenizer_of_its_file_is_rejected_and_the
     with pytest.raises(ConfigError, match=r"does not tokenize as tokenizer\.json says: .*PreTrainedTokenizerFast"):
         load_tokenizer(folder_of(tmp_path / "a", file, tokenizer_class, "llama"))
     loaded = load_tokenizer(folder_of(tmp_path / "b", file, "PreTrainedTokenizerFast", "llama"))
-    assert loaded.decode(loaded(PROBE)["input_ids"]) == PROBE
+    assert loaded.decode(loaded(ROUND_TRIP)["input_ids"]) == ROUND_TRIP
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ END_OF_TEXT, PAD, IM_START, IM_END = "<|endoftext|>", "<|pad|>", "<|im_start|>",
 SPECIAL_TOKENS = (END_OF_TEXT, PAD, IM_START, IM_END)
 TURN_MARK = re.compile(r"<\|\w+\|>")
 
-PROBE = "It's 12345, WE'LL  go on:\n\n\tdef f(x):\r\n    return x!=1;  naïve 東京 🙂 end"
+ROUND_TRIP = "It's 12345, WE'LL  go on:\n\n\tdef f(x):\r\n    return x!=1;  naïve 東京 🙂 end"
 """Text by which a tokenizer is compared with its file. It begins with a letter: at a space in front the tokenizers of
 Llama 2 differ from their files by design."""
 
@@ -115,17 +115,17 @@ def check_own_file(tokenizer: PreTrainedTokenizerBase, own: Tokenizer, path: str
         ConfigError: with the class, and how to load the file as it is.
     """
     with reading_files(path, "the tokenizer"):
-        expected = own.encode(PROBE, add_special_tokens=False).ids
+        expected = own.encode(ROUND_TRIP, add_special_tokens=False).ids
         text = own.decode(expected, skip_special_tokens=False)
-        found = tokenizer(PROBE, add_special_tokens=False, split_special_tokens=False, verbose=False)["input_ids"]
+        found = tokenizer(ROUND_TRIP, add_special_tokens=False, split_special_tokens=False, verbose=False)["input_ids"]
         back = tokenizer.decode(found, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if found == expected and (back == PROBE or text != PROBE):
+    if found == expected and (back == ROUND_TRIP or text != ROUND_TRIP):
         return
-    there, here = own.encode(PROBE, add_special_tokens=False).tokens, tokenizer.convert_ids_to_tokens(found)
+    there, here = own.encode(ROUND_TRIP, add_special_tokens=False).tokens, tokenizer.convert_ids_to_tokens(found)
     at = next((i for i, (one, other) in enumerate(zip(there, here, strict=False)) if one != other), 0)
     raise ConfigError(
         f"{path}: {type(tokenizer).__name__} does not tokenize as tokenizer.json says: it makes {here[at : at + 4]} "
-        f"where the file makes {there[at : at + 4]}, and gives back {back[:40]!r} for {PROBE[:40]!r}. Set "
+        f"where the file makes {there[at : at + 4]}, and gives back {back[:40]!r} for {ROUND_TRIP[:40]!r}. Set "
         'tokenizer_class to "PreTrainedTokenizerFast" in its tokenizer_config.json (in a local copy, named as '
         "model.tokenizer), which loads the file as it is"
     )

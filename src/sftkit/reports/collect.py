@@ -164,7 +164,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "world_size": int(world_size) if world_size else None,
         },
         "status": status,
-        "identity": identity(folder),
+        "identity": saved_identity(folder),
         "summary": _sums(summary, full, last),
         "compiling": compiling(summary, full, dicts(proof.get("rows")), settings),
         "command": _command(status.get("resume")),
@@ -202,7 +202,7 @@ def _sums(summary: dict[str, Any], curves: Mapping[str, Curve], last: Mapping[st
     return found
 
 
-def identity(folder: Path | None) -> dict[str, Any]:
+def saved_identity(folder: Path | None) -> dict[str, Any]:
     """Return what the checkpoint of a run says of its model, tokenizer and data; empty without one."""
     state = mapping(read_json(folder / names.TRAINING_STATE, [], optional=True)) if folder else {}
     return mapping(state.get("identity"))

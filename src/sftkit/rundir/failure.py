@@ -48,8 +48,8 @@ def describe_error(error: BaseException) -> str:
     text = str(error).strip()
     if is_full_disk(error) and not isinstance(error, ConfigError | DataError | RunError):
         return (
-            f"a disk is full, or a quota or limit of file sizes is reached: {text}. Free some space or take a run.dir on another disk, then "
-            "start again with train.resume=auto"
+            f"a disk is full, or a quota or limit of file sizes is reached: {text}. Free some space or take "
+            "a run.dir on another disk, then start again with train.resume=auto"
         )
     named = isinstance(error, ConfigError | DataError | RunError)
     return text if named and text else f"{type(error).__name__}: {text}".removesuffix(": ")
