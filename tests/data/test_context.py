@@ -155,6 +155,14 @@ def test_conversations_of_a_known_shape_are_not_rendered_once_more(make, monkeyp
     assert len(rendered) == 1
 
 
+def test_what_is_left_out_for_its_words_is_rejected_though_the_shape_is_known(make) -> None:
+    tokenizer = make("chatml", only("'secret' not in m.content"))
+    for n in range(3):
+        assert text_of(tokenizer, [SYSTEM, ASK, {**HELLO, "content": f"Bye {n}."}])
+    with pytest.raises(DataError, match="leaves out this system message"):
+        text_of(tokenizer, [{**SYSTEM, "content": "Be secret."}, ASK, HELLO])
+
+
 def test_a_system_text_of_a_question_is_not_left_out_in_silence(make) -> None:
     source = only("m.role != 'system'")
     with pytest.raises(DataError, match=r"prompt: messages\[0\]: the chat template leaves out this system message"):

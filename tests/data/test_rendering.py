@@ -140,6 +140,11 @@ def test_a_rendering_that_ends_when_it_is_ended_leaves_nothing_behind(monkeypatc
         sys.setswitchinterval(before)
     assert ended
     assert not rendering._running
+    over = rendering._Run()
+    over.started = -1e9
+    rendering._check(threading.get_ident(), over)  # one that has ended in the meantime
+    assert sum(range(1000)) == 499500
+    assert over.exceeded
 
 
 @pytest.mark.usefixtures("short")
