@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Literal
 
 import psutil
@@ -545,6 +545,7 @@ def save_small(run_dir: Path, step: int, keep: int = 2) -> None:
     (temporary / TRAINING_STATE).parent.mkdir(parents=True)
     (temporary / TRAINING_STATE).write_text(json.dumps({"step": step}))
     files = entries(temporary, [temporary / TRAINING_STATE])
-    Writer(run_dir, CheckpointConfig(every=1, keep=keep), None, None)._publish(step, temporary, files)  # type: ignore[arg-type]
+    rt = SimpleNamespace(lock=None)
+    Writer(run_dir, CheckpointConfig(every=1, keep=keep), rt, None)._publish(step, temporary, files)  # type: ignore[arg-type]
     left = [path.name for pattern in UNFINISHED for path in run_dir.glob(pattern)]
     assert not left, left

@@ -21,7 +21,7 @@ def drop_rows_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     text = "".join(line + "\n" for line in _lines_of(path) if row_step(line) <= step)
-    if text != path.read_text():  # a full disk would have no room for the same again
+    if text.encode() != path.read_bytes():  # a full disk would have no room for the same again
         replace_text(path, text)
 
 
