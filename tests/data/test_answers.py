@@ -400,6 +400,12 @@ def test_arguments_of_a_record_reach_the_template(make) -> None:
     assert thinking == SMOL.format("/think") + QWEN + "[[So.<|im_end|>]]"
 
 
+@pytest.mark.parametrize("name", ["content", "message", "role", "thinking"])
+def test_an_argument_is_no_field_of_a_message_with_its_name(make, name: str) -> None:
+    with pytest.raises(DataError, match=rf"chat_template_kwargs\.{name}: the chat template has no {name}"):
+        documents(make("qwen3"), [U, PLAIN], template_args={name: "text"})
+
+
 def test_arguments_of_the_recipe_hold_for_whoever_loads_the_template(make) -> None:
     tokenizer = make("smollm3")
     plain = tokenizer.chat_template

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from jinja2 import Template
 from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from sftkit.errors import ConfigError
@@ -156,6 +157,17 @@ def _compiled(source: str) -> Template:
     environment.call_binop = _binary
     compiled: Template = environment.from_string(source)
     return compiled
+
+
+@lru_cache(maxsize=64)
+def variables_of(source: str) -> frozenset[str]:
+    """Return the names that a template takes from outside: its arguments, but no fields of messages.
+
+    Raises:
+        TemplateError: it cannot be parsed.
+    """
+    environment: Any = _compile_jinja_template("").environment
+    return frozenset(find_undeclared_variables(environment.parse(source)))
 
 
 def _binary(_context: object, operator: str, left: Any, right: Any) -> object:

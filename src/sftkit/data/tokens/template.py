@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.columns import REASONING
 from sftkit.data.reading.conversation import Message
-from sftkit.data.tokens.rendering import Span, render
+from sftkit.data.tokens.rendering import Span, render, variables_of
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 
@@ -265,8 +265,11 @@ def with_arguments(source: str, args: Mapping[str, object]) -> str:
 
 
 def uses(source: str, name: str) -> bool:
-    """Return whether the text of a template has an argument's name in it."""
-    return re.search(rf"\b{re.escape(name)}\b", source) is not None
+    """Return whether a template uses an argument; a field of messages with that name is none."""
+    try:
+        return name in variables_of(source)
+    except TemplateError:  # reported when the template is first rendered
+        return True
 
 
 def unused_arguments(row: Row, template: Template) -> dict[str, str]:
