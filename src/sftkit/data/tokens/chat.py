@@ -110,7 +110,7 @@ def tokenize(
     noted = [one for one in fitted if one.note]
     keys = columns.unused_keys(checked, partial(renders_key, tokenizer, finder.template))
     if examples:
-        odd = {**conversation.oddities(checked, row.where), **unused, **finder.odd}
+        odd = {**conversation.oddities(messages, row.where), **unused, **finder.odd}
         return Tokenized(examples, "truncated" if noted else None, counts, odd=odd, unused=keys)
     if noted:
         return Tokenized([], noted[0].note, counts, noted[0].details, unused=keys)
