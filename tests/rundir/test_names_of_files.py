@@ -23,6 +23,7 @@ OTHERS = {
     "src/sftkit/experiments/bench/run.py": {"results.json", "/results.json"},  # of a bench, not of a run
     "src/sftkit/experiments/bench/kept.py": {"results.json"},
     "src/sftkit/experiments/bench/jobs.py": {"recipe.yaml"},  # a temporary file
+    "src/sftkit/data/reading/folders.py": {"README.md", "state.json"},  # of a dataset, not of a run
     "src/sftkit/experiments/validate/run.py": {"validation.json"},  # of a comparison of runs
 }
 "Files that have a name of the same spelling for something else."
