@@ -507,6 +507,16 @@ def test_no_more_elements_than_documented_are_compared(size: int) -> None:
     assert 0 <= int(places[0]) <= int(places[-1]) < size
 
 
+def test_a_layer_is_a_block_where_a_model_names_none() -> None:
+    # As Marian: a bias of keys has little but rounding errors, which count against the gradient of its layer.
+    orig_model = tiny_llama()
+    named = gradient_samples.block_names(orig_model)
+    orig_model._no_split_modules = None
+    assert gradient_samples.block_names(orig_model) == named
+    assert named["model.layers.1.self_attn.k_proj.weight"] == "model.layers.1"
+    assert "model.norm.weight" not in named
+
+
 @pytest.mark.parametrize("kind", ["bucketed", "fixed"])
 def test_a_run_with_sdpa_has_its_own_attention_checked(tmp_path: Path, monkeypatch, kind: str) -> None:
     used, right = set[str](), ModelWithLoss.sums

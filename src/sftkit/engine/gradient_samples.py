@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,10 +129,15 @@ def taken(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
 
 
 def block_names(orig_model: PreTrainedModel) -> dict[str, str]:
-    """Return name of each parameter of a block -> name of the block."""
+    """Return name of each parameter of a block -> name of the block. In a model that names no blocks, such as Marian,
+    the items of a list of modules are taken for them."""
     names = {id(module): name for name, module in orig_model.named_modules()}
     blocks = [(names[id(block)], block) for block in decoder_blocks(orig_model)]
-    return {f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters()}
+    found = {f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters()}
+    for name, _ in orig_model.named_parameters():
+        if item := re.match(r"(.*?\.\d+)\.", name):
+            found.setdefault(name, item[1])
+    return found
 
 
 def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> GradientDifference:
