@@ -13,7 +13,7 @@ import pytest
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import columns, findings, rows
-from sftkit.data.tokens import cache, chat, sources, stages, text
+from sftkit.data.tokens import chat, sources, stages, text
 from sftkit.data.types import Examples, Tokenized
 from sftkit.errors import DataError
 
@@ -423,4 +423,3 @@ def test_no_name_is_in_two_lists() -> None:
     meaning = {*columns.SYSTEM, *columns.CONTEXT_COLUMNS, *columns.WITH_ANSWERS, *columns.MARKS, *columns.PREFERENCES}
     meaning |= {*columns.MARKS_OF_PARTS, *columns.MEDIA, *columns.MESSAGE, *columns.REJECTED_KEYS}
     assert not {name for name in meaning if columns.is_metadata(name)} - {"tool_call_id"}
-    assert set(cache.DECIDING) >= {"reading/columns"}
