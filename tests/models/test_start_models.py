@@ -30,7 +30,7 @@ from sftkit.generation.answer import Sampling
 from sftkit.generation.batching import Batching
 from sftkit.generation.decode import Prompts, generate, stream
 from sftkit.models.generation_config import stop_ids
-from sftkit.models.load import load_model
+from sftkit.models.load import load_model, model_of_files
 from sftkit.models.weights import load_model_weights, make_room
 
 
@@ -90,6 +90,22 @@ def test_a_head_of_its_own_is_the_same_on_every_layout_and_its_checkpoint_is_unt
         model.save_pretrained(tmp_path / "saved")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
         torch.testing.assert_close(again(input_ids=ids).logits, expected)
+
+
+def test_what_files_have_wrong_is_reported_once_though_the_plain_model_reads_them_too(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("sftkit.models.load.check_rows", lambda *_: None)
+    folder = with_own_head(tmp_path, "llama", 67)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"left.over": torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    loaded(folder, tokenizer)
+    assert model_of_files(ModelConfig(path=str(folder))) is not None
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("sftkit")]
+    assert [("left.over" in text, "trained untied" in text) for text in ours] == [(True, False), (False, True)]
 
 
 def test_a_tied_head_that_the_file_repeats_stays_tied(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
