@@ -57,9 +57,13 @@ def data_key(description: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
-def load_cached_examples(folder: Path) -> Examples | None:
+def load_cached_examples(folder: Path, *, report: bool = True) -> Examples | None:
     """Load the examples in `folder`; None if there are none, and with a warning if they are damaged. Files whose stamp
-    is not known are compared with their hash, once."""
+    is not known are compared with their hash, once.
+
+    Args:
+        report: whether to log the warning.
+    """
     if not folder.exists():
         return None
     try:
@@ -74,7 +78,8 @@ def load_cached_examples(folder: Path) -> Examples | None:
         )
         _check(examples)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
-        log.warning("%s: damaged cache (%s), tokenizing again", folder, error)
+        if report:
+            log.warning("%s: damaged cache (%s), tokenizing again", folder, error)
         return None
     return examples
 
@@ -128,7 +133,7 @@ def _replace(temporary: Path, folder: Path) -> None:
         if not folder.exists():
             raise
         # Another process was faster, or the old one is damaged: keep the one that loads.
-        if load_cached_examples(folder) is None:
+        if load_cached_examples(folder, report=False) is None:
             damaged = own_name(folder)
             os.rename(folder, damaged)
             os.rename(temporary, folder)
