@@ -172,3 +172,12 @@ def test_what_is_learned_changes_only_with_the_version_of_masks(digests: dict[st
             "SFTKIT_UPDATE_GOLDEN=1"
         )
     assert (known["version"], known["digests"]) == (cache.MASK_VERSION, digests), "write it: SFTKIT_UPDATE_GOLDEN=1"
+
+
+def test_an_entry_of_another_version_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = cache.data_key({"files": ["a"]})
+    assert key != cache.data_key({"files": ["b"]})
+    for name in ("MASK_VERSION", "FORMAT"):
+        monkeypatch.setattr(cache, name, getattr(cache, name) + 1)
+        assert cache.data_key({"files": ["a"]}) != key
+        monkeypatch.undo()
