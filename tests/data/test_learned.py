@@ -288,3 +288,18 @@ def test_an_answer_that_names_no_choice_or_several_is_rejected(choices, column: 
     with pytest.raises(DataError, match=r"^x:1: ") as caught:
         rows.convert({"question": "1 + 1?", "choices": choices, column: key}, "x:1")
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("choices", "key", "advice", "better"),
+    [
+        ({"text": ["4", "3", "2", "1"], "label": DIGITS}, "2", "label in answerKey", {"answerKey": "3"}),
+        (["2", "2", "3"], "2", "index as a number", {"answer": 2}),
+    ],
+)
+def test_the_advice_for_an_answer_that_names_several_choices_works(choices, key: str, advice: str, better) -> None:
+    with pytest.raises(DataError, match=advice):
+        rows.convert({"question": "1 + 1?", "choices": choices, "answer": key}, "x:1")
+    row = rows.convert({"question": "1 + 1?", "choices": choices, **better}, "x:1")
+    assert row.messages is not None
+    assert row.messages[-1]["content"] == "C"

@@ -376,18 +376,21 @@ def _multiple_choice(question: str, given: object, key: object, *, is_label: boo
     if len(choices) > _LETTERS or (isinstance(labels, list) and len(labels) != len(choices)):
         said = f"{len(labels)} labels" if isinstance(labels, list) else f"only {_LETTERS} letters"
         raise DataError(f"{where}: {len(choices)} choices, but {said}", reason="malformed choices")
-    own = isinstance(labels, list) and is_label
+    labelled, own = isinstance(labels, list), isinstance(labels, list) and is_label
     labels = list(map(str, labels)) if isinstance(labels, list) else [_letter(i) for i in range(len(choices))]
-    index = _answer_index(key, choices, labels, own=own, where=where)
+    index = _answer_index(key, choices, labels, labelled=labelled, own=own, where=where)
     return Row(where, messages=_turns(multiple_choice(question, choices), _letter(index)))
 
 
-def _answer_index(key: object, choices: list[str], labels: list[str], *, own: bool, where: str) -> int:
+def _answer_index(
+    key: object, choices: list[str], labels: list[str], *, labelled: bool, own: bool, where: str
+) -> int:
     """Return the index of the answer among the choices.
 
     Args:
         key: a label, as of ARC, whose labels may be numbers; the text of a choice; or an index, as of MMLU.
-        own: the row has labels, and key is declared to be one.
+        labelled: the row has labels, so that a number may be one of them.
+        own: key is declared to be one.
     """
     name, text = str(key), key.strip() if isinstance(key, str) else None
     meant = [i for i, label in enumerate(labels) if label == name and not isinstance(key, bool)]
@@ -400,8 +403,8 @@ def _answer_index(key: object, choices: list[str], labels: list[str], *, own: bo
         return meant[0]
     if meant:
         raise DataError(
-            f"{where}: answer {key!r} names several choices: {', '.join(_letter(i) for i in sorted(set(meant)))}. Give "
-            "its index as a number, counted from 0",
+            f"{where}: answer {key!r} names several choices: {', '.join(_letter(i) for i in sorted(set(meant)))}. "
+            + ("Give its label in answerKey" if labelled else "Give its index as a number, counted from 0"),
             reason="answer names several choices",
         )
     raise DataError(
