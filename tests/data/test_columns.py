@@ -190,6 +190,8 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "train_detail of the row": ({**CHAT, "train_detail": [1]}, "marks of parts"),
     "assistant_masks": ({**CHAT, "assistant_masks": [0, 1]}, "marks of parts"),
     "loss_mask of tokens": ({**CHAT, "loss_mask": [0, 1]}, "marks of parts"),
+    "train of the messages": ({**CHAT, "train": [False, True]}, "marks of parts"),
+    "loss of the messages": ({**CHAT, "loss": [False]}, "marks of parts"),
     "mask that is the assistant": ({**CHAT, "mask": "Assistant"}, "marks of parts"),
     "mask of tokens": ({**CHAT, "mask": [0, 1]}, "marks of parts"),
     "marks of a part": ({"messages": [ASK, {**ANSWER, "content": [{"type": "text", "text": "A", "train": False}]}]},
@@ -329,6 +331,23 @@ def test_a_row_that_is_marked_is_learned_by_no_stage(mark: dict[str, Any], token
         assert (result.examples, result.note) == ([], "dropped_no_target")
         assert "marked as not to be learned" in result.details
         assert result.counts.get("not_learned_marked", 0) == (raw is CHAT)
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ({"messages": [{**ASK, "train": False}, ANSWER]}, "bad train mark"),
+        ({"messages": [{"role": "system", "content": "Be.", "weight": 0}, ASK, ANSWER]}, "bad train mark"),
+        ({**CHAT, "mask": "User"}, "marks of parts"),
+    ],
+)
+def test_a_question_that_is_marked_as_not_learned_is_not_learned_with_all_tokens(
+    raw: dict[str, Any], reason: str, tokenizer
+) -> None:
+    assert read(raw, tokenizer)[0].endswith(PLAIN)
+    with pytest.raises(DataError, match=r"^a\.jsonl:1: .*data\.targets=assistant") as caught:
+        read(raw, tokenizer, partial(chat.tokenize, learning=chat.EVERYTHING))
+    assert caught.value.reason == reason
 
 
 def test_a_text_with_the_place_of_a_picture_is_counted(tokenizer) -> None:

@@ -36,6 +36,8 @@ class Row:
     "What the picture shows, each a document of its own."
     learned: bool = True
     "False: the row is marked as not to be learned, with weight: 0 for example."
+    masked_role: str = ""
+    "The role that the row says is not learned (NeMo's column mask)."
     unused: tuple[str, ...] = ()
     "Columns that nothing reads, each as findings name it: column quality."
 

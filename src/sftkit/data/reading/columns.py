@@ -129,11 +129,11 @@ def named(found: JsonObject, where: str) -> JsonObject:
 def is_learned(row: JsonObject, where: str) -> bool:
     """Return whether a row says that it is learned, by marks of its own; most rows have none.
 
-    A mark of another kind is something else of the same name, such as a measured `loss` or the `weight` of a parcel as
-    text, and counts as unused: see `understood`.
+    A mark of another kind is something else of the same name, such as a measured `loss`, one or several, or the
+    `weight` of a parcel as text, and counts as unused: see `understood`.
 
     Raises:
-        DataError: a weight that is neither 0 nor 1, or marks of tokens or characters.
+        DataError: a weight that is neither 0 nor 1, or marks of tokens, characters or messages.
     """
     if row.keys().isdisjoint(_MARKS):
         return True
@@ -147,7 +147,8 @@ def is_learned(row: JsonObject, where: str) -> bool:
     learned = True
     for name in MARKS:
         value = _cell(row.get(name))
-        if isinstance(value, list) and name not in TRUTH_MARKS and value:
+        marks = isinstance(value, list) and (name not in TRUTH_MARKS or all(isinstance(one, bool) for one in value))
+        if marks and value:
             raise DataError(
                 f"{where}: the column {name} is a list: marks of tokens or messages next to a row are not supported. "
                 "Put marks into the messages (train: true or false)",

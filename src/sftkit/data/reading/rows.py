@@ -234,7 +234,8 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
     the template. Messages are written as they are today."""
     where = row.where
     columns.check_answer_columns(raw, where)
-    row = replace(row, tools=_tools(raw, where), template_args=_template_args(raw, where))
+    masked = "" if columns.is_empty(raw.get("mask")) else str(raw["mask"])
+    row = replace(row, tools=_tools(raw, where), template_args=_template_args(raw, where), masked_role=masked)
     if not isinstance(row.messages, list):
         return row
     messages: list[Any] = [columns.current_message(m, f"{where}: messages[{i}]") for i, m in enumerate(row.messages)]

@@ -22,14 +22,27 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
     (true or false) and their kin: text that is marked as bad is learned by none. So does a mark of the whole row.
 
     Raises:
-        DataError: a mark of another value, or on a message that is not an answer.
+        DataError: a mark of another value, or a message that is not an answer and is marked as learned; where every
+            token is learned, one that is marked as not learned, or a role that the row masks.
     """
+    if targets == "all" and row.masked_role:
+        raise DataError(
+            f"{row.where}: the column mask says that the role {row.masked_role} is not learned, but here every token is: "
+            "data.targets=assistant learns answers only. Set it, or remove the column",
+            reason="marks of parts",
+        )
     reasons: dict[int, str] = {}
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     last_user = max((i for i, message in enumerate(messages[:last]) if message["role"] == "user"), default=-1)
     for i, message in enumerate(messages):
         marked = _marked(message, f"{row.where}: messages[{i}]")
         if message["role"] != "assistant":
+            if marked is False and targets == "all":
+                raise DataError(
+                    f"{row.where}: messages[{i}]: the role {message['role']} is marked as not learned, but here every "
+                    "token of the questions is: data.targets=assistant learns answers only. Set it, or remove the mark",
+                    reason="bad train mark",
+                )
             continue
         # What the data says of an answer counts before what the recipe asks for.
         if marked is False or not row.learned:
