@@ -383,9 +383,7 @@ def _multiple_choice(question: str, given: object, key: object, *, is_label: boo
     return Row(where, messages=_turns(multiple_choice(question, choices), _letter(index)))
 
 
-def _answer_index(
-    key: object, choices: list[str], labels: list[str], *, labelled: bool, own: bool, where: str
-) -> int:
+def _answer_index(key: object, choices: list[str], labels: list[str], *, labelled: bool, own: bool, where: str) -> int:
     """Return the index of the answer among the choices.
 
     Args:

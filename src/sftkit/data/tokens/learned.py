@@ -27,7 +27,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
     """
     if targets == "all" and row.masked_role:
         raise DataError(
-            f"{row.where}: the column mask says that the role {row.masked_role} is not learned, but here every token is: "
+            f"{row.where}: column mask: the role {row.masked_role} is not to be learned, but here every token is: "
             "data.targets=assistant learns answers only. Set it, or remove the column",
             reason="marks of parts",
         )
