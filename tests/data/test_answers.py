@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, ModelConfig
 from sftkit.data.tokens import answer_matcher, answers, chat, prompts, stages
-from sftkit.data.tokens.reasoning import with_reasoning
+from sftkit.data.tokens.reasoning import check_reasoning, with_reasoning
 from sftkit.data.tokens.template import render_conversation, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
@@ -361,6 +361,15 @@ def test_reasoning_that_the_data_has_twice_is_learned_once(make, name: str, answ
 def test_two_reasonings_that_differ_are_rejected(make, answer: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"messages\[1\]: two different reasonings"):
         documents(make("qwen3"), [U, answer])
+
+
+@pytest.mark.parametrize("tag", ["thinking", "reasoning"])
+def test_the_same_reasoning_by_tags_of_its_own_is_rejected_next_to_a_field(make, tag: str) -> None:
+    twice = {"role": "assistant", "reasoning": "because", "content": f"<{tag}>\nbecause\n</{tag}>\nSo."}
+    with pytest.raises(DataError, match=rf"messages\[1\]: the same reasoning is in reasoning and in <{tag}>"):
+        check_reasoning([{"role": "user", "content": "Why?"}, twice], "x:1")
+    check_reasoning([{"role": "user", "content": "Why?"}, {**twice, "content": f"<{tag}>other</{tag}> So."}], "x:1")
+    check_reasoning([{"role": "user", "content": "Why?"}, {**twice, "reasoning": ""}], "x:1")
 
 
 def test_reasoning_in_the_text_is_learned_in_the_field_of_a_template_that_knows_only_that(make) -> None:

@@ -146,6 +146,17 @@ def test_a_template_that_writes_it_in_another_way_is_no_loss(make, source: str) 
         assert text_of(tokenizer, messages, targets="all")
 
 
+@pytest.mark.parametrize("first", [[ASK, HELLO], [ASK, {**HELLO, "content": "weather"}, ASK, HELLO]])
+def test_a_call_whose_name_stands_elsewhere_is_looked_for_though_such_turns_are_known(make, first: list[Any]) -> None:
+    tokenizer = make("chatml", ALL)
+    text_of(tokenizer, first)
+    said = {**CALL, "content": "The weather:"}
+    row = Row("x:1", messages=[ASK, said, ASK, HELLO], context_messages=3)
+    with pytest.raises(DataError) as caught:
+        chat.tokenize(row, tokenizer, max_length=1000)
+    assert caught.value.reason == "template does not render a tool call"
+
+
 def test_conversations_of_a_known_shape_are_not_rendered_once_more(make, monkeypatch) -> None:
     tokenizer, rendered = make("chatml"), []
     plain = context._marked

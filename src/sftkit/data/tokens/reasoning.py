@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -12,6 +13,8 @@ from sftkit.data.tokens.template import Template
 from sftkit.errors import DataError
 
 Thinking = Literal["auto", "learn_empty", "off"]
+_OTHER_BLOCK = re.compile(r"\A\s*<(\w+)>(.*?)</\1>", re.DOTALL)
+"A block at the start of an answer by tags that no template knows, such as <thinking>."
 
 
 def reasoning_of(message: Message) -> str:
@@ -77,8 +80,14 @@ def check_reasoning(messages: list[Message], where: str) -> None:
             if not isinstance(value, str):
                 raise wrong_kind(f"{where}: messages[{i}]: {key}", value, "text", reason="reasoning is not text")
         texts = {value.strip() for value in given.values()}
-        inline = _inline(message["content"])[0]
+        inline, rest = _inline(message["content"])
         texts.update(inline)
+        if (block := _OTHER_BLOCK.match(rest)) and block[2].strip() in texts - {""}:
+            raise DataError(
+                f"{where}: messages[{i}]: the same reasoning is in {', '.join(given) or '<think>'} and in <{block[1]}> "
+                "at the start of content, so it would be learned twice: keep one",
+                reason="two reasonings of an answer",
+            )
         if len(texts - {""}) > 1:
             raise DataError(
                 f"{where}: messages[{i}]: two different reasonings before one answer ({', '.join(given)}"
