@@ -108,6 +108,18 @@ def test_what_files_have_wrong_is_reported_once_though_the_plain_model_reads_the
     assert [("left.over" in text, "trained untied" in text) for text in ours] == [(True, False), (False, True)]
 
 
+def test_code_in_a_bin_file_is_not_run_and_nobody_is_advised_to_run_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    small_llama(tokenizer).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(f"cos\nmkdir\n(S'{tmp_path}/made'\ntR.".encode())
+    with pytest.raises(ConfigError, match=r"cannot load the model: .*no pickle of tensors alone") as caught:
+        loaded(tmp_path, tokenizer)
+    assert "weights_only" not in str(caught.value)
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_tied_head_that_the_file_repeats_stays_tied(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     tied = small_llama(tokenizer, tie_word_embeddings=True)
     tied.save_pretrained(tmp_path)

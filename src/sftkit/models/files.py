@@ -43,6 +43,8 @@ def reading_files(where: str | Path, what: str = "the model") -> Iterator[None]:
         if name == "OutOfMemoryError" or not (isinstance(error, Exception) or name == "PanicException"):
             raise
         text = " ".join(str(error).split())[:300] or "no message"
+        if name == "UnpicklingError":  # whose own text advises to run the code that is in the file
+            text = "a .bin file that is no pickle of tensors alone"
         raise ConfigError(f"{where}: cannot load {what}: {name}: {text}. {COPY_AGAIN}") from error
 
 

@@ -123,9 +123,10 @@ def check_own_file(tokenizer: PreTrainedTokenizerBase, own: Tokenizer, path: str
         return
     there, here = own.encode(ROUND_TRIP, add_special_tokens=False).tokens, tokenizer.convert_ids_to_tokens(found)
     at = next((i for i, (one, other) in enumerate(zip(there, here, strict=False)) if one != other), 0)
+    lost = "" if back == text else f", and gives back {back[:40]!r} for {ROUND_TRIP[:40]!r}"
     raise ConfigError(
         f"{path}: {type(tokenizer).__name__} does not tokenize as tokenizer.json says: it makes {here[at : at + 4]} "
-        f"where the file makes {there[at : at + 4]}, and gives back {back[:40]!r} for {ROUND_TRIP[:40]!r}. Set "
+        f"where the file makes {there[at : at + 4]}{lost}. Set "
         'tokenizer_class to "PreTrainedTokenizerFast" in its tokenizer_config.json (in a local copy, named as '
         "model.tokenizer), which loads the file as it is"
     )
