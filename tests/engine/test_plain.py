@@ -12,7 +12,14 @@ import pytest
 import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny, tiny_llama, tiny_recipe
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Phi3Config, PreTrainedModel, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from sftkit.config.schema import AttentionConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from sftkit.data.batches import collate as collating
@@ -98,6 +105,30 @@ def test_a_weight_that_is_not_that_of_the_files_is_named(tmp_path: Path, name: s
     assert found[WEIGHTS].ok is False
     assert name in found[WEIGHTS].found
     assert found[LOGITS].ok is False, "the plain side has the files' own"
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "lost buffer"])
+def test_what_only_one_side_has_and_a_buffer_of_another_value_are_named(tmp_path: Path, kind: str) -> None:
+    config = DeepseekV3Config(
+        **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+        **{"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    )
+    source = saved(DeepseekV3ForCausalLM(config), tmp_path)
+    live = full_model(str(source.path), "fp32", {})
+    gate = live.model.layers[0].mlp.gate
+    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), Start(source))
+    assert plain.differing == {}
+    if kind == "parameter":
+        gate.added = torch.nn.Parameter(torch.zeros(2))
+    elif kind == "buffer":
+        gate.e_score_correction_bias.add_(1.0)
+    else:
+        gate.register_buffer("e_score_correction_bias", gate.e_score_correction_bias, persistent=False)
+    name = "added" if kind == "parameter" else "e_score_correction_bias"
+    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), Start(source))
+    assert plain.differing == {f"model.layers.0.mlp.gate.{name}": 1.0}
 
 
 def test_the_files_of_a_resumed_run_are_its_checkpoints(tmp_path: Path) -> None:
