@@ -109,11 +109,15 @@ def test_a_weight_that_is_not_that_of_the_files_is_named(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "lost buffer"])
 def test_what_only_one_side_has_and_a_buffer_of_another_value_are_named(tmp_path: Path, kind: str) -> None:
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
     config = DeepseekV3Config(
-        **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16),
+        **dict.fromkeys(sizes, 16),
         **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-        **{"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_experts_per_tok"), 2),
+        **dict.fromkeys(("num_hidden_layers", "n_group", "topk_group"), 1),
+        vocab_size=64,
+        n_routed_experts=4,
+        first_k_dense_replace=0,
     )
     source = saved(DeepseekV3ForCausalLM(config), tmp_path)
     live = full_model(str(source.path), "fp32", {})

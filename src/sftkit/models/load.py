@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -154,13 +155,12 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-def full_model(path: str, precision: str, options: dict[str, object], *, again: bool = False) -> PreTrainedModel:
+def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
     """Load the model with from_pretrained, where a weight that is missing or of another shape is an error and
     is not filled at random.
 
     Args:
         precision: bf16, fp32, or auto: that of the files, which are then mapped into memory, not copied.
-        again: this process has loaded it before, and logged what is odd about it.
 
     Raises:
         ConfigError: such a weight.
@@ -189,14 +189,12 @@ def full_model(path: str, precision: str, options: dict[str, object], *, again: 
         cached = try_to_load_from_cache(path, "config.json", revision=str(options["revision"]))
         if isinstance(cached, str):
             check_model_files(Path(cached).parent)
-    if trained is config and not again and (unused := loading_info["unexpected_keys"]):
-        log.warning(
-            "%s: %s has no weight named %s, so they are neither trained nor saved",
-            *(path, type(orig_model).__name__, first_of(sorted(unused))),
-        )
+    if trained is config and (unused := loading_info["unexpected_keys"]):
+        name, unused = type(orig_model).__name__, sorted(unused)
+        _warn_once(f"{path}: {name} has no weight named {first_of(unused)}, so they are neither trained nor saved")
     # transformers has left weights untied whose files differ, and dropped them from this table only.
     tied = orig_model.get_expanded_tied_weights_keys(all_submodels=True)
-    untie(orig_model, tied.keys() - orig_model.all_tied_weights_keys.keys(), path, again=again)
+    untie(orig_model, tied.keys() - orig_model.all_tied_weights_keys.keys(), path)
     return orig_model
 
 
@@ -224,7 +222,7 @@ def start_generation_config(path: str, options: dict[str, object]) -> Generation
             return None
 
 
-def untie(orig_model: PreTrainedModel, own: Set[str], path: str, *, again: bool = False) -> None:
+def untie(orig_model: PreTrainedModel, own: Set[str], path: str) -> None:
     """Write into the config that the weights named are not tied, although it says so: the files hold other values for
     them, which transformers keeps. Else a checkpoint, and any layout that builds the model from its config, would lose
     them.
@@ -243,8 +241,13 @@ def untie(orig_model: PreTrainedModel, own: Set[str], path: str, *, again: bool 
         )
     for holder in (config, config.get_text_config()):
         holder.tie_word_embeddings = False
-    if not again:
-        log.warning("%s: trained untied, and saved with tie_word_embeddings false", where)
+    _warn_once(f"{where}: trained untied, and saved with tie_word_embeddings false")
+
+
+@lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    """Log what the files of a start have wrong, which the plain model of the checks reads again."""
+    log.warning(text)
 
 
 def model_of_files(model: ModelConfig, checkpoint: Path | None = None) -> PreTrainedModel | None:
@@ -261,7 +264,7 @@ def model_of_files(model: ModelConfig, checkpoint: Path | None = None) -> PreTra
         return None
     path = str(checkpoint) if checkpoint is not None else resolve(model.path or "")
     with loading(path):
-        return full_model(path, "auto", load_options(path, model), again=True)
+        return full_model(path, "auto", load_options(path, model))
 
 
 def check_complete(
