@@ -84,6 +84,7 @@ def test_tools_that_no_template_renders_are_named_with_the_cure(make, name: str)
         ("{{ tools[0].function.name if tools else '' }}" + ALL, [ASK, HELLO], [TOOL, SECOND_TOOL], "the tools"),
         ("{% if messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}" + ALL, [ASK, HELLO], [TOOL], "the tools"),
         ("{% if tools %}Use your tools. {% endif %}" + ALL, [ASK, HELLO], [TOOL], "the tools"),
+        ("{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + ALL, [ASK, HELLO], [TOOL], "the tools"),
         # system texts
         (only("m.role != 'system'"), [SYSTEM, ASK, HELLO], None, "system message"),
         (only("m.role != 'system'"), [{**SYSTEM, "content": "e"}, ASK, HELLO], None,

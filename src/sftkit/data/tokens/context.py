@@ -48,7 +48,7 @@ def check_context(
     Raises:
         DataError: something is left out.
     """
-    shape = (_shape(messages), bool(tools), repr(args))
+    shape = (_shape(messages), bool(tools), any(map(_described, tools or ())), repr(args))
     words = all(_stands_in(text, messages, tools))
     if words and shape in template.whole_shapes:
         return {}
@@ -135,8 +135,16 @@ def _marked_call(call: Message, marks: dict[str, tuple[str, int]], i: int) -> Me
 def _marked_tools(tools: Tools, marks: dict[str, tuple[str, int]]) -> Tools:
     if not tools:
         return tools
-    named = [(tool, function_of(tool)) for tool in tools]
-    return [
-        {**tool, "function": {**function, "name": f"{function.get('name', '')}{_mark(marks, 'tools', -1)}"}}
-        for tool, function in named
-    ]
+    result = []
+    for tool in tools:
+        function = function_of(tool)
+        marked = {**function, "name": f"{function.get('name', '')}{_mark(marks, 'tools', -1)}"}
+        if _described(tool):
+            marked["description"] = f"{function['description']}{_mark(marks, 'tools', -1)}"
+        result.append({**tool, "function": marked})
+    return result
+
+
+def _described(tool: JsonObject) -> bool:
+    text = function_of(tool).get("description")
+    return isinstance(text, str) and bool(text.strip())
