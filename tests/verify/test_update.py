@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.optim import adamw, adamw_fused, build, formula, muon
 from sftkit.tracking.checks import Check
 from sftkit.train.assemble import make_engine
-from sftkit.verify.update import FirstUpdate
+from sftkit.verify.update import FirstUpdate, _norm_check
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 UPDATE, NORM = "First update is that of torch's optimizer", "Gradient norm is that of all ranks"
@@ -185,3 +186,18 @@ def test_a_first_step_that_is_skipped_proves_nothing(tmp_path: Path, monkeypatch
     check = rows(tmp_path)[UPDATE]
     assert check.ok is None
     assert "skipped" in check.found
+
+
+@pytest.mark.parametrize(("other", "same"), [(16.0, True), (16.1, False), (None, True)])
+def test_ranks_that_hold_a_parameter_together_must_have_the_same_gradient_of_it(
+    other: float | None, same: bool
+) -> None:
+    whole, half = ("norm.weight", ((0, 4),)), ("up.weight", ((4, 4),))
+    found = {} if other is None else {whole: other, half: 9.0}
+    update = object.__new__(FirstUpdate)
+    update._squares = {whole: torch.tensor(16.0), ("up.weight", ((0, 4),)): torch.tensor(0.0)}
+    update._rt = SimpleNamespace(gathered=lambda own: [own, found])
+    norm, disagreeing = update._norm()
+    assert norm == (4.0 if other is None else 5.0), "each part once"
+    check = _norm_check(norm, norm, disagreeing)
+    assert (check.ok, "norm.weight" in check.found) == (same, not same)
