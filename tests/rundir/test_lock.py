@@ -254,6 +254,11 @@ def lock_removed(folder: Path) -> str:
     return f"{folder}/.lock was removed"
 
 
+def lock_renamed(folder: Path) -> str:
+    (folder / LOCK).rename(folder / "old")
+    return f"its lock is now {folder / 'old'}"
+
+
 def lock_replaced(folder: Path) -> str:
     (folder / LOCK).unlink()
     assert in_fork(lambda: take_lock(folder)) == 0
@@ -267,15 +272,18 @@ def a_file_in_its_place(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "loss", [renamed, renamed_and_made_again, deleted, lock_removed, lock_replaced, a_file_in_its_place]
+    "loss", [renamed, renamed_and_made_again, deleted, lock_removed, lock_renamed, lock_replaced, a_file_in_its_place]
 )
 def test_a_run_learns_that_its_directory_is_no_longer_its_own_and_where_it_went(tmp_path: Path, loss) -> None:
     folder = tmp_path / "run"
     held = take_lock(folder)
     held.check(folder)
     words = loss(folder)
-    with pytest.raises(RunDirError, match=re.escape(f"run.dir={folder} is no longer this run's: {words}")):
+    with pytest.raises(RunDirError, match=re.escape(f"run.dir={folder} is no longer this run's")) as caught:
         held.check(folder)
+    assert f"so the run has ended: {words}" in str(caught.value)
+    assert ("give the folder its name back" in str(caught.value)) == words.startswith("its folder is now")
+    assert ("start it again" in str(caught.value)) == (loss is deleted), "there is nothing to resume"
     held.release()
 
 

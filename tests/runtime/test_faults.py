@@ -289,7 +289,7 @@ def test_a_run_whose_directory_is_taken_away_ends_and_writes_nothing_there_any_m
     loss(folder)
     before = metrics.read_bytes() if metrics.exists() else None
     assert run.end() == 1
-    assert f"run.dir={folder} is no longer this run's: " in run.output, run.output[-3000:]
+    assert f"run.dir={folder} is no longer this run's" in run.output, run.output[-3000:]
     assert "Traceback" not in run.output
     if loss is rename:
         assert f"its folder is now {folder.with_name('moved')}" in run.output

@@ -96,7 +96,7 @@ class RunLock:
         _held.remove(self)
 
     def lost(self, run_dir: Path) -> str | None:
-        """Return what has become of the run's directory, in words; None: its lock is still there."""
+        """Return what has become of the run's directory, and what to do; None: its lock is still there."""
         path = run_dir / LOCK
         try:
             if self._is_at(path):
@@ -105,12 +105,21 @@ class RunLock:
             return None
         link = Path(f"/proc/self/fd/{self._descriptor}")
         place = os.readlink(link) if link.is_symlink() else ""
+        resume = "resume with train.resume=auto"
         if place and not place.endswith(" (deleted)"):
-            return f"its folder is now {Path(place).parent}"
+            if Path(place).parent == run_dir.resolve():
+                return f"its lock is now {place}. What it saved is in the directory: {resume}"
+            return (
+                f"its folder is now {Path(place).parent}. What it saved is there: give the folder its name back or take "
+                f"another run.dir, and {resume}"
+            )
         if not run_dir.is_dir():
-            return "its folder was deleted" if place else "its folder was renamed or deleted"
+            if place:
+                return "its folder was deleted. What it saved went with the folder: start it again"
+            return f"its folder was renamed or deleted. Give the folder its name back, and {resume}, or start it again"
         holder = read_holder(path)
-        return f"{path} was removed" + (f", and {holder} has taken the directory" if holder else "")
+        taken = f", and {holder} has taken the directory" if holder else ""
+        return f"{path} was removed{taken}. What it saved may still be in the directory: {resume}"
 
     def check(self, run_dir: Path) -> None:
         """Check that the directory is still this run's, before anything is written there.
@@ -120,9 +129,8 @@ class RunLock:
         """
         if (found := self.lost(run_dir)) is not None:
             raise RunDirError(
-                f"run.dir={run_dir} is no longer this run's: {found}, while the run was at work. It has ended, because "
-                "another start may write there now. What it saved until then is in its folder: give the folder its "
-                "name back, or take another run.dir, and resume with train.resume=auto"
+                f"run.dir={run_dir} is no longer this run's, and another start may write there now, so the run has "
+                f"ended: {found}"
             )
 
     def _is_at(self, path: Path) -> bool:
