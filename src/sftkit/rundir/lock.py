@@ -110,8 +110,8 @@ class RunLock:
             if Path(place).parent == run_dir.resolve():
                 return f"its lock is now {place}. What it saved is in the directory: {resume}"
             return (
-                f"its folder is now {Path(place).parent}. What it saved is there: give the folder its name back or take "
-                f"another run.dir, and {resume}"
+                f"its folder is now {Path(place).parent}. What it saved is there: give the folder its name back or "
+                f"take another run.dir, and {resume}"
             )
         if not run_dir.is_dir():
             if place:
