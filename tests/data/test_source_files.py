@@ -266,6 +266,15 @@ def test_a_folder_says_which_files_are_of_which_split(tmp_path: Path) -> None:
     assert texts(tmp_path, split="dev[:1]") == ["dev/a.jsonl"]
 
 
+def test_a_file_without_a_split_in_its_name_is_named_next_to_files_of_train(tmp_path: Path) -> None:
+    fill(tmp_path, "train-00000-of-00001.jsonl", "config-help.jsonl", "test.jsonl")
+    words = "read as train, although its name has no split: config-help.jsonl"
+    assert said(tmp_path) == f"train: 2 files, test: 1 (test.jsonl); {words}"
+    assert texts(tmp_path) == ["config-help.jsonl", "train-00000-of-00001.jsonl"]
+    (tmp_path / "train-00000-of-00001.jsonl").unlink()
+    assert said(tmp_path) == "train: 1 file, test: 1 (test.jsonl)"
+
+
 def test_a_split_of_another_name_is_that_of_its_shards_or_of_the_whole_name(tmp_path: Path) -> None:
     fill(tmp_path, "train_sft-00000-of-00001.jsonl", "train_gen-00000-of-00001.jsonl", "heldout.jsonl")
     assert texts(tmp_path, split="train_gen") == ["train_gen-00000-of-00001.jsonl"]

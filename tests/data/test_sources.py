@@ -29,6 +29,7 @@ from sftkit.data.tokens.chat import ANSWER_COUNTS
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.flags import flags_named
+from sftkit.preflight.data import source_facts
 from sftkit.rundir import manifest
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -210,8 +211,10 @@ def test_every_start_says_which_files_of_a_folder_are_read(tmp_path, load, caplo
     for _ in range(2):  # also where the tokens come from the cache
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            load(folder)
-        assert "chats: train: 1 file, test: 1 (test_prep.jsonl); left out: c.jsonl.zst" in caplog.messages
+            facts = source_facts(load(folder))
+        files = "train: 1 file, test: 1 (test_prep.jsonl); left out: c.jsonl.zst"
+        assert f"chats: {files}" in caplog.messages
+        assert [one["files"] for one in facts] == [files]
 
 
 def test_folder_of_a_downloaded_hub_dataset(tmp_path):

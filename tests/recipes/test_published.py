@@ -313,7 +313,7 @@ def test_a_template_that_is_missing_or_leaves_answers_out_is_refused(recipe: Pat
     args = "model.chat_template_args=null"
     for template, problem in (
         ("null", "has no chat template. Set model.chat_template"),
-        (mute, "cannot render a plain"),
+        (mute, "cannot render a plain .* take another one made for this tokenizer: model.chat_template"),
     ):
         words = with_stand_in(recipe, tokenizer, args, f"model.chat_template={template}")
         cfg = read_config(recipe, words, world_size=1)

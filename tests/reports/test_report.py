@@ -111,6 +111,16 @@ def test_page_says_why_rows_were_skipped_or_are_odd_with_the_first_of_each(run: 
     assert "by reason" not in write_report(run).read_text()
 
 
+def test_page_says_which_files_of_a_folder_were_left_out(run: Path) -> None:
+    assert "Files of folders" not in write_report(run).read_text()
+    found = json.loads((run / "preflight.json").read_text())
+    found["sources"][0]["files"] = "train: 2 files; left out: old.jsonl.zst"
+    (run / "preflight.json").write_text(json.dumps(found))
+    page = write_report(run).read_text()
+    assert "Files of folders" in page
+    assert "train: 2 files; left out: old.jsonl.zst" in page
+
+
 def test_page_needs_nothing_from_elsewhere_and_runs_no_script(run: Path) -> None:
     page = read(write_report(run))
     policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")

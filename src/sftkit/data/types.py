@@ -123,6 +123,8 @@ class Examples:
 and the messages of each role in conversations that are learned from, see sources.ROLE_COUNTS"
     findings: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
     "source name -> why rows were skipped or dropped, and what is odd in others"
+    files: dict[str, str] = field(default_factory=dict)
+    "source name, of a folder -> which of its files are read, and which are left out, as Origin.said; not in the cache"
     encoder_sources: Sequence[str] = ()
     "of each document what an encoder reads for it, by name; empty: the data is for models without one"
     encoder_inputs: EncoderInputs | None = None

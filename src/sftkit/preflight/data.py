@@ -34,6 +34,8 @@ def source_facts(examples: Examples) -> list[dict[str, Any]]:
         answers = {key: int(counts.get(key, 0)) for key in chat.ANSWER_COUNTS} if counts.get("answers") else {}
         learned_of = {"tokens": int(tokens[i]), "targets": int(targets[i])}
         facts.append({"name": name, **numbers, **learned_of, "answers": answers, "findings": found})
+        if name in examples.files:
+            facts[-1]["files"] = examples.files[name]
     return facts
 
 

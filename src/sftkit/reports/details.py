@@ -38,6 +38,7 @@ _ANSWERS = {
     "thinking_turned_off": "thinking turned off",
 }
 FINDINGS = {"name": "source", "kind": "what", "rows": "rows", "reason": "because", "first": "the first"}
+FILES = {"name": "source", "files": "read and left out"}
 _LAYOUTS = {
     "layout": "layout",
     "shapes": "shapes",
@@ -100,6 +101,7 @@ def data_tables(preflight: dict[str, Any]) -> list[Any]:
         el("div", _lengths(mapping(preflight.get("lengths"))), known, class_="two"),
         _table(preflight.get("sources"), SOURCES, "Sources"),
         _table(validation, SOURCES, "Validation sources"),
+        _table([one for one in sources if one.get("files")], FILES, "Files of folders", text=(1,)),
         _answers(sources),
         _findings(sources),
         _layouts(preflight.get("layouts")),

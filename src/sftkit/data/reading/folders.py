@@ -92,7 +92,12 @@ def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
 
 
 def split_of(relative: Path) -> str:
-    """Return the split that the innermost part of a path names; train if none does.
+    """Return the split that a path names; train if it names none."""
+    return _named_split(relative) or "train"
+
+
+def _named_split(relative: Path) -> str | None:
+    """Return the split that the innermost part of a path names.
 
     A part names a split if it begins with one of its words (train.jsonl, test/, dev-2.csv), never by a word inside it.
     Shards are named as datasets names them, by the whole split (train_sft-00000-of-00002), or by their dataset and
@@ -105,7 +110,7 @@ def split_of(relative: Path) -> str:
         word = _WORD.match(name)
         if word and word[0] in SPLITS:
             return SPLITS[word[0]]
-    return "train"
+    return None
 
 
 _SHARD = re.compile(r"(?P<split>.+?)[-.](?P<index>\d{5})-of-(?P<total>\d{5})")
@@ -194,6 +199,10 @@ def _doubts(chosen: list[Path], root: Path) -> Iterator[str]:
     ]
     if inside and split_of(inside[0]) == "train":
         yield f"read as train, although its name has another split inside: {first_of(inside, NAMES_SHOWN)}"
+    # Next to files named train, one of another name may be there by mistake: it would be trained on.
+    unnamed = [path for path in relative if _named_split(path) is None and path not in inside]
+    if unnamed and any(_named_split(path) == "train" for path in relative):
+        yield f"read as train, although its name has no split: {first_of(unnamed, NAMES_SHOWN)}"
     stems = Counter(path.with_name(path.name.partition(".")[0]) for path in relative if not _SHARD.match(path.name))
     if twice := [stem for stem, times in stems.items() if times > 1]:
         yield f"several files of the same name, are they copies: {first_of(twice, NAMES_SHOWN)}"

@@ -135,6 +135,7 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: To
     for source, one in zip(sources, origins, strict=True):
         if one.said:
             log.info("%s: %s", source_label(source), one.said)
+            examples.files[source_label(source)] = one.said
     for name, told in examples.findings.items():
         findings.log_findings(name, told)
     return examples

@@ -157,7 +157,10 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         if append_only and key:
             append_only = rendered(reasoned).startswith(first[: _find(first, FIRST_ANSWER)[1]])
     except (TemplateError, ValueError) as error:
-        raise ConfigError(f"the chat template cannot render a plain user and assistant conversation: {error}") from None
+        raise ConfigError(
+            f"the chat template cannot render a plain user and assistant conversation: {error}. "
+            "Correct it, or take another one made for this tokenizer: model.chat_template"
+        ) from None
     # What stands around the known words are the headers and ends of turns.
     turn_start = len(question) if text.startswith(question) else asked[1]
     fixed = _FIXED.match(source)
