@@ -158,6 +158,14 @@ def test_a_call_whose_name_stands_elsewhere_is_looked_for_though_such_turns_are_
     assert caught.value.reason == "template does not render a tool call"
 
 
+def test_a_message_whose_words_are_said_twice_is_missed_though_such_turns_are_known(make) -> None:
+    tokenizer = make("chatml", only("loop.index0 != 4"))
+    text_of(tokenizer, [ASK, HELLO] * 2)
+    with pytest.raises(DataError) as caught:
+        text_of(tokenizer, [ASK, HELLO] * 3)
+    assert caught.value.reason == "template leaves out a message"
+
+
 def test_conversations_of_a_known_shape_are_not_rendered_once_more(make, monkeypatch) -> None:
     tokenizer, rendered = make("chatml"), []
     plain = context._marked

@@ -90,10 +90,13 @@ def _stands_in(text: str, messages: list[Message], tools: Tools) -> Iterator[boo
     for message in messages:
         answer = message["role"] == "assistant"
         content = answer_core(message) if answer else message["content"].strip()
-        # Behind the last one that was found, or else anywhere: some templates move system messages to the front.
+        # Behind the last one that was found, so that words which are said twice are there twice. Some templates move
+        # system messages to the front, and some write results as JSON.
         found = text.find(content, cursor)
-        cursor = found if found >= 0 else max(text.find(content), 0)
-        yield found >= 0 or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+        cursor = found + len(content) if found >= 0 else cursor
+        moved = message["role"] in ("system", "developer") and content in text
+        quoted = json.dumps(content, ensure_ascii=False)[1:-1]
+        yield found >= 0 or moved or (quoted != content and quoted in text)
         yield all(function_of(call)["name"] in text for call in message.get("tool_calls", ()))
     yield all(str(function_of(tool).get("name", "")) in text for tool in tools or ())
 
