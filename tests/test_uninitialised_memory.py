@@ -50,10 +50,12 @@ both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 TESTED = {
     ("checkpoint/state_store.py", "to_host"): 1,
     ("data/batches/balance.py", "assign_rows"): 1,
+    ("engine/plain.py", "PlainModel._whole"): 1,
     ("generation/kv_cache.py", "FixedLayer.update"): 1,
     ("graph/parallel/exchange.py", "_"): 3,
     ("graph/parallel/grouped.py", "_"): 3,
     ("models/weights.py", "fill_with_memory"): 1,
+    ("ops/cross_entropy_kernel.py", "scaled"): 1,
     ("ops/flash.py", "_"): 5,
     ("ops/flash.py", "document_attention_backward"): 1,
     ("ops/gather_rows.py", "_"): 2,

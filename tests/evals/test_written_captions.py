@@ -15,6 +15,7 @@ from made_captioners import CAPTIONER, TRANSLATOR, captions, made
 from transformers import GenerationConfig, PreTrainedModel
 
 from sftkit.config.schema import EvalConfig
+from sftkit.data.tokens import chat
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.evals import captions as scored
@@ -148,7 +149,7 @@ def test_a_text_ends_where_an_answer_does(monkeypatch: pytest.MonkeyPatch) -> No
     orig_model, examples = lively(CAPTIONER, documents=4)
     long = describe(orig_model, ending(10**6), examples, 4, 8, 4)
     end = long[0].ids[2]
-    monkeypatch.setattr(scored.chat, "template_of", lambda _: SimpleNamespace(end_tokens=("<|im_end|>",)))
+    monkeypatch.setattr(chat, "template_of", lambda _: SimpleNamespace(end_tokens=("<|im_end|>",)))
     talks = SimpleNamespace(
         **{**vars(ending(10**6)), "chat_template": "x", "convert_tokens_to_ids": {"<|im_end|>": end}.get}
     )

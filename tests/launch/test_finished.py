@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def recipe(tmp_path: Path) -> Path:
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
     base = tmp_path / "base" / "step-000009"
     base.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
-        (base / name).write_text("{}")
+    (base / "config.json").write_text("{}")
+    (base / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     (tmp_path / "base" / "LATEST").write_text("step-000009\n")
     checkpoint = run_dir / "step-000003"
     checkpoint.mkdir(parents=True)

@@ -49,7 +49,7 @@ OF_NO_RUN = (
     RECIPE,
     "model.path=null",
     "model.scratch={model_type: llama}",
-    "model.train_tokenizer={}",
+    "model.tokenizer=NEW_TOKENIZER",
     "data.max_length=64",
 )
 SCRIPTS = {
@@ -80,6 +80,10 @@ MOMENTS = [
 def interrupted(folder: Path, moment: str, *words: str, who: str = "", timeout: int = 200) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a Python that gets a SIGINT at a moment; no process of its session is left."""
     (folder / "sitecustomize.py").write_text(WITNESS)
+    (folder / "new").mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "new" / name).write_text("{}")
+    words = tuple(word.replace("NEW_TOKENIZER", str(folder / "new")) for word in words)
     paths = os.pathsep.join([str(folder), str(ROOT / "src")])
     env = {**os.environ, "PYTHONPATH": paths, "MOMENT": moment, "WHO": who, "ACCELERATE_USE_CPU": "true"}
     process = subprocess.Popen(

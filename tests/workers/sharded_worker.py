@@ -62,7 +62,13 @@ TOPOLOGIES = {
     "fsdp2 x context": Topology(shards=2, context=2, sharded=True),
 }
 NO_TOKENS: Any = SimpleNamespace(
-    get_vocab=dict, added_tokens_decoder={}, bos_token=None, eos_token=None, pad_token=None, chat_template=None
+    get_vocab=dict,
+    added_tokens_decoder={},
+    bos_token=None,
+    eos_token=None,
+    eos_token_id=None,
+    pad_token=None,
+    chat_template=None,
 )
 "In place of a tokenizer where only its tokens are looked at."
 

@@ -143,8 +143,11 @@ def published_start(model: ModelConfig) -> int | None:
         return None
     path = resolve(model.path)
     options = load_options(path, model)
-    with loading(path):
-        fields, _ = PretrainedConfig.get_config_dict(path, **options)
+    try:
+        with loading(path):
+            fields, _ = PretrainedConfig.get_config_dict(path, **options)
+    except ConfigError:  # the model's own loading says it; a tokenizer of its own folder does not need the config
+        return None
     if not fields.get("is_encoder_decoder"):
         return None
     generation = start_generation_config(path, options)

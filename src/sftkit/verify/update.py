@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import OptimConfig
 from sftkit.engine.engine import Engine
 from sftkit.models.structure import decoder_blocks
@@ -121,7 +122,7 @@ class FirstUpdate:
                 region = tuple(local_region(p))
                 self._squares[name, region] = torch.linalg.vector_norm(gradient.reshape(-1), dtype=_exact(p)).square()
             self._sampled[name] = one
-        if self._name == "muon":
+        if OPTIMIZERS[self._name].elsewhere is not None:
             self._keep_matrices(optimizer)
 
     def _keep_matrices(self, optimizer: Optimizer) -> None:
@@ -143,7 +144,7 @@ class FirstUpdate:
 
     def _by_muon(self, p: torch.nn.Parameter) -> bool:
         """Return whether Muon updates a parameter: a matrix of a decoder block."""
-        if self._name != "muon" or p.ndim != 2:
+        if OPTIMIZERS[self._name].elsewhere is None or p.ndim != 2:
             return False
         if not hasattr(self, "_in_blocks"):
             blocks = decoder_blocks(self._engine.model.orig_model)

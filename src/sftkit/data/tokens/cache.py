@@ -96,7 +96,8 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
         with (temporary / WRITING).open("w") as mark:
             with suppress(OSError):  # a file system without locks: the age of the folder tells
                 fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            print(socket.gethostname(), file=mark, flush=True)
+            mark.write(f"{socket.gethostname()}\n")
+            mark.flush()
             _write(temporary, examples)
             (temporary / WRITING).unlink()
             # Else a power failure could leave the name, and zeros for tokens in files of the right length.
