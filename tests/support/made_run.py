@@ -80,7 +80,7 @@ def make_run(folder: Path, steps: int = 600, shift: float = 0.0, name: str = "Qw
     )
     (folder / "config.yaml").write_text(to_yaml(cfg))
     header = json.dumps({"weight": {"dtype": "BF16", "shape": [1000, 494], "data_offsets": [0, 988000]}}).encode()
-    (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(988_000))
     resume = "python -m sftkit.launch scripts/chat_sft.py recipes/x/sft.yaml 'run.dir=runs/chat/sft' train.resume=auto"
     status = {
         "status": "finished",
