@@ -80,6 +80,21 @@ def test_quantized_weights_are_rejected_where_config_json_does_not_say_so(folder
     assert "a.weight: the weights are quantized (stored as F8_E4M3)" in refused(folder)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.q_proj.lora_A.default.weight",
+        "a.q_proj.base_layer.weight",
+        "a.q_proj.weight_scale_inv",
+        "_orig_mod.a.bias",
+        "a.qzeros",
+    ],
+)
+def test_leftovers_of_what_wrapped_a_model_are_rejected_by_name(folder: Path, name: str) -> None:
+    weights(folder / "model.safetensors", {"a.weight": "BF16", name: "BF16"})
+    assert f"model.safetensors: {name}: " in refused(folder)
+
+
 def test_adapters_that_would_be_left_out_are_rejected(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     assert "adapter_config.json: adapters of PEFT are not loaded" in refused(folder)

@@ -6,6 +6,7 @@ Somebody else wrote these files. An error while they are read is a ConfigError t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,10 @@ _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_confi
 "Files in which ModelOpt, AutoGPTQ and AWQ say the same."
 _NOT_OF_THE_FILES = (ConfigError, DataError, RunError, Stopped, MemoryError, KeyboardInterrupt, SystemExit)
 "What is no fault of the files that are read, or says so itself."
+_LEFTOVER = re.compile(
+    r"(?:^|\.)(lora_\w+|base_layer|modules_to_save|weight_scale\w*|input_scale|qweight|qzeros|_orig_mod)(?:\.|$)"
+)
+"Parts of names that wrappers of a model leave in its files: transformers drops such tensors with a warning."
 
 
 @contextmanager
@@ -174,6 +179,12 @@ def check_weights(path: Path) -> None:
     """
     tensors = header_of(path)
     for name, tensor in tensors.items():
+        if found := _LEFTOVER.search(name):
+            raise ConfigError(
+                f"{path}: {name}: {found[1]} is of an adapter, a quantized layer or a compiled module, which the class "
+                "of config.json does not have, so the model would be another one. Save the plain model "
+                "(merge_and_unload, dequantize, or the module inside torch.compile) and name that folder"
+            )
         if name.endswith(".weight") and tensor["dtype"] not in (*FLOATS, "I64", "BOOL"):
             raise ConfigError(_quantized(f"{path}: {name}", f"stored as {tensor['dtype']}"))
 
