@@ -228,7 +228,7 @@ def untie(orig_model: PreTrainedModel, own: Set[str], path: str) -> None:
     them.
 
     Raises:
-        ConfigError: the model ties other weights too, which no config can tell apart.
+        ConfigError: the model ties other weights too, which no config can distinguish.
     """
     if not own:
         return

@@ -105,7 +105,7 @@ def _forward(self: torch.nn.Module, x: Tensor, position_ids: Tensor, layer_type:
     """Return what a rotary embedding returns, [B, T, ...] each, for every document as if it were alone.
 
     Args:
-        position_ids: int64 [B, T], from 0 in each document; a part that begins later goes on to its own end.
+        position_ids: int64 [B, T], from 0 in each document; a part that begins later continues to its own end.
     """
     # The class's own computation, below the decorator that looks at the whole batch.
     own, given = inspect.unwrap(type(self).forward), () if layer_type is None else (layer_type,)

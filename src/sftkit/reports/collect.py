@@ -191,7 +191,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
 def _sums(summary: dict[str, Any], curves: Mapping[str, Curve], last: Mapping[str, float | None]) -> dict[str, Any]:
     """Return the numbers of summary.json; tokens and time are those of the whole run, over all its starts.
 
-    The newest line has them. summary.json is of the newest start that ended: a run that goes on, or was killed, has
+    The newest line has them. summary.json is of the newest start that ended: a run that continues, or was killed, has
     done more since. Versions before wrote the time of that start alone.
     """
     found = {key: value for key, value in summary.items() if not isinstance(value, dict | list)}

@@ -51,7 +51,7 @@ def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
     """Return the files that hold the requested split, and in words which splits a folder has and what is left out.
 
     A folder that is a downloaded hub dataset, with configurations in its README.md, is read by these. In any other
-    folder names tell splits apart (`split_of`), and `subset` keeps the files with that name in their path.
+    folder names give the splits (`split_of`), and `subset` keeps the files with that name in their path.
 
     Raises:
         ConfigError, DataError: there are none, or some cannot be read.
@@ -228,7 +228,7 @@ def _nothing_here(source: SourceConfig, present: list[Path]) -> str:
     suffixes = {path.suffix.lower() for path in present}
     hint = ""
     if suffixes & {*PICTURE_SUFFIXES}:
-        hint = "; pictures need rows that name them, such as a captions.jsonl beside them: docs/captioning.md"
+        hint = "; pictures need rows that name them, such as a captions.jsonl next to them: docs/captioning.md"
     elif ".arrow" in suffixes:
         hint = "; a dataset of save_to_disk: write it with to_parquet or to_json"
     return f"no file{of} of the kinds {', '.join(SUFFIXES)} (also .gz) in this folder{hint}"
@@ -306,7 +306,7 @@ def _configured_files(
 
 
 def _patterns(data_files: Any, readme: str) -> dict[str, list[str]] | None:
-    """Return split -> patterns of its files; None: the names of the files tell.
+    """Return split -> patterns of its files; None: the names of the files decide.
 
     Raises:
         ConfigError: it has none of the forms that the hub knows, or leads out of the folder.
@@ -341,7 +341,7 @@ def _matched(base: Path, patterns: list[str], readme: str) -> set[Path]:
 
 
 def content_identity(files: Sequence[Path]) -> list[list[object]]:
-    """Return what tells the content of files from any other: path, size and a digest of each.
+    """Return what identifies the content of files: path, size and a digest of each.
 
     Times lie: an editor or a copy may keep them. Digests are of all the content up to WHOLE_BYTES in all files; beyond
     that of the head, the tail and samples of each file, and then its time counts too.

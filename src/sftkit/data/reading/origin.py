@@ -39,7 +39,7 @@ class Origin:
 
     rows: Callable[[], Iterator[RawRow]]
     identity: Callable[[], object]
-    "what tells its content from any other; files are read for it"
+    "what identifies its content; files are read for it"
     beginning: Callable[[], Iterator[RawRow]] = lambda: iter(())
     "its first rows, as far as they are found without reading all; none: that is not known"
     num_bytes: int | None = None

@@ -34,7 +34,7 @@ OTHER_MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-"First bytes of a text -> the encoding that they tell, which is not read."
+"First bytes of a text -> the encoding that they mark, which is not read."
 
 OTHER_CONTENTS = {
     b"version https://git-lfs": "a Git LFS pointer, not the data. Fetch it: git lfs pull",

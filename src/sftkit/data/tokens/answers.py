@@ -45,7 +45,7 @@ class Document:
     "By index in messages, for each answer that stands after the prompt that a server would send: the characters that \
 the model writes. The end-of-turn token belongs to them, whitespace after that does not."
     texts: dict[int, Span] = field(default_factory=dict)
-    "Where the text of each answer stands, after a prompt or not; only of a document that is learned whole."
+    "Where the text of each answer is, after a prompt or not; only of a document that is learned whole."
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class Finder:
             raise fault(self.where, "template does not render the reasoning", k=k)
 
     def _check_rendered(self, k: int, text: str, cursor: int) -> Span:
-        """Return where the required texts of the message stand; reject the answer if one is not there."""
+        """Return where the required texts of the message are; reject the answer if one is not there."""
         start: int | None = None
         for required in required_texts(self.messages[k]):
             at = text.find(required, cursor)

@@ -33,7 +33,7 @@ HASHED = "hashes.json"
 WRITING = ".writing"
 "In a folder that is not complete yet: locked by the process that writes there, whose host it names."
 DEAD_SECONDS = 86_400.0
-"Age from which a temporary file or folder is dead if nothing else tells."
+"Age from which a temporary file or folder counts as dead if nothing else shows it."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
         temporary.mkdir(parents=True)
         _sweep(folder.parent)
         with (temporary / WRITING).open("w") as mark:
-            with suppress(OSError):  # a file system without locks: the age of the folder tells
+            with suppress(OSError):  # a file system without locks: the age of the folder decides
                 fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mark.write(f"{socket.gethostname()}\n")
             mark.flush()

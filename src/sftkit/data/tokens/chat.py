@@ -197,7 +197,7 @@ def _everything(
     hidden = skipped.keys() | shared
     spans = [span for k, parts in document.spans.items() if k in hidden for span in parts]
     is_target = ~tokens_inside(sorted(spans), encoded)
-    # Where an answer stands after no prompt, its text is all that is known of its place.
+    # An answer after no prompt has no place but that of its text.
     whole = {k: (parts[0][0], parts[-1][1]) for k, parts in document.spans.items()}
     answers = {k: span for k, span in {**document.texts, **whole}.items() if k not in hidden | apart}
     learned = _ended(tokenizer, encoded, is_target, learned=last not in skipped, end=finder.end_token(last))

@@ -37,7 +37,7 @@ def check_context(
 ) -> dict[str, str]:
     """Reject a conversation of which a template leaves something out; return the oddities, as conversation.oddities.
 
-    The words of a message may stand elsewhere in the text too. So a conversation whose own words are not found, or that
+    The words of a message may occur elsewhere in the text too. So a conversation whose own words are not found, or that
     is the first of its shape, is rendered once more, with marks in it that no data has.
 
     Args:
@@ -85,7 +85,7 @@ def _shape(messages: list[Message]) -> Hashable:
 
 
 def _stands_in(text: str, messages: list[Message], tools: Tools) -> Iterator[bool]:
-    """Yield whether the words of each part stand in the text."""
+    """Yield whether the words of each part are in the text."""
     cursor = 0
     for message in messages:
         answer = message["role"] == "assistant"

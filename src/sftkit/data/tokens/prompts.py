@@ -86,7 +86,7 @@ def _prompts(
 ) -> list[list[int]]:
     """Return, for each answer, the token ids of the prompts that lead to it."""
     name = template.thinking_argument
-    # Any: arguments of a template go by name, beside those of apply_chat_template itself.
+    # Any: arguments of a template go by name, next to those of apply_chat_template itself.
     # Any of the modes will do: with thinking=auto an answer decides by itself in which it is asked.
     modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
     given = with_reasoning(messages, template, thinking)

@@ -48,7 +48,7 @@ def with_reasoning(messages: list[Message], template: Template, thinking: Thinki
         if message["role"] == "assistant" and (reasoning := reasoning_of(message)):
             # Moved to where this template looks for it: a field of its own, or a thinking block in the text.
             blocks, rest = _inline(message["content"])
-            # The reasoning once, though it stands in a field and in the text, or in the text twice.
+            # The reasoning once, though a field and the text have it, or the text twice.
             field = any(message.get(key) for key in REASONING) or len(blocks) > 1
             field = field or bool(template.reasoning_key and not template.renders_thoughts)
             message = {key: value for key, value in message.items() if key not in REASONING}
