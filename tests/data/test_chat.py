@@ -404,7 +404,7 @@ def test_real_conversations(path, ours):
             row = rows.convert(raw, where)
             answers = [m for m in conversation.validated(row, []) if m["role"] == "assistant"]
             if not ours and (row.tools or any("tool_calls" in m for m in answers)):
-                with pytest.raises(DataError, match="does not render|leaves out"):
+                with pytest.raises(DataError, match=r"does not render|leaves out"):
                     chat.tokenize(row, tokenizer, max_length=100_000)
                 continue
             example = only(chat.tokenize(row, tokenizer, max_length=100_000))

@@ -304,7 +304,7 @@ def test_bad_rows_are_looked_for_no_longer_than_a_second(here: Path, monkeypatch
 def test_a_folder_of_pictures_alone_is_told_what_it_lacks(here: Path) -> None:
     (here / "pictures").mkdir()
     (here / "pictures" / "cat.PNG").write_text("")
-    assert "pictures need rows that name them, such as a captions.jsonl beside them" in refused(
+    assert "pictures need rows that name them, such as a captions.jsonl next to them" in refused(
         "data.train.0.path=pictures", stage="caption"
     )
 
