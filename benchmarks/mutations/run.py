@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/mutations/run.py --out benchmarks/mutations/results.json ["name of a mutation" ...]
 
-First a short chat SFT run starts from a checkpoint of the tree without mutations (rooms in TRAINED). It catches a mutation by a failed row of
-its proof.json, or because it cannot be done. Then the tests that the plan names run, then those of its room, until one
+First a short chat SFT run starts from a checkpoint of the tree without mutations (rooms in TRAINED). It catches a
+mutation by a failed row of its proof.json, or because it cannot be done. Then the tests that the plan names run, then those of its room, until one
 fails. What nothing catches is a survivor, and the exit code is 1.
 """
 
@@ -27,6 +27,8 @@ from plan import MUTATIONS, Mutation
 ROOT = Path(__file__).resolve().parents[2]
 SFT = Path(__file__).with_name("sft.yaml")
 LANES = 2
+LIMIT = 900
+"Seconds of a run or a pytest."
 TRAINED = ("compile", "data", "engine", "evals", "models", "objectives", "ops", "optim", "tracking", "train")
 "Rooms whose code a short run passes through, so that a row of its proof.json may catch a mutation."
 
@@ -90,7 +92,15 @@ def environment(tree: Path) -> dict[str, str]:
 def script(tree: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script of a copy."""
     command = [sys.executable, f"scripts/{name}", *arguments, "log.tracker=none", f"data.cache_dir={tree}/cache"]
-    return subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=900)
+    return ended(command, tree)
+
+
+def ended(command: list[str], tree: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a copy; one that takes longer than a mutation should is ended, with the exit code 124."""
+    try:
+        return subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, f"not done after {LIMIT} seconds", "")
 
 
 def sft(tree: Path, base: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
@@ -142,7 +152,7 @@ def try_mutation(mutation: Mutation, tree: Path, base: Path | None) -> dict[str,
 def failed_test(tree: Path, where: str) -> str | None:
     """Return the first test that fails, by its id; None: all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", where]
-    process = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=1800)
+    process = ended(command, tree)
     if process.returncode == 0:
         return None
     lines = process.stdout.splitlines()
