@@ -110,9 +110,9 @@ def sft(tree: Path, base: Path) -> tuple[subprocess.CompletedProcess[str], Path]
     return script(tree, "chat_sft.py", str(SFT), f"model.path={base}", f"run.dir={run_dir}"), run_dir
 
 
-def row_of(ended: tuple[subprocess.CompletedProcess[str], Path]) -> str | None:
+def row_of(finished: tuple[subprocess.CompletedProcess[str], Path]) -> str | None:
     """Return the failed rows of a run's proof.json, else the last line of a run that failed; None: nothing failed."""
-    process, run_dir = ended
+    process, run_dir = finished
     proof = run_dir / "proof.json"
     rows = json.loads(proof.read_text())["rows"] if proof.is_file() else []
     failed = [row["name"] for row in rows if row["ok"] is False]
