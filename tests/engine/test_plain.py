@@ -107,8 +107,7 @@ def test_a_weight_that_is_not_that_of_the_files_is_named(tmp_path: Path, name: s
     assert found[LOGITS].ok is False, "the plain side has the files' own"
 
 
-@pytest.mark.parametrize("kind", ["parameter", "buffer", "lost buffer"])
-def test_what_only_one_side_has_and_a_buffer_of_another_value_are_named(tmp_path: Path, kind: str) -> None:
+def one_block_of_experts() -> DeepseekV3ForCausalLM:
     sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
     config = DeepseekV3Config(
         **dict.fromkeys(sizes, 16),
@@ -119,7 +118,12 @@ def test_what_only_one_side_has_and_a_buffer_of_another_value_are_named(tmp_path
         n_routed_experts=4,
         first_k_dense_replace=0,
     )
-    source = saved(DeepseekV3ForCausalLM(config), tmp_path)
+    return DeepseekV3ForCausalLM(config)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "lost buffer"])
+def test_what_only_one_side_has_and_a_buffer_of_another_value_are_named(tmp_path: Path, kind: str) -> None:
+    source = saved(one_block_of_experts(), tmp_path)
     live = full_model(str(source.path), "fp32", {})
     gate = live.model.layers[0].mlp.gate
     plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"), Start(source))
@@ -178,6 +182,14 @@ def test_a_new_model_has_no_files_and_lends_its_config_and_weights_to_modules_of
     ours, theirs = dict(live.named_parameters()), dict(plain.orig_model.named_parameters())
     assert ours.keys() == theirs.keys()
     assert all(ours[name].data_ptr() == theirs[name].data_ptr() for name in ours), "no memory of its own"
+
+
+def test_a_new_model_has_its_trained_buffers_on_the_plain_side() -> None:
+    live = one_block_of_experts()
+    bias = live.model.layers[0].mlp.gate.e_score_correction_bias
+    bias[:2] += 10.0
+    plain = PlainModel(ModelWithLoss(live, "reference", NextToken(LossConfig())), torch.device("cpu"))
+    assert plain.orig_model.model.layers[0].mlp.gate.e_score_correction_bias.equal(bias)
 
 
 def test_a_module_of_the_trained_model_that_computes_something_else_is_found_though_both_sides_had_it(

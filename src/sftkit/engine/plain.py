@@ -395,11 +395,16 @@ class _Gathered(torch.autograd.Function):
 
 
 def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:
-    """Return a model of transformers by the config of another, its parameters on the meta device."""
+    """Return a model of transformers with the config and the buffers of another, its parameters on the meta device."""
     trusted = start is not None and start.model.trust_remote_code
     with no_init_weights(), init_empty_weights(include_buffers=False):
         fresh = from_config(copy.deepcopy(live.config), live.dtype, trust_remote_code=trusted)
     fresh.tie_weights()
+    # Those of the state dict only: the others follow from the config, and are checked by the result.
+    theirs = live.state_dict()
+    for name, buffer in fresh.named_buffers():
+        if name in theirs and not theirs[name].is_meta:
+            buffer.copy_(local(theirs[name]))
     return fresh
 
 
