@@ -22,8 +22,7 @@ import runpy
 import time
 from pathlib import Path
 
-from sftkit.config.command_line import Parser, path
-from sftkit.config.commands import running
+from sftkit.config.commands import Parser, path, running
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import read_jobs
@@ -38,7 +37,7 @@ from sftkit.experiments.bench.report import (
     speed_table,
 )
 from sftkit.experiments.bench.run import bench, plan_name, read_bench_results
-from sftkit.launch.hardware import find_hardware
+from sftkit.launch.launch import find_hardware
 from sftkit.runtime.script import script
 
 FOLDER = Path(__file__).parent

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sftkit.experiments.explain.kinds import COMMUNICATION, kind_of_kernel
-from sftkit.tracking.trace import covered
+from sftkit.tracking.step_clock import covered
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 EXCERPT_US = 100_000.0

@@ -10,7 +10,7 @@ from sftkit.runtime.script import script
 def main() -> None:
     """Train as the recipe says."""
     from sftkit.config.load import load_config
-    from sftkit.preflight.launched import start_rules
+    from sftkit.preflight.inputs import start_rules
 
     # Recipe, then key=value; whatever is wrong or missing is refused here, before torch is imported.
     cfg = load_config(__doc__, start_rules("base"))

@@ -11,14 +11,14 @@ from sftkit.runtime.script import script
 def main() -> None:
     """Train as the recipe says."""
     from sftkit.config.load import load_config
-    from sftkit.preflight.launched import start_rules
+    from sftkit.preflight.inputs import start_rules
 
     # Recipe, then key=value; whatever is wrong or missing is refused here, before torch is imported.
     cfg = load_config(__doc__, start_rules("caption"))
 
     from sftkit.data.tokens import stages
     from sftkit.models.tokenizer import base_tokenizer
-    from sftkit.objectives.caption import Caption
+    from sftkit.objectives.next_token import Caption
     from sftkit.train import assemble
 
     with assemble.start_run(cfg, "caption") as run:

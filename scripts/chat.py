@@ -9,7 +9,7 @@ from sftkit.runtime.script import script
 
 def main() -> None:
     """Talk to a model in the terminal."""
-    from sftkit.generation.flags import parse
+    from sftkit.generation.repl import parse
     from sftkit.rundir.names import newest_run
     from sftkit.runtime.hub import find_model
 

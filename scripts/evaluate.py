@@ -34,10 +34,10 @@ def evaluate(args, rt) -> None:
     from sftkit.config.schema import ModelConfig
     from sftkit.evals import results
     from sftkit.evals.flags import eval_config
-    from sftkit.evals.loading import load_for_evaluation, load_validation, longest_of
+    from sftkit.evals.harness import load_for_evaluation, load_validation, longest_of
     from sftkit.evals.suite import Suite, check_room, load_tasks
     from sftkit.models.tokenizer import load_tokenizer
-    from sftkit.reports.write import report_of_folder
+    from sftkit.reports.page import report_of_folder
 
     source = ModelConfig(path=args.path)
     tokenizer = load_tokenizer(source)

@@ -16,41 +16,41 @@ from sftkit.runtime.script import script
 
 def main() -> None:
     """Look at the data, print what was found, and write the files that are asked for."""
-    from sftkit.preflight.flags import parse
+    from sftkit.preflight.inputs import parse
 
     cfg, flags = parse(__doc__)  # refused here if wrong, before torch is imported
 
-    from sftkit.config.stages import stage_of_recipe
+    from sftkit.config.tables import stage_of_recipe
     from sftkit.config.topology import machines_of
     from sftkit.data.batches.epoch import plan_epoch
     from sftkit.data.batches.pack import DocumentLengths, make_layout
-    from sftkit.launch.advice import advice
+    from sftkit.launch.layouts import advice
+    from sftkit.preflight import analysis
     from sftkit.preflight import analysis as preflight
-    from sftkit.preflight import prepare
     from sftkit.preflight import terminal as inspection
-    from sftkit.preflight.page import page
+    from sftkit.preflight.terminal import page
     from sftkit.runtime.start import quiet_libraries
 
     quiet_libraries()
     console = inspection.preflight_console()
 
     # What a run would start from: its tokenizer, and the sizes of its model without the weights.
-    tokenizer = prepare.tokenizer_of(cfg.model, cfg.data)
-    orig_model = prepare.meta_model(cfg.model, tokenizer, prepare.gpu_precision(cfg.train))
-    precision = prepare.precision_text(cfg.train)
-    max_length, start = prepare.max_length_of(cfg.model, cfg.data.max_length, tokenizer, orig_model, precision)
+    tokenizer = analysis.tokenizer_of(cfg.model, cfg.data)
+    orig_model = analysis.meta_model(cfg.model, tokenizer, analysis.gpu_precision(cfg.train))
+    precision = analysis.precision_text(cfg.train)
+    max_length, start = analysis.max_length_of(cfg.model, cfg.data.max_length, tokenizer, orig_model, precision)
     console.print(start, markup=False, soft_wrap=True)
 
     # What it would learn from, and in which steps.
     stage = flags.stage or stage_of_recipe(flags.recipe)
     console.print(inspection.stage_text(stage, by_name=flags.stage is None), markup=False, soft_wrap=True)
-    examples, validation = prepare.prepared_examples(cfg.data, stage, tokenizer, max_length)
+    examples, validation = analysis.prepared_examples(cfg.data, stage, tokenizer, max_length)
     lengths, encoded = examples.lengths, examples.encoded
     layout = make_layout(
         cfg.data, cfg.train, DocumentLengths(lengths, max_length, encoded=encoded), flags.topology.row_ranks
     )
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
-    plan = prepare.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
+    plan = analysis.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
     file, gpu_bytes = flags.config_file, plan and plan.total_bytes
     # One process has no accelerate config.
     if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):

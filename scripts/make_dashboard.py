@@ -14,7 +14,7 @@ from sftkit.runtime.script import script
 
 def main() -> None:
     """Make the workspace of a project on wandb."""
-    from sftkit.config.command_line import Parser, path
+    from sftkit.config.commands import Parser, path
     from sftkit.config.terminal import print_text
 
     parser = Parser(__doc__)
@@ -27,20 +27,18 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would be sent; no key, no network")
     args = parser.parse_args()
 
-    from sftkit.tracking.dashboard import comparison, workspace
+    from sftkit.tracking.dashboard import panels
 
-    names = workspace.names_of(args.run)
-    views = {"workspace": workspace.workspace(args.entity, args.project, names)}
+    names = panels.names_of(args.run)
+    views = {"workspace": panels.workspace(args.entity, args.project, names)}
     if args.report:
-        first, second = (
-            comparison.find_run(run, args.entity, args.project, offline=args.dry_run) for run in args.report
-        )
-        views["report"] = comparison.comparison(args.entity, args.project, (first, second), names)
+        first, second = (panels.find_run(run, args.entity, args.project, offline=args.dry_run) for run in args.report)
+        views["report"] = panels.comparison(args.entity, args.project, (first, second), names)
     if args.dry_run:
-        print_text(json.dumps({name: workspace.spec(view) for name, view in views.items()}, indent=1))
+        print_text(json.dumps({name: panels.spec(view) for name, view in views.items()}, indent=1))
         return
     for name, view in views.items():
-        print_text(f"{name}: {workspace.save_view(view)}")
+        print_text(f"{name}: {panels.save_view(view)}")
 
 
 if __name__ == "__main__":

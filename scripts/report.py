@@ -12,11 +12,11 @@ def main() -> None:
     """Write report.html, or compare runs."""
     from pathlib import Path
 
-    from sftkit.config.command_line import Parser, path
+    from sftkit.config.commands import Parser, path
     from sftkit.config.terminal import print_text
     from sftkit.errors import ConfigError
     from sftkit.reports.collect import newest_run_under
-    from sftkit.reports.write import write_report
+    from sftkit.reports.page import write_report
 
     parser = Parser(__doc__)
     parser.add_argument("run", nargs="?", type=path, help="run directory; default: the newest under runs/")

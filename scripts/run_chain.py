@@ -15,8 +15,7 @@ def main() -> int:
     """Run the stages one after the other, and return the exit code."""
     from pathlib import Path
 
-    from sftkit.config.commands import invocation, running, typed
-    from sftkit.config.paths import expanded
+    from sftkit.config.commands import expanded, invocation, running, typed
     from sftkit.config.terminal import print_text
     from sftkit.launch import launch
     from sftkit.launch.chain import CHAIN_SCRIPTS, evaluate_command, is_evaluated, read_stages, summary, was_stopped

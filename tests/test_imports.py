@@ -76,23 +76,12 @@ SHARED_NAMES = {
 "Public name that several modules own -> why (docs/glossary.md, Names told apart)."
 
 TORCH_FREE = (
-    *("config", "launch", "reports", "models/files.py", "models/size.py", "experiments/validate/run.py"),
-    *("generation/answer.py", "generation/flags.py", "generation/repl.py"),
-    *(
-        "preflight/flags.py",
-        "preflight/inputs.py",
-        "preflight/launched.py",
-        "preflight/evaluated.py",
-        "evals/flags.py",
-        "experiments/validate/flags.py",
-    ),
-    *("experiments/explain/flags.py", "experiments/patterns/run.py", "memory/estimate.py", "memory/traffic.py"),
+    *("config", "launch", "reports", "models/files.py", "experiments/validate/run.py", "generation/repl.py"),
+    *("preflight/inputs.py", "evals/flags.py", "experiments/validate/flags.py"),
+    *("experiments/explain/flags.py", "experiments/patterns/run.py", "memory/estimate.py"),
     *("data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
-    *(
-        f"rundir/{name}.py"
-        for name in ("names", "failure", "files", "killed", "lock", "manifest", "provenance", "status")
-    ),
-    *(f"runtime/{name}.py" for name in ("launcher", "oom", "progress", "script", "signals", "words")),
+    *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/manifest.py", "rundir/status.py"),
+    *("runtime/launcher.py", "runtime/script.py", "runtime/signals.py"),
 )
 "Rooms and modules that are read before, or without, torch."
 

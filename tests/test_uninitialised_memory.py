@@ -17,27 +17,26 @@ from planted import planted, same_when_planted
 from torch import distributed as dist
 from transformers import PhiConfig, PhiForCausalLM
 
-from sftkit.checkpoint.state_store import copies_done, load_states, save_states, snapshot_states
-from sftkit.config.optimizers import OPTIMIZERS
+from sftkit.checkpoint.states import copies_done, load_states, save_states, snapshot_states
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.tables import OPTIMIZERS
 from sftkit.data.batches.collate import IGNORE, collate
+from sftkit.data.batches.epoch import FULL_ROW, RankRows, RowShard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape
-from sftkit.data.batches.shard import FULL_ROW, RankRows, RowShard
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
-from sftkit.generation.batching import Batching
-from sftkit.generation.decode import Prompts, generate
+from sftkit.generation.decode import Batching, Prompts, generate
 from sftkit.models.load import load_model
 from sftkit.models.vocabulary import add_tokens
 from sftkit.models.weights import load_model_weights, make_room
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops import flash, linear_cross_entropy
 from sftkit.ops.attention import attend, document_boundaries, kernel_order
-from sftkit.ops.gather_rows import gather_rows
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
+from sftkit.ops.tensors import gather_rows
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
 from sftkit.tracking.health import DelayedFlags
@@ -48,27 +47,26 @@ every_device = pytest.mark.parametrize("device", ["cpu", CUDA])
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 TESTED = {
-    ("checkpoint/state_store.py", "to_host"): 1,
-    ("data/batches/balance.py", "assign_rows"): 1,
+    ("checkpoint/states.py", "to_host"): 1,
+    ("data/batches/epoch.py", "assign_rows"): 1,
     ("engine/plain.py", "PlainModel._whole"): 1,
     ("generation/kv_cache.py", "FixedLayer.update"): 1,
-    ("graph/parallel/exchange.py", "_"): 3,
-    ("graph/parallel/grouped.py", "_"): 3,
+    ("graph/parallel/experts.py", "_"): 6,
     ("models/weights.py", "fill_with_memory"): 1,
     ("ops/cross_entropy_kernel.py", "scaled"): 1,
     ("ops/flash.py", "_"): 5,
     ("ops/flash.py", "document_attention_backward"): 1,
-    ("ops/gather_rows.py", "_"): 2,
-    ("ops/gather_rows.py", "_all_gather"): 1,
-    ("ops/gather_rows.py", "_reduce_scatter"): 1,
+    ("ops/tensors.py", "_"): 2,
+    ("ops/tensors.py", "_all_gather"): 1,
+    ("ops/tensors.py", "_reduce_scatter"): 1,
     ("ops/linear_cross_entropy.py", "_"): 4,
     ("ops/linear_cross_entropy.py", "_logits_buffer"): 1,
     ("ops/linear_cross_entropy.py", "_scaled"): 1,
     ("ops/linear_cross_entropy.py", "_sums_and_gradients"): 1,
     ("parallel/stages.py", "_placed"): 2,
-    ("parallel/stagewise.py", "_Links.moved"): 1,
-    ("parallel/stagewise.py", "_Logits.forward"): 1,
-    ("parallel/stagewise.py", "_passed_by"): 1,
+    ("parallel/pipeline.py", "_Links.moved"): 1,
+    ("parallel/pipeline.py", "_Logits.forward"): 1,
+    ("parallel/pipeline.py", "_passed_by"): 1,
     ("tracking/health.py", "DelayedFlags.__init__"): 1,
 }
 """(file, function) -> how often it takes memory uninitialised, for which there is a test below, for a pipeline in

@@ -4,7 +4,7 @@ steps replayed as a CUDA graph, and steps and encoder compiled with reduce-overh
 python benchmarks/h200_decode/measure.py TOKENIZER_FOLDER QUESTIONS.jsonl[.gz] OUT.json [--seconds 300] [--tiny]
 
 The models are the Qwen3 0.6B shape, asked questions of GSM8K through the chat template, and ViT-base with GPT-2 small, which
-describe pictures of data/demo/pictures.py; their weights are random (speed does not depend on them; no text ends by itself).
+describe pictures of data/demo/builtin.py; their weights are random (speed does not depend on them; no text ends by itself).
 Speeds are of bf16, where two best tokens that are nearly equal may change places from kernel to kernel. Whether texts are the
 same is asked of the same shapes with fewer layers in fp32 (`exact`), and of the speeds' own texts for information.
 

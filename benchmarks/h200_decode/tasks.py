@@ -17,14 +17,12 @@ import torch
 from transformers import PreTrainedModel
 from ways import DEVICE, Way, encode_compiled
 
-from sftkit.data.demo.pictures import PREFIX, picture
+from sftkit.data.demo.builtin import PREFIX, picture
 from sftkit.data.tokens import chat
 from sftkit.data.types import EncoderInputs, Row
-from sftkit.generation import rows as rows_of_batches
-from sftkit.generation.batching import Batching
-from sftkit.generation.decode import Prompts, generate
-from sftkit.generation.rows import Decoding
-from sftkit.generation.static_step import StaticStep
+from sftkit.generation import decode as rows_of_batches
+from sftkit.generation.decode import Batching, Decoding, Prompts, generate
+from sftkit.generation.kv_cache import StaticStep
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import from_scratch
 from sftkit.models.vision import PIXELS, VisionToText

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sftkit.generation.kv_cache import fixed_layers
-from sftkit.generation.static_step import StaticStep
+from sftkit.generation.kv_cache import StaticStep, fixed_layers
 from sftkit.models.vision import VisionToText
 from sftkit.ops.attention import implementation
-from sftkit.ops.cached_attention import IMPLEMENTATION
+from sftkit.ops.cross_attention import IMPLEMENTATION
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMPILE: dict[str, Any] = {

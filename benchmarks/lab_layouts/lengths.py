@@ -17,7 +17,7 @@ import numpy as np
 from sftkit.config.load import read_config
 from sftkit.data.batches.loader import load_examples
 from sftkit.data.tokens import stages
-from sftkit.preflight.prepare import tokenizer_of
+from sftkit.preflight.analysis import tokenizer_of
 
 
 def main(recipe: Path, out: Path, count: int = 8000) -> None:

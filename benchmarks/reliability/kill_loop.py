@@ -45,7 +45,7 @@ from sftkit.rundir.names import (
     step_dirs,
     step_number,
 )
-from sftkit.tracking.progress import PROGRESS
+from sftkit.tracking.names import PROGRESS
 
 SCRIPT, RECIPE_FILE = "scripts/base_train.py", "recipes/smoke/base.yaml"
 SETTINGS = {

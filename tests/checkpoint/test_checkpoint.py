@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.resume import find_checkpoint
-from sftkit.checkpoint.state_store import SafeReader, load_states
+from sftkit.checkpoint.states import SafeReader, load_states
 from sftkit.config.schema import (
     AttentionConfig,
     CheckpointConfig,
@@ -37,12 +37,12 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.optim.build import build_optimizer
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
-from sftkit.runtime.rng import random_state, restore_random_state
+from sftkit.runtime.open import random_state, restore_random_state
 from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.train.assemble import make_engine
+from sftkit.train.end import Trained, write_summary
 from sftkit.train.loop import train
 from sftkit.train.parts import TrainServices
-from sftkit.train.summary import Trained, write_summary
 
 
 def config(run_dir: Path, max_steps: int, every: int | None) -> Config:

@@ -24,10 +24,9 @@ from forked import kill_before
 from helpers import cpu_runtime
 from launched import fill, small_file_system
 
-from sftkit.checkpoint import writer as checkpoint_writer
-from sftkit.checkpoint.manifest import entries, read_best, write_manifest
-from sftkit.checkpoint.state_store import SafeReader
-from sftkit.checkpoint.writer import SaveEnd
+from sftkit.checkpoint import save as checkpoint_writer
+from sftkit.checkpoint.save import SaveEnd, entries, read_best, write_manifest
+from sftkit.checkpoint.states import SafeReader
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.rundir.manifest import verify

@@ -11,7 +11,7 @@ from checkpoint_worker import Run
 from helpers import cpu_runtime, torchrun
 from transformers import AutoModelForCausalLM
 
-from sftkit.checkpoint.weight_files import plan_files
+from sftkit.checkpoint.states import plan_files
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import step_dirs
 

@@ -15,9 +15,9 @@ from helpers import cpu_runtime
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from sftkit.checkpoint import weight_files
-from sftkit.checkpoint.compatibility import check_recipe
-from sftkit.checkpoint.state_store import load_states, save_states, snapshot_states
+from sftkit.checkpoint import states
+from sftkit.checkpoint.resume import check_recipe
+from sftkit.checkpoint.states import load_states, save_states, snapshot_states
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.rundir.names import step_dir
 
@@ -97,7 +97,7 @@ def test_tied_weights_and_experts_come_back_and_load_in_plain_transformers(tmp_p
 
 
 def test_large_models_are_split_into_files_with_an_index(tmp_path: Path, tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr(weight_files, "MAX_FILE_BYTES", 40_000)
+    monkeypatch.setattr(states, "MAX_FILE_BYTES", 40_000)
     run = Run(tmp_path, tokenizer, cpu_runtime())
     run.steps(0, 1, every=1, wait=True)
     folder = tmp_path / "step-000001"

@@ -16,14 +16,14 @@ from checkpoint_worker import Run
 from helpers import ROOT, cpu_runtime, tiny_llama
 from transformers import PreTrainedModel
 
-from sftkit.checkpoint.weight_files import WeightSnapshot, write_weights
+from sftkit.checkpoint.states import WeightSnapshot, write_weights
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.models.weights import load_model_weights
 from sftkit.rundir.names import step_dir
-from sftkit.train.proof import verify_checkpoint
+from sftkit.train.end import verify_checkpoint
 
 
 @pytest.fixture

@@ -24,18 +24,16 @@ from crash_states import (
 )
 from helpers import cpu_runtime
 
-from sftkit.checkpoint import manifest as step_folders
+from sftkit.checkpoint import save as step_folders
 from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.checkpoint.manifest import Best, Entries, prune, read_best, remove, write_best
 from sftkit.checkpoint.resume import find_checkpoint
-from sftkit.checkpoint.writer import Writer
+from sftkit.checkpoint.save import Best, Entries, Writer, prune, read_best, remove, write_best
 from sftkit.config.schema import CheckpointConfig, LogConfig
 from sftkit.errors import ConfigError
-from sftkit.optim.state import named_states
-from sftkit.reports.files import read_rows
+from sftkit.optim.protocol import named_states
+from sftkit.reports.values import read_rows
 from sftkit.rundir import files as whole_files
-from sftkit.rundir.files import append_all_or_nothing, flush, replace_text
-from sftkit.rundir.killed import last_step
+from sftkit.rundir.files import append_all_or_nothing, flush, read_metric_rows, replace_text
 from sftkit.rundir.lock import take_lock
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import (
@@ -51,9 +49,8 @@ from sftkit.rundir.names import (
     step_dirs,
     step_number,
 )
-from sftkit.rundir.status import read_status
+from sftkit.rundir.status import last_step, read_status
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.rows import read_metric_rows
 from sftkit.tracking.tracker import ResumePoint, Tracker
 
 CONFIG = CheckpointConfig(every=1, keep=2, best="val/loss")

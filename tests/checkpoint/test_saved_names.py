@@ -22,10 +22,10 @@ from transformers import (
     ViTConfig,
 )
 
-from sftkit.checkpoint.weight_files import check_saved_names
+from sftkit.checkpoint.states import check_saved_names
 from sftkit.errors import ConfigError
-from sftkit.models.padding import pad_vocabulary
 from sftkit.models.rope import use_document_lengths
+from sftkit.models.vocabulary import pad_vocabulary
 
 
 def captioner() -> PreTrainedModel:

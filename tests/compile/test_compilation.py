@@ -33,7 +33,7 @@ from sftkit.compile.contract import (
     undo_compile,
     warm_up,
 )
-from sftkit.compile.switches import MAX_RECORDS, compiler_switches
+from sftkit.compile.modules import MAX_RECORDS, compiler_switches
 from sftkit.compile.watch import LATE_CUDA_GRAPHS, CompileWatch, phase_seconds
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError, RecompileError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch._dynamo.utils import counters
 
-from sftkit.compile.duration import note, under_way
+from sftkit.compile.watch import note, under_way
 from sftkit.config.schema import CompileConfig
 
 

@@ -17,11 +17,11 @@ from sftkit.compile.modules import (
     check_marked,
     check_options,
     compile_arguments,
+    compiler_switches,
     has_cuda_graphs,
     named_parts,
     recording_advice,
 )
-from sftkit.compile.switches import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.load import read_config
 from sftkit.config.schema import CompileConfig, CompileModuleConfig

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sftkit.config import graph_passes
-from sftkit.config.graph_passes import PASSES, STAGES, Pass, problems
+from sftkit.config import tables
 from sftkit.config.load import read_config
+from sftkit.config.tables import PASSES, STAGES, Pass, problems
 from sftkit.errors import ConfigError
 
 
@@ -25,8 +25,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         made("merge", "split", conflicts=("bucket",)),
         made("codegen", "split", requires=("tags",)),
     )
-    monkeypatch.setattr(graph_passes, "STAGES", ("joint", "split"))
-    monkeypatch.setattr(graph_passes, "PASSES", {spec.name: spec for spec in specs})
+    monkeypatch.setattr(tables, "STAGES", ("joint", "split"))
+    monkeypatch.setattr(tables, "PASSES", {spec.name: spec for spec in specs})
 
 
 @pytest.mark.parametrize(

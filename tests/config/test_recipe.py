@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sftkit.config import other_names
+from sftkit.config import keys as other_names
 from sftkit.config.keys import help_text, key_table, section_classes
 from sftkit.config.load import load_config, read_config, to_yaml
 from sftkit.config.schema import CompileConfig, CompileModuleConfig, Config, SourceConfig, source_label

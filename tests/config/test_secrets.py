@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT
 
 from sftkit.config.load import read_config
-from sftkit.config.secrets import secret_in
+from sftkit.config.terminal import secret_in
 from sftkit.errors import ConfigError
 
 MIXED = "aB3dE5fG7hJ9kL1mN3pQ5rS7tU9vW1xY3zA5bC7dE9fG1hJ3kL5m"

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sftkit.config.terminal import Level, TerminalHandler, print_text, visible
-from sftkit.runtime.console import VisibleConsole
+from sftkit.runtime.script import VisibleConsole
 
 STEERING = {
     "colour": ("\x1b[31m", r"\x1b[31m"),
@@ -129,7 +129,7 @@ def test_only_the_module_for_it_prints() -> None:
             if prints or plain or writes or parser:
                 found.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)[:60]}")
     assert sorted(line.partition(":")[0] for line in found) == [
-        "src/sftkit/config/command_line.py",
+        "src/sftkit/config/commands.py",
         "src/sftkit/config/terminal.py",
         "src/sftkit/experiments/explain/cases.py",  # a case of what breaks a graph; it prints nothing
     ], found

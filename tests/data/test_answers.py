@@ -18,13 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, ModelConfig
-from sftkit.data.tokens import answer_matcher, answers, chat, prompts, stages
-from sftkit.data.tokens.reasoning import check_reasoning, with_reasoning
+from sftkit.data.tokens import answers, chat, stages
+from sftkit.data.tokens.loss_mask import check_reasoning, with_reasoning
 from sftkit.data.tokens.template import render_conversation, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import load_tokenizer
-from sftkit.train.proof import prompt_check
+from sftkit.train.end import prompt_check
 
 SPECIALS = {
     "qwen3": [],
@@ -187,7 +187,7 @@ def test_every_target_follows_the_ids_of_a_prompt_that_a_server_makes(make, case
     tokenizer = make(case[0])
     template = template_of(tokenizer)
     modes = [{}, *({template.thinking_argument: on} for on in (True, False) if template.thinking_argument)]
-    prompts = [
+    chat = [
         tokenizer(
             render_conversation(
                 tokenizer, template, Row("x:1", messages=given, template_args=mode), add_generation_prompt=True
@@ -204,7 +204,7 @@ def test_every_target_follows_the_ids_of_a_prompt_that_a_server_makes(make, case
         begins = np.flatnonzero(np.diff(example.is_target.astype(int), prepend=0) == 1)
         assert len(begins)
         for begin in begins:
-            assert example.ids[:begin].tolist() in prompts
+            assert example.ids[:begin].tolist() in chat
 
 
 def normal(messages: list[dict[str, Any]], template) -> list[dict[str, Any]]:
@@ -511,9 +511,9 @@ def test_what_is_found_by_likeness_is_what_rendering_each_answer_finds(
             messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
         row = Row(f"x:{number}", messages=messages)
         learning = chat.Learning(thinking="learn_empty" if name == "r1_distill" else "auto", split_turns=split)
-        monkeypatch.setattr(answer_matcher, "RENDERED_FIRST", 2)
+        monkeypatch.setattr(answers, "RENDERED_FIRST", 2)
         quick = chat.tokenize(row, tokenizer, max_length=100_000, learning=learning)
-        monkeypatch.setattr(answer_matcher, "RENDERED_FIRST", 10**9)
+        monkeypatch.setattr(answers, "RENDERED_FIRST", 10**9)
         exact = chat.tokenize(row, tokenizer, max_length=100_000, learning=learning)
         assert quick.counts == exact.counts
         for one, other in zip(quick.examples, exact.examples, strict=True):
@@ -549,12 +549,12 @@ def test_golden_templates_are_all_used() -> None:
 @pytest.mark.parametrize("name", SPECIALS)
 def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: str) -> None:
     tokenize = partial(chat.tokenize, tokenizer=make(name), max_length=500, learning=chat.Learning(targets="assistant"))
-    found = prompts.check_prompted_targets(tokenize)
+    found = chat.check_prompted_targets(tokenize)
     assert found is not None
     assert found.unasked == ()
     assert found.answers >= len(found.conversations) >= 2
     assert (
-        prompts.check_prompted_targets(
+        chat.check_prompted_targets(
             partial(chat.tokenize, tokenizer=make(name), max_length=500, learning=chat.Learning(targets="all"))
         )
         is None
@@ -564,7 +564,7 @@ def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: s
 def test_a_block_that_a_prompt_supplies_is_found_among_the_targets(make, monkeypatch) -> None:
     monkeypatch.setattr(answers.Finder, "_after_header", lambda self, text, start: start)
     monkeypatch.setattr(answers.Finder, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
-    found = prompts.check_prompted_targets(
+    found = chat.check_prompted_targets(
         partial(chat.tokenize, tokenizer=make("qwen3"), max_length=500, learning=chat.Learning(targets="assistant"))
     )
     assert found is not None
@@ -632,7 +632,7 @@ def test_likeness_looks_at_the_whole_turn(make, monkeypatch) -> None:
     ]
     found = []
     for exactly in (2, 10**9):
-        monkeypatch.setattr(answer_matcher, "RENDERED_FIRST", exactly)
+        monkeypatch.setattr(answers, "RENDERED_FIRST", exactly)
         found.append(
             chat.tokenize(
                 Row("x:1", messages=messages), tokenizer, max_length=5000, learning=chat.Learning(split_turns=False)

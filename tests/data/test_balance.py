@@ -10,11 +10,9 @@ import torch
 from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
-from sftkit.data.batches.balance import assign_rows, causal_pairs, skew
-from sftkit.data.batches.epoch import GlobalBatch, plan_epoch
+from sftkit.data.batches.epoch import GlobalBatch, RankRows, assign_rows, causal_pairs, plan_epoch, skew
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import DocumentLengths, Layout, make_layout
-from sftkit.data.batches.shard import RankRows
 
 LENGTHS = np.random.default_rng(1).integers(1, 65, 500)
 KINDS = {

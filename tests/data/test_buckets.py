@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from sftkit.data.batches.buckets import choose_buckets
+from sftkit.data.batches.pack import choose_buckets
 
 
 def padded_positions(lengths: np.ndarray, buckets: tuple[int, ...], rows_in_batch=lambda _: 1) -> int:

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from sftkit.data.demo import builtin, documents
+from sftkit.data.demo import builtin
 
 # A second way to the answer and to the problem's identity, from the words of the question alone. ----------------------
 
@@ -176,7 +176,7 @@ def test_an_unknown_split_is_refused():
 
 @pytest.fixture(scope="module")
 def docs() -> dict[str, list[str]]:
-    return {"train": list(documents.docs("train")), "heldout": list(documents.docs("heldout"))}
+    return {"train": list(builtin.docs("train")), "heldout": list(builtin.docs("heldout"))}
 
 
 @pytest.mark.slow
@@ -194,11 +194,11 @@ def test_about_two_percent_of_the_documents_are_held_out(docs):
 
 
 def test_no_more_files_are_read_than_the_documents_that_are_asked_for_need(monkeypatch):
-    read, parse = [], documents._documents_of_file
-    monkeypatch.setattr(documents, "_documents_of_file", lambda path: read.append(path) or parse(path))
-    monkeypatch.setattr(documents, "_all_docs", lambda: documents.tee(documents._read_docs(), 1)[0])
-    topics = len({text.strip() for text in documents._help_topics().values()})
-    assert len(list(itertools.islice(documents.docs("train"), topics + 20))) == topics + 20
+    read, parse = [], builtin._documents_of_file
+    monkeypatch.setattr(builtin, "_documents_of_file", lambda path: read.append(path) or parse(path))
+    monkeypatch.setattr(builtin, "_all_docs", lambda: builtin.tee(builtin._read_docs(), 1)[0])
+    topics = len({text.strip() for text in builtin._help_topics().values()})
+    assert len(list(itertools.islice(builtin.docs("train"), topics + 20))) == topics + 20
     assert 0 < len(read) < 30
 
 
@@ -209,13 +209,13 @@ def test_documents_hold_no_task(docs):
 
 def test_documents_do_not_need_the_help_topics(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    assert documents._help_topics() == {}
+    assert builtin._help_topics() == {}
 
 
 def test_a_source_with_a_form_feed_keeps_its_lines(tmp_path):
     path = tmp_path / "old.py"
     path.write_text(f'x = 1\n\x0c\ndef f():\n    """{"Says what it does. " * 10}"""\n    return 1\n')
-    (text,) = documents._documents_of_file(path)
+    (text,) = builtin._documents_of_file(path)
     assert text.startswith("def f():")
     assert text.endswith("return 1")
 

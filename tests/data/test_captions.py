@@ -16,7 +16,7 @@ from PIL import Image
 
 from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
 from sftkit.data.batches.pack import DocumentLengths, make_layout, pack
-from sftkit.data.demo.pictures import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
+from sftkit.data.demo.builtin import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
 from sftkit.data.reading import images
 from sftkit.data.reading.rows import convert, require_conversation, require_source_and_texts, require_text
 from sftkit.data.tokens import sources, stages

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import findings, readers
 from sftkit.data.reading.rows import parse
-from sftkit.data.tokens import cache, chat, sources, spans
+from sftkit.data.tokens import chat, loss_mask, sources
 from sftkit.data.types import Examples, Row
 from sftkit.errors import DataError
 
@@ -121,7 +121,7 @@ def load(tmp_path: Path, make_tokenizer):
         data = replace(DataConfig(train=(), on_bad_row="skip", cache_dir=str(tmp_path / "cache")), **settings)
         tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500, too_long=data.too_long)
         return sources.load_sources(
-            [SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer)
+            [SourceConfig(path=str(path))], data, tokenize, sources.tokenizer_fingerprint(tokenizer)
         )
 
     return run
@@ -307,7 +307,7 @@ def test_every_reason_is_explained_in_the_docs() -> None:
         "not JSON",
         "duplicate JSON key",
         *findings.DROPPED.values(),
-        *spans.FAULTS,
+        *loss_mask.FAULTS,
     }
     docs = (ROOT / "docs" / "data.md").read_text()
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in docs] == []
@@ -342,7 +342,7 @@ def test_no_name_in_a_row_begins_a_line_of_its_own(
     data = DataConfig(train=(), on_bad_row="skip", cache_dir=str(tmp_path / "cache"))
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
     with caplog.at_level(logging.WARNING, logger="sftkit"):
-        sources.load_sources([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
+        sources.load_sources([SourceConfig(path=str(path))], data, tokenize, sources.tokenizer_fingerprint(tokenizer))
     (told,) = caplog.messages
     assert "\n" not in told
     if "skipped" in told:

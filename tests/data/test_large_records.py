@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import readers
-from sftkit.data.tokens import cache, chat, encode, sources, template, text
+from sftkit.data.tokens import chat, encode, sources, template, text
 from sftkit.data.types import Examples, Row
 from sftkit.errors import DataError
 
@@ -31,7 +31,9 @@ LONG_LINE = "record too long to read"
 def load(path: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, on_bad_row: str = "skip") -> Examples:
     data = DataConfig(train=(), on_bad_row=on_bad_row, cache_dir=str(folder / "cache"))  # type: ignore[arg-type]
     tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
-    return sources.load_sources([SourceConfig(path=str(path))], data, tokenize, cache.tokenizer_fingerprint(tokenizer))
+    return sources.load_sources(
+        [SourceConfig(path=str(path))], data, tokenize, sources.tokenizer_fingerprint(tokenizer)
+    )
 
 
 @pytest.fixture

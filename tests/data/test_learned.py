@@ -13,11 +13,11 @@ import pytest
 
 from sftkit.config.schema import SourceConfig
 from sftkit.data.reading import rows
-from sftkit.data.reading.arrow import without_fill
+from sftkit.data.reading.readers import without_fill
 from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
-from sftkit.evals.samples import sample_prompt, sample_rows
+from sftkit.evals.suite import sample_prompt, sample_rows
 
 A, B, C = ({"role": "assistant", "content": f"Answer {name}."} for name in "abc")
 ASK = {"role": "user", "content": "And?"}

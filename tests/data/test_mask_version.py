@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading.findings import without_logging
-from sftkit.data.tokens import cache, chat, sources, text
+from sftkit.data.tokens import chat, sources, text
 from sftkit.errors import DataError
 
 VERSIONS = GOLDEN / "mask_version.json"
@@ -108,7 +108,7 @@ def digest(path: Path, tokenize: partial[Any], cache_dir: Path) -> str:
     except DataError:
         return "nothing is learned"
     found = hashlib.sha256()
-    for name, dtype in cache.ARRAYS.items():
+    for name, dtype in sources.ARRAYS.items():
         found.update(getattr(examples, name).astype(dtype).tobytes())
     counts = {name: count for name, count in examples.counts[path.stem].items() if count}
     reasons = sorted((one.kind, one.reason, one.rows) for one in examples.findings[path.stem])
@@ -133,8 +133,8 @@ def digests(
     tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, str]:
     # Nothing is read from the cache: neither its hashes nor a wait for the disk says anything here.
-    monkeypatch.setattr(cache, "load_cached_examples", lambda _: None)
-    monkeypatch.setattr(cache, "save_cached_examples", lambda _, examples: examples)
+    monkeypatch.setattr(sources, "load_cached_examples", lambda _: None)
+    monkeypatch.setattr(sources, "save_cached_examples", lambda _, examples: examples)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS.values()))
     found = {}
@@ -161,23 +161,23 @@ def digests(
 def test_what_is_learned_changes_only_with_the_version_of_masks(digests: dict[str, str]) -> None:
     known = json.loads(VERSIONS.read_text()) if VERSIONS.exists() else {"version": 0, "digests": {}}
     changed = [name for name, found in known["digests"].items() if digests.get(name) != found]
-    raised = known["version"] != cache.MASK_VERSION
+    raised = known["version"] != sources.MASK_VERSION
     if os.environ.get("SFTKIT_UPDATE_GOLDEN") and (raised or not changed):
-        known = {"version": cache.MASK_VERSION, "digests": digests}
+        known = {"version": sources.MASK_VERSION, "digests": digests}
         VERSIONS.write_text(json.dumps(known, indent=1) + "\n")
     elif changed and not raised:
         pytest.fail(
             f"other tokens, targets, counts or reasons in {', '.join(changed)}: every user's tokenized data is stale. "
-            "Raise MASK_VERSION in data/tokens/cache.py, then write tests/golden/mask_version.json with "
+            "Raise MASK_VERSION in data/tokens/sources.py, then write tests/golden/mask_version.json with "
             "SFTKIT_UPDATE_GOLDEN=1"
         )
-    assert (known["version"], known["digests"]) == (cache.MASK_VERSION, digests), "write it: SFTKIT_UPDATE_GOLDEN=1"
+    assert (known["version"], known["digests"]) == (sources.MASK_VERSION, digests), "write it: SFTKIT_UPDATE_GOLDEN=1"
 
 
 def test_an_entry_of_another_version_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = cache.data_key({"files": ["a"]})
-    assert key != cache.data_key({"files": ["b"]})
+    key = sources.data_key({"files": ["a"]})
+    assert key != sources.data_key({"files": ["b"]})
     for name in ("MASK_VERSION", "FORMAT"):
-        monkeypatch.setattr(cache, name, getattr(cache, name) + 1)
-        assert cache.data_key({"files": ["a"]}) != key
+        monkeypatch.setattr(sources, name, getattr(sources, name) + 1)
+        assert sources.data_key({"files": ["a"]}) != key
         monkeypatch.undo()

@@ -11,10 +11,9 @@ from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.batches.collate import collate, warm_up_batch
-from sftkit.data.batches.epoch import num_positions, plan_epoch
+from sftkit.data.batches.epoch import RankRows, num_positions, plan_epoch
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape, DocumentLengths, Layout, make_layout, pack, validation_layout
-from sftkit.data.batches.shard import RankRows
 from sftkit.errors import ConfigError
 
 LENGTHS = np.random.default_rng(1).integers(1, 65, 500)

@@ -9,10 +9,9 @@ from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
-from sftkit.data.batches.epoch import plan_epoch
+from sftkit.data.batches.epoch import FULL_ROW, RankRows, RowShard, check_row_shard, plan_epoch
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape, DocumentLengths, Layout, make_layout
-from sftkit.data.batches.shard import FULL_ROW, RankRows, RowShard, check_row_shard
 from sftkit.errors import ConfigError
 
 LENGTHS = np.random.default_rng(5).integers(1, 49, 200)

@@ -163,7 +163,7 @@ def test_chat_ends_though_only_some_conversations_make_the_template_loop(make_to
 
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = LATER + tokenizer.chat_template
-    from sftkit.generation.answer import Sampling
+    from sftkit.generation.repl import Sampling
 
     with pytest.raises(ConfigError, match="prompt: the chat template does not end"):
         list(decode.stream(tiny_llama(), tokenizer, HI * 3, Sampling()))

@@ -23,8 +23,8 @@ from conftest import SHARED_DATA
 
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.data import types
-from sftkit.data.reading import hub, rows
-from sftkit.data.tokens import cache, chat, sources, text
+from sftkit.data.reading import origin, rows
+from sftkit.data.tokens import chat, sources, text
 from sftkit.data.tokens.chat import ANSWER_COUNTS
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError, DataError
@@ -67,13 +67,13 @@ def load(data, tokenizer):
         chosen = replace(data, **settings)
         tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=64, too_long=chosen.too_long)
         listed = [spec if isinstance(spec, SourceConfig) else SourceConfig(path=str(spec)) for spec in specs]
-        return sources.load_sources(listed, chosen, tokenize, cache.tokenizer_fingerprint(tokenizer))
+        return sources.load_sources(listed, chosen, tokenize, sources.tokenizer_fingerprint(tokenizer))
 
     return run
 
 
 def assert_equal(a, b) -> None:
-    for name in cache.ARRAYS:
+    for name in sources.ARRAYS:
         assert np.array_equal(getattr(a, name), getattr(b, name)), name
     assert (a.source_names, a.counts, a.findings) == (b.source_names, b.counts, b.findings)
 
@@ -363,7 +363,7 @@ def test_downloaded_snapshot_is_used_without_network(monkeypatch, tmp_path):
 
     (tmp_path / "main").mkdir()
     write_lines(tmp_path / "main" / "test-00000-of-00001.jsonl", numbered(4))
-    monkeypatch.setattr(hub, "hub_answers", lambda: False)
+    monkeypatch.setattr(origin, "hub_answers", lambda: False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     assert texts("nobody/nothing", subset="main", split="test[:2]") == ["row 0", "row 1"]
 
@@ -372,7 +372,7 @@ def test_hub_dataset_is_read_by_its_columns(monkeypatch, load):
     import datasets
 
     dataset = datasets.Dataset.from_list([{"instruction": "Do", "input": "", "output": "ok"}] * 3)
-    monkeypatch.setattr(hub, "load_from_hub", lambda source: dataset)
+    monkeypatch.setattr(origin, "load_from_hub", lambda source: dataset)
     found = list(sources.read_source(SourceConfig(path="org/name", split="train[:3]")))
     assert [row.where for row in found] == [f"org/name[train[:3]]:{i}" for i in range(3)]
     assert len(load(SourceConfig(path="org/name", max_rows=2))) == 2
@@ -384,7 +384,7 @@ def test_hub_dataset_that_does_not_exist(monkeypatch):
     def refuse(*_, **__):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'gsm' doesn't exist on the Hub")
 
-    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(origin, "hub_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(ConfigError, match=r"data source gsm .*doesn't exist on the Hub"):
         texts("gsm")
@@ -494,11 +494,13 @@ def test_cache_key(tmp_path, data, load, tokenizer, make_tokenizer):
     load(path, on_bad_row="skip")
     load(SourceConfig(path=str(path), max_rows=2))
     bound = partial(text.tokenize_any, tokenizer=tokenizer, max_length=8)
-    sources.load_sources([SourceConfig(path=str(path))], data, bound, cache.tokenizer_fingerprint(tokenizer))
+    sources.load_sources([SourceConfig(path=str(path))], data, bound, sources.tokenizer_fingerprint(tokenizer))
     sources.load_sources([SourceConfig(path=str(path))], data, bound, "another task")
     assert len(folders(data)) == 9
-    assert cache.tokenizer_fingerprint(tokenizer) == cache.tokenizer_fingerprint(make_tokenizer())
-    prints = {cache.tokenizer_fingerprint(t) for t in (tokenizer, make_tokenizer("qwen3"), make_tokenizer(eos="</s>"))}
+    assert sources.tokenizer_fingerprint(tokenizer) == sources.tokenizer_fingerprint(make_tokenizer())
+    prints = {
+        sources.tokenizer_fingerprint(t) for t in (tokenizer, make_tokenizer("qwen3"), make_tokenizer(eos="</s>"))
+    }
     assert len(prints) == 3
 
 
@@ -543,7 +545,7 @@ def flip(path: Path, byte: int, bit: int) -> None:
     os.utime(path, ns=times)
 
 
-@pytest.mark.parametrize("name", [*(f"{array}.npy" for array in cache.ARRAYS), "meta.json"])
+@pytest.mark.parametrize("name", [*(f"{array}.npy" for array in sources.ARRAYS), "meta.json"])
 def test_one_flipped_bit_of_an_entry_is_named_and_the_entry_is_built_again(tmp_path, data, load, caplog, name):
     path = write_lines(tmp_path / "a.jsonl", numbered(50))
     first = load(path, cache_dir=str(tmp_path / "intact"))
@@ -578,7 +580,7 @@ def test_an_entry_is_hashed_again_only_where_a_stamp_is_another(tmp_path, data, 
     time.sleep(0.02)
     shutil.copytree(folder, tmp_path / "copied")  # as to another machine: its times are others
     for _ in range(2):
-        assert cache.load_cached_examples(tmp_path / "copied") is not None
+        assert sources.load_cached_examples(tmp_path / "copied") is not None
     assert hashed[1:] == [["ids.npy", "is_target.npy", "offsets.npy", "num_bytes.npy", "source.npy", "meta.json"]]
 
 
@@ -588,15 +590,15 @@ def test_what_a_killed_process_left_is_removed_and_what_another_writes_stays(tmp
     for folder in (mine, theirs, old, new):
         folder.mkdir(parents=True)
         (folder / "ids.npy").write_bytes(b"x" * 100)
-    (mine / cache.WRITING).write_text(socket.gethostname() + "\n")
-    (theirs / cache.WRITING).write_text(socket.gethostname() + "\n")
+    (mine / sources.WRITING).write_text(socket.gethostname() + "\n")
+    (theirs / sources.WRITING).write_text(socket.gethostname() + "\n")
     (tmp_path / "cache" / ".images.tmp").write_text("x")
     for path in (old, old / "ids.npy", tmp_path / "cache" / ".images.tmp"):
         os.utime(path, (0, 0))
     examples = load(write_lines(tmp_path / "a.jsonl", numbered(5)), cache_dir=str(tmp_path / "other"))
-    with (theirs / cache.WRITING).open() as held:
+    with (theirs / sources.WRITING).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        cache.save_cached_examples(target, examples)
+        sources.save_cached_examples(target, examples)
     assert {path.name for path in target.parent.iterdir()} == {"key", theirs.name, new.name}
 
 
@@ -622,9 +624,9 @@ def test_counting_targets_takes_less_memory_than_the_tokens(monkeypatch):
 def test_two_writers(tmp_path, load):
     examples = load(write_lines(tmp_path / "a.jsonl", numbered(5)))
     target = tmp_path / "shared" / "key"
-    assert_equal(cache.save_cached_examples(target, examples), examples)
+    assert_equal(sources.save_cached_examples(target, examples), examples)
     inode = target.stat().st_ino
-    assert_equal(cache.save_cached_examples(target, examples), examples)
+    assert_equal(sources.save_cached_examples(target, examples), examples)
     assert target.stat().st_ino == inode
     assert list(target.parent.iterdir()) == [target]
 

@@ -32,16 +32,22 @@ from sftkit.config.schema import (
 )
 from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.engine import blocks, gradient_check, gradient_rows, gradient_samples, step
+from sftkit.engine import blocks, gradient_check, step
 from sftkit.engine.checks import gradients_check
 from sftkit.engine.engine import Engine, Training
-from sftkit.engine.gradient_check import GradientCheck
-from sftkit.engine.gradient_samples import GradientDifference, largest
-from sftkit.engine.roundings import RoundingLimits, Roundings, limits, rounded_at_random
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.engine.gradient_check import (
+    GradientCheck,
+    GradientDifference,
+    RoundingLimits,
+    Roundings,
+    largest,
+    limits,
+    rounded_at_random,
+)
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops import attention
-from sftkit.tracking.checks import Check
+from sftkit.tracking.names import Check
 from sftkit.train.assemble import make_engine
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
@@ -480,7 +486,7 @@ def test_a_head_whose_gradient_misses_rows_of_no_documents_token_is_found(tmp_pa
         return sums
 
     handles: list[Any] = []
-    monkeypatch.setattr(gradient_rows, "TOKENS", 4)
+    monkeypatch.setattr(gradient_check, "TOKENS", 4)
     monkeypatch.setattr(ModelWithLoss, "sums_of_selected", wrong)
     monkeypatch.setattr(gradient_check.Sides, "_plain", unhooked(gradient_check.Sides._plain, handles))
     engine, _ = engine_with(tmp_path, orig_model)
@@ -502,7 +508,7 @@ def unhooked(right: Any, handles: list[Any]) -> Any:
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 8191, 8192, 12289, 100_000])
 def test_no_more_elements_than_documented_are_compared(size: int) -> None:
-    places = gradient_samples.evenly(size)
+    places = gradient_check.evenly(size)
     assert min(size, 1365) <= len(places) <= 4096
     assert 0 <= int(places[0]) <= int(places[-1]) < size
 
@@ -510,9 +516,9 @@ def test_no_more_elements_than_documented_are_compared(size: int) -> None:
 def test_a_layer_is_a_block_where_a_model_names_none() -> None:
     # As Marian: a bias of keys has little but rounding errors, which count against the gradient of its layer.
     orig_model = tiny_llama()
-    named = gradient_samples.block_names(orig_model)
+    named = gradient_check.block_names(orig_model)
     orig_model._no_split_modules = None
-    assert gradient_samples.block_names(orig_model) == named
+    assert gradient_check.block_names(orig_model) == named
     assert named["model.layers.1.self_attn.k_proj.weight"] == "model.layers.1"
     assert "model.norm.weight" not in named
 

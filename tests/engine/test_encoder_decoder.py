@@ -16,9 +16,9 @@ from helpers import cpu_runtime, make_layout_of, tiny_llama
 from made_captioners import CAPTIONER, ENCODER, OWN_POSITIONS, TRANSLATOR, Words, captions, made
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, VisionEncoderDecoderModel
 
-from sftkit.checkpoint.compatibility import check_identity, run_identity
+from sftkit.checkpoint.resume import check_identity, run_identity
 from sftkit.compile.contract import compile_model, small_modules, step_contract
-from sftkit.compile.switches import compiler_switches
+from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, DataConfig, LossConfig, OptimConfig, TrainConfig
 from sftkit.config.topology import Topology
@@ -27,18 +27,17 @@ from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape, DocumentLengths, make_layout
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.self_check import check_documents
-from sftkit.engine.step import TrainStep, optimizer_step
-from sftkit.engine.warmup import has_dropout, worst_case_batch
+from sftkit.engine.step import TrainStep, has_dropout, optimizer_step, worst_case_batch
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import EstimateInputs, estimate, kept_elements
-from sftkit.memory.shapes import encoder_shape_of, shape_of
+from sftkit.memory.plan import encoder_shape_of, shape_of
 from sftkit.models import vision
-from sftkit.models.causal import CausalLM
+from sftkit.models.kind import CausalLM
 from sftkit.models.structure import Work, called, count_parameters, encoder, train_flops
 from sftkit.models.text_to_text import TextToText
 from sftkit.models.vision import VisionToText, pixels_of
-from sftkit.objectives.caption import Caption
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.next_token import Caption
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention_choice import Execution, unsupported_reason
 from sftkit.optim.build import build_optimizer, parameter_groups
 

@@ -26,18 +26,17 @@ from sftkit.data.batches import collate as collating
 from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.pack import Layout
 from sftkit.data.types import Examples
-from sftkit.engine import gradient_rows, self_check
+from sftkit.engine import gradient_check, self_check
 from sftkit.engine.engine import Training
 from sftkit.engine.plain import PlainModel, Start
 from sftkit.engine.self_check import limits_of
 from sftkit.errors import ConfigError
 from sftkit.models.load import full_model
-from sftkit.models.padding import pad_vocabulary
 from sftkit.models.structure import output_projection
-from sftkit.models.vocabulary import NewRows, fill, resize, set_new_rows, vocabulary_of
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.models.vocabulary import NewRows, fill, pad_vocabulary, resize, set_new_rows, vocabulary_of
 from sftkit.objectives.next_token import NextToken
-from sftkit.tracking.checks import Check
+from sftkit.objectives.objective import ModelWithLoss
+from sftkit.tracking.names import Check
 from sftkit.train.assemble import make_engine
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
@@ -226,7 +225,7 @@ def test_the_reference_engine_has_its_weights_and_its_loss_compared_too(tmp_path
     assert (found[WEIGHTS].ok, found[LOSS].ok) == (True, True), found
     found = warmed(tmp_path, tiny_llama(seed=1), engine="reference", source=source)
     assert (found[WEIGHTS].ok, found[LOSS].ok) == (False, False), found
-    monkeypatch.setattr(gradient_rows, "collate", unshifted)
+    monkeypatch.setattr(gradient_check, "collate", unshifted)
     found = warmed(tmp_path, tiny_llama(), engine="reference", source=source)
     assert (found[WEIGHTS].ok, found[LOSS].ok) == (True, False), found
 
@@ -235,7 +234,7 @@ def test_the_reference_engine_has_its_weights_and_its_loss_compared_too(tmp_path
 def test_a_collation_with_other_targets_than_the_documents_have_turns_rows_red(
     tmp_path: Path, monkeypatch, wrong: Any
 ) -> None:
-    for owner in (self_check, gradient_rows):
+    for owner in (self_check, gradient_check):
         monkeypatch.setattr(owner, "collate", wrong)
     found = warmed(tmp_path, tiny_llama())
     assert found[GRADIENTS].ok is False

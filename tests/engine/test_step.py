@@ -24,8 +24,8 @@ from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import TrainStep, forward_backward, optimizer_step
 from sftkit.errors import ConfigError
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import document_mask, plain_attention
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
@@ -261,7 +261,7 @@ def test_verification_leaves_the_model_as_it_was(make_model) -> None:
 
 @pytest.mark.gpu
 def test_no_step_waits_for_the_gpu() -> None:
-    from sftkit.train.prefetch import on_device
+    from sftkit.train.loop import on_device
 
     device = torch.device("cuda")
     examples = make_examples([30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 8, target_share=0.3)

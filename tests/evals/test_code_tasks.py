@@ -12,14 +12,14 @@ import pytest
 import yaml
 from helpers import SHARED_DATA
 
-from sftkit.config.eval_tasks import CODE
+from sftkit.config.tables import CODE
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
 from sftkit.evals.sandbox import check, memory
 from sftkit.evals.task import Question, Task
 from sftkit.evals.tasks import code, humaneval, mbpp
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
-from sftkit.generation.answer import Answer
+from sftkit.generation.repl import Answer
 
 MISSING = check.check_sandbox()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")

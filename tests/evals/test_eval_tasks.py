@@ -15,15 +15,15 @@ import datasets
 import pytest
 from helpers import SHARED_DATA
 
-from sftkit.config.eval_tasks import CODE, METRICS_IN_CHAT, TASK_METRICS, TASKS
 from sftkit.config.schema import EvalConfig
-from sftkit.data.reading import hub
+from sftkit.config.tables import CODE, METRICS_IN_CHAT, TASK_METRICS, TASKS
+from sftkit.data.reading import origin
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
 from sftkit.evals.task import Choices, Likelihoods
 from sftkit.evals.tasks import gsm8k
 from sftkit.evals.tasks.data import DatasetSplit, read_split
-from sftkit.generation.answer import Answer
+from sftkit.generation.repl import Answer
 
 EVAL = SHARED_DATA / "eval"
 OURS = tuple(name for name in TASKS if name not in (*CODE, "ifeval"))
@@ -151,7 +151,7 @@ def asked_hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         state["asked"].append((source.path, source.subset, source.split))
         return datasets.Dataset.from_list(state["rows"])
 
-    monkeypatch.setattr(hub, "load_from_hub", load)
+    monkeypatch.setattr(origin, "load_from_hub", load)
     return state
 
 
@@ -178,7 +178,7 @@ def test_labels_are_read_as_numbers_texts_and_truth_values(asked_hub: dict[str, 
 
 
 def test_a_hub_that_does_not_answer_is_a_config_error_that_names_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "hub_answers", lambda: False)
+    monkeypatch.setattr(origin, "hub_answers", lambda: False)
     with pytest.raises(ConfigError, match=r"openai/gsm8k.*eval\.data.*gsm8k_test"):
         tasks.load_task("gsm8k")
 

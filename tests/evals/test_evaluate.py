@@ -14,12 +14,12 @@ import torch
 from helpers import cpu_runtime
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from sftkit.checkpoint.manifest import Best, higher_is_better, is_better
+from sftkit.checkpoint.save import Best, higher_is_better, is_better
 from sftkit.config.schema import EvalConfig, SourceConfig
 from sftkit.data.demo import builtin
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
-from sftkit.evals import families, harness, results
+from sftkit.evals import harness, results
 from sftkit.evals.results import Result, centred_mean, interval, values_of
 from sftkit.evals.sandbox.check import check_sandbox
 from sftkit.evals.suite import Suite, load_tasks
@@ -205,7 +205,7 @@ def test_shots_are_for_the_tasks_that_take_them(tmp_path: Path, tokenizer) -> No
 
 
 def test_rows_that_the_hub_does_not_give_are_asked_for_in_eval_data(tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr("sftkit.data.reading.hub.hub_answers", lambda: False)
+    monkeypatch.setattr("sftkit.data.reading.origin.hub_answers", lambda: False)
     monkeypatch.setattr(
         "sftkit.evals.tasks.data.SourceConfig", lambda path, **_: SourceConfig(path="no-one/" + path[-4:])
     )
@@ -233,7 +233,7 @@ def test_a_full_disk_costs_the_details_and_not_the_run(tmp_path: Path, model, to
 def test_the_families_report_their_mean_interval_and_every_family(model, tokenizer) -> None:
     suite = Suite(EvalConfig(tasks=("families",), max_examples=1, max_new_tokens=2), model, tokenizer, cpu_runtime())
     (found,) = suite.run_tasks()
-    assert found.result.examples == len(families.heldout(1))
+    assert found.result.examples == len(results.heldout(1))
     values = values_of([found.result])
     expected = {f"eval/{family}/acc" for family in (*builtin.FAMILIES, "families")}
     assert values.keys() == expected | {"eval/families/low", "eval/families/high", "eval/centred_mean"}

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from sftkit.config.schema import EvalConfig, ModelConfig, SourceConfig
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.flags import as_source, check_arguments, eval_config, flags_named, parse
-from sftkit.evals.loading import load_validation
+from sftkit.evals.harness import load_validation
 from sftkit.evals.suite import load_tasks
 from sftkit.rundir.names import TRAINING_STATE
 from sftkit.runtime import hub

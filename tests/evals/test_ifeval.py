@@ -19,7 +19,7 @@ from sftkit.evals.task import ExampleScores
 from sftkit.evals.tasks import ifeval, ifeval_words
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 from sftkit.evals.tasks.ifeval_rules import LANGUAGE, RULES
-from sftkit.generation.answer import Answer
+from sftkit.generation.repl import Answer
 
 DATA = SHARED_DATA / "eval"
 has_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data")

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from helpers import SHARED_DATA
 
-from sftkit.config.eval_tasks import TASKS
+from sftkit.config.tables import TASKS
 from sftkit.evals import tasks
 from sftkit.evals.task import Choices, Likelihoods, Question, Task
-from sftkit.generation.answer import Answer
+from sftkit.generation.repl import Answer
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -325,7 +325,7 @@ def test_log_likelihoods_predictions_and_scores_are_theirs(
     name: str, shots: int, both: Any, model: Any, their_results: Any
 ) -> None:
     from sftkit.evals.scoring import score
-    from sftkit.generation.batching import Batching
+    from sftkit.generation.decode import Batching
 
     ours, _ = both(name, shots)
     theirs = their_samples(their_results, name, shots)
@@ -348,8 +348,7 @@ def test_answers_to_gsm8k_and_their_marks_are_theirs(
     name: str, shots: int, both: Any, model: Any, their_results: Any
 ) -> None:
     from sftkit.evals.scoring import encode_texts
-    from sftkit.generation.batching import Batching
-    from sftkit.generation.decode import Prompts, generate
+    from sftkit.generation.decode import Batching, Prompts, generate
 
     orig_model, tokenizer = model
     ours, _ = both(name, shots)

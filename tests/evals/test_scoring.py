@@ -13,8 +13,8 @@ from sftkit.errors import DataError
 from sftkit.evals import scoring
 from sftkit.evals.scoring import encode_continuation, score
 from sftkit.evals.task import Choices
-from sftkit.generation import batching
-from sftkit.generation.batching import Batching
+from sftkit.generation import decode
+from sftkit.generation.decode import Batching
 from sftkit.models.structure import output_projection
 
 
@@ -155,7 +155,7 @@ def test_a_continuation_without_tokens_is_refused_by_name(tokenizer) -> None:
 
 def test_batches_are_bounded_by_positions_and_targets(tokenizer, model, monkeypatch) -> None:
     expected = score(model, tokenizer, examples())
-    monkeypatch.setattr(batching, "MAX_POSITIONS", 64)
+    monkeypatch.setattr(decode, "MAX_POSITIONS", 64)
     monkeypatch.setattr(scoring, "MAX_TARGETS", 3)
     with passes(model) as seen:
         found = score(model, tokenizer, examples())

@@ -18,13 +18,12 @@ from sftkit.config.schema import EvalConfig
 from sftkit.data.tokens import chat
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.evals import captions as scored
-from sftkit.evals.captions import evaluate_captions, prompts_of, token_f1
+from sftkit.evals import scoring as scored
 from sftkit.evals.results import interval, values_of
-from sftkit.generation import decode, static_step
-from sftkit.generation.answer import Answer
-from sftkit.generation.batching import Batching
-from sftkit.generation.rows import Decoding
+from sftkit.evals.scoring import evaluate_captions, prompts_of, token_f1
+from sftkit.generation import decode, kv_cache
+from sftkit.generation.decode import Batching, Decoding
+from sftkit.generation.repl import Answer
 from sftkit.models.kinds import kind_of
 from sftkit.ops.attention import plain_attention
 
@@ -172,10 +171,10 @@ def test_a_picture_is_encoded_once_and_its_keys_and_values_are_made_once(replay:
 
 
 def test_steps_are_replayed_on_a_gpu_alone_and_from_as_many_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_step, "PAYS_FROM", 8)
+    monkeypatch.setattr(kv_cache, "PAYS_FROM", 8)
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [static_step.replay_pays(gpu, steps) for steps in (7, 8)] == [False, True]
-    assert not static_step.replay_pays(cpu, 100)
+    assert [kv_cache.replay_pays(gpu, steps) for steps in (7, 8)] == [False, True]
+    assert not kv_cache.replay_pays(cpu, 100)
     replayed = []
     monkeypatch.setattr(decode, "replay_pays", lambda _, steps: steps >= 8)
     monkeypatch.setattr(Decoding, "_replayed", lambda self: replayed.append(1) or self._read())

@@ -14,7 +14,7 @@ from sftkit.config.load import read_config
 from sftkit.config.schema import Config
 from sftkit.experiments.bench.jobs import read_jobs
 from sftkit.experiments.bench.kept import keep
-from sftkit.optim.schedule import learning_rate
+from sftkit.optim.protocol import learning_rate
 from sftkit.parallel.tensor import TENSOR_MODEL_TYPES
 
 FOLDER, RECIPES = ROOT / "benchmarks" / "lab_gpt2", ROOT / "recipes" / "lab" / "gpt2_compile"

@@ -21,9 +21,8 @@ from sftkit.experiments.validate.judge import Trio, judge, scaling
 from sftkit.experiments.validate.measure import Measured, measure
 from sftkit.experiments.validate.page import html, markdown_page
 from sftkit.experiments.validate.run import judged
-from sftkit.launch.hardware import Hardware
-from sftkit.launch.launch import Needs
-from sftkit.models.size import Replica
+from sftkit.launch.launch import Hardware, Needs
+from sftkit.models.files import Replica
 
 
 def check(plan: ValidationPlan, hardware: Hardware, *words: str) -> None:

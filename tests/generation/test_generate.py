@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.generation import kv_cache
-from sftkit.generation.answer import Answer
-from sftkit.generation.batching import Batching
-from sftkit.generation.decode import Prompts, generate
+from sftkit.generation.decode import Batching, Prompts, generate
+from sftkit.generation.repl import Answer
 
 NOTHING = [10**6]
 "Stop ids that no model writes."

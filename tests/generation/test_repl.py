@@ -22,7 +22,7 @@ from launched import own_terminal
 from sftkit.data.reading import readers, rows
 from sftkit.errors import DataError
 from sftkit.generation import repl
-from sftkit.generation.flags import parse
+from sftkit.generation.repl import parse
 
 ROOT = Path(__file__).parents[2]
 HI, YES = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}

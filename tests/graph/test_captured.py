@@ -12,15 +12,14 @@ import torch
 from graph_worker import MODELS
 from helpers import make_batch, make_examples
 
-from sftkit.compile.hooks import HookWatch
+from sftkit.compile.contract import HookWatch
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError, RecompileError
 from sftkit.graph import compat
-from sftkit.graph.capture import signature_of
-from sftkit.graph.captured import CapturedModel
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.graph.capture import CapturedModel, signature_of
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 
 EXAMPLES = make_examples([30, 4, 25, 8, 31, 3, 17, 29])
 ROWS = ((0,), (1, 2))

@@ -12,9 +12,8 @@ from helpers import torchrun
 from torch import distributed as dist
 from torch.library import opcheck
 
-from sftkit.graph.parallel import exchange
-from sftkit.graph.parallel.exchange import exchange_counts, send
-from sftkit.graph.parallel.experts import DISPATCHERS
+from sftkit.graph.parallel import experts
+from sftkit.graph.parallel.experts import DISPATCHERS, exchange_counts, send
 
 ALLOWED = {"fp32": 1e-6, "bf16": 2e-2}
 
@@ -49,6 +48,6 @@ def test_what_a_graph_knows_of_the_exchange_is_what_it_does(alone: dist.ProcessG
     sent = torch.tensor([[3, 1]])
     _, sizes = exchange_counts(sent, alone)
     given = torch.randn(4, 3), sizes, 6, alone.group_name
-    for operator, values in ((exchange._all_to_all, (*given, False)), (exchange._exchange_counts, (sent, given[3]))):
+    for operator, values in ((experts._all_to_all, (*given, False)), (experts._exchange_counts, (sent, given[3]))):
         found = opcheck(operator, values, test_utils=("test_schema", "test_faketensor"))
         assert set(found.values()) == {"SUCCESS"}

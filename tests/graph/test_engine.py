@@ -22,7 +22,7 @@ from transformers import T5Config
 from sftkit.config.topology import Topology
 from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
-from sftkit.graph.distribute import check_possible
+from sftkit.graph.engine import check_possible
 from sftkit.objectives.next_token import NextToken
 from sftkit.train.assemble import make_engine
 
@@ -565,7 +565,7 @@ def fails(*_: Any) -> None:
 
 
 def test_a_graph_that_cannot_be_captured_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sftkit.graph.captured.capture", fails)
+    monkeypatch.setattr("sftkit.graph.capture.capture", fails)
     with pytest.raises(
         ConfigError,
         match=r"cannot be captured here: an operator without.*train\.engine=blocks, or compile\.on_failure=warn",
@@ -576,7 +576,7 @@ def test_a_graph_that_cannot_be_captured_is_an_error_that_says_what_to_do(monkey
 def test_or_training_goes_on_eagerly_after_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("sftkit.graph.captured.capture", fails)
+    monkeypatch.setattr("sftkit.graph.capture.capture", fails)
     cfg = config("graph")
     found = train(cpu_runtime(), "llama", replace(cfg, compile=replace(cfg.compile, on_failure="warn")))
     assert "cannot be captured, training eagerly: an operator without a gradient" in caplog.text

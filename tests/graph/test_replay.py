@@ -18,13 +18,13 @@ from sftkit.config.schema import Config, LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench import worker
-from sftkit.graph import captured as captured_module
+from sftkit.graph import capture as captured_module
 from sftkit.graph import compat
-from sftkit.graph.captured import CapturedModel
-from sftkit.graph.distribute import check_device
-from sftkit.graph.passes.replay import Recorder, Replayed
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.graph.capture import CapturedModel
+from sftkit.graph.engine import check_device
+from sftkit.graph.passes.apply import Recorder, Replayed
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.runtime import start as runtime
 from sftkit.train import assemble
 

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from sftkit.checkpoint.manifest import entries, write_manifest
+from sftkit.checkpoint.save import entries, write_manifest
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
 from sftkit.launch import launch
-from sftkit.launch.chain import is_evaluated
-from sftkit.launch.finished import finished
+from sftkit.launch.chain import finished, is_evaluated
 from sftkit.rundir import lock
-from sftkit.rundir.manifest import digest
-from sftkit.rundir.provenance import write_provenance
+from sftkit.rundir.manifest import digest, write_provenance
 
 RECIPE = (
     "model: {{path: {0}/base, tokenizer: {0}/tokenizer, chat_template: {0}/chat.jinja}}\n"

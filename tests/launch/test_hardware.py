@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sftkit.launch import hardware
-from sftkit.launch.hardware import Hardware, count_visible
+from sftkit.launch import launch
+from sftkit.launch.launch import Hardware, count_visible
 
 LISTING = [f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}{i}aa-bb)" for i in range(8)]
 
@@ -20,11 +20,11 @@ def test_idle_cores_are_those_without_work_between_two_looks(monkeypatch: pytest
             "cpu  9 9 9 9\ncpu0 102 0 0 540 58 0 0 0 0 0\ncpu1 150 0 0 500 0 0 0 0 0 0\ncpu2 0 0 0 50 0 0 0 0 0 0\nintr 6\n",
         ]
     )
-    monkeypatch.setattr(hardware, "read_text", lambda path: next(looks) if path == Path("/proc/stat") else "")
+    monkeypatch.setattr(launch, "read_text", lambda path: next(looks) if path == Path("/proc/stat") else "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert hardware.idle_cores() == 1
-    monkeypatch.setattr(hardware, "read_text", lambda path: "")
-    assert hardware.idle_cores() is None
+    assert launch.idle_cores() == 1
+    monkeypatch.setattr(launch, "read_text", lambda path: "")
+    assert launch.idle_cores() is None
 
 
 def test_a_core_is_idle_only_if_each_of_its_cpus_is(monkeypatch: pytest.MonkeyPatch):
@@ -37,11 +37,11 @@ def test_a_core_is_idle_only_if_each_of_its_cpus_is(monkeypatch: pytest.MonkeyPa
         for cpu in range(8)
     }
     monkeypatch.setattr(
-        hardware, "read_text", lambda path: next(looks) if path == Path("/proc/stat") else siblings.get(path, "")
+        launch, "read_text", lambda path: next(looks) if path == Path("/proc/stat") else siblings.get(path, "")
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4, 5, 7})
-    assert hardware.idle_cores() == 1
-    assert hardware.cpu_cores() == 4
+    assert launch.idle_cores() == 1
+    assert launch.cpu_cores() == 4
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_gpus_are_found_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monkey
     tool.write_text(f"#!/bin/sh\n{memory}{lines}")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = hardware.find_hardware({"CUDA_VISIBLE_DEVICES": "0,1"})
+    found = launch.find_hardware({"CUDA_VISIBLE_DEVICES": "0,1"})
     assert (found.gpus, found.gpu_name, found.gpu_memory_bytes) == (2, "NVIDIA H200", 81_559 * 2**20)
     tool.write_text(f"#!/bin/sh\n{memory.replace('81559', '[N/A]')}{lines}")
-    assert hardware.find_hardware({}) == Hardware(8, found.cpu_cores, "NVIDIA H200", None)
+    assert launch.find_hardware({}) == Hardware(8, found.cpu_cores, "NVIDIA H200", None)
     tool.write_text("#!/bin/sh\necho 'GPU 0: broken driver'; exit 9\n")
-    assert hardware.find_hardware({}).gpus == 0
+    assert launch.find_hardware({}).gpus == 0
 
 
 def test_cores_are_at_least_one_and_at_most_the_affinity():
-    assert 1 <= hardware.cpu_cores() <= (os.cpu_count() or 1)
+    assert 1 <= launch.cpu_cores() <= (os.cpu_count() or 1)

@@ -14,9 +14,8 @@ import pytest
 from sftkit.config.commands import program_path
 from sftkit.errors import ConfigError
 from sftkit.launch import launch
-from sftkit.launch.hardware import Hardware
-from sftkit.launch.launch import Needs, choose
-from sftkit.models.size import GIB, Replica
+from sftkit.launch.launch import Hardware, Needs, choose
+from sftkit.models.files import GIB, Replica
 from sftkit.rundir import lock
 from sftkit.runtime.launcher import signal_env
 

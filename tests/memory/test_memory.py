@@ -13,7 +13,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sftkit.config.commands import install
-from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import (
     AttentionConfig,
     CompileConfig,
@@ -26,15 +25,15 @@ from sftkit.config.schema import (
     SourceConfig,
     TrainConfig,
 )
+from sftkit.config.tables import OPTIMIZERS
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
 from sftkit.memory import plan as memory
 from sftkit.memory import remedies
 from sftkit.memory.estimate import GIB, EstimateInputs, estimate, held_bytes, kept_elements
-from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, make_plan
+from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, make_plan, shape_of
 from sftkit.memory.remedies import oom_advice
-from sftkit.memory.shapes import shape_of
 from sftkit.optim.build import build_optimizer
 
 H200 = 140 * GIB

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sftkit.config.topology import Sharding
 from sftkit.data.batches.pack import Layout
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TopologyCase
-from sftkit.memory.estimate import EstimateInputs, Shape
-from sftkit.memory.shapes import shape_of
-from sftkit.memory.traffic import traffic
+from sftkit.memory.estimate import EstimateInputs, Shape, traffic
+from sftkit.memory.plan import shape_of
 
 RAW: dict[str, Any] = json.loads((ROOT / "benchmarks/patterns/results/results.json").read_text())
 

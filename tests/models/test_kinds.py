@@ -19,8 +19,8 @@ from transformers import (
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.auto_classes import CAPTIONS, CAUSAL, TEXT_TO_TEXT, auto_class, auto_class_in
-from sftkit.models.causal import CausalLM
+from sftkit.models.files import CAPTIONS, CAUSAL, TEXT_TO_TEXT, auto_class, auto_class_in
+from sftkit.models.kind import CausalLM
 from sftkit.models.kinds import MODEL_KINDS, check_causal, kind_of
 from sftkit.models.load import load_model
 from sftkit.models.weights import load_model_weights, make_room

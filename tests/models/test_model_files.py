@@ -11,8 +11,7 @@ import pytest
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.files import check_model_files, files_of_weights, reading_files
-from sftkit.models.size import num_elements, size_of
+from sftkit.models.files import check_model_files, files_of_weights, num_elements, reading_files, size_of
 
 
 def weights(path: Path, tensors: dict[str, str], cut: int = 0) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import (
     Config,
     DataConfig,
@@ -25,10 +24,11 @@ from sftkit.config.schema import (
     TokenizerTraining,
     TrainConfig,
 )
+from sftkit.config.tables import OPTIMIZERS
 from sftkit.launch.launch import USABLE
 from sftkit.memory import plan as memory
-from sftkit.models import size as model_size
-from sftkit.models.size import ModelSize, Replica, replica_of, size_of, training_bytes
+from sftkit.models import files as model_size
+from sftkit.models.files import ModelSize, Replica, replica_of, size_of, training_bytes
 from sftkit.optim.build import build_optimizer
 
 SIZES: dict[str, Any] = {
@@ -114,7 +114,7 @@ def test_a_hub_model_is_known_once_it_is_in_the_cache(tmp_path: Path) -> None:
     (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     code = (
-        "import sys; from sftkit.config.schema import ModelConfig; from sftkit.models.size import size_of as p\n"
+        "import sys; from sftkit.config.schema import ModelConfig; from sftkit.models.files import size_of as p\n"
         "print(p(ModelConfig(path='some/model')).parameters, p(ModelConfig(path='some/other')), 'torch' in sys.modules)"
     )
     env = {"HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path)), "HF_HUB_OFFLINE": "1"}

@@ -10,14 +10,14 @@ from helpers import VOCAB_SIZE, make_batch, make_examples, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sftkit.compile.contract import compile_model, small_modules
-from sftkit.compile.switches import compiler_switches
+from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.engine.self_check import check_documents
 from sftkit.models.structure import inference
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 
 COMMON = {
     "vocab_size": VOCAB_SIZE,

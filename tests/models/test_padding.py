@@ -14,18 +14,17 @@ from made_captioners import CAPTIONER, made
 from test_vocabulary import make_model, plain_tokenizer, run_stage
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sftkit.checkpoint.compatibility import check_identity, run_identity
-from sftkit.checkpoint.weight_files import snapshot_weights, write_weights
+from sftkit.checkpoint.resume import check_identity, run_identity
+from sftkit.checkpoint.states import snapshot_weights, write_weights
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.models.load import load_model
-from sftkit.models.padding import describe_padding, pad_vocabulary, padding_rows
 from sftkit.models.structure import count_parameters, embedding_of, output_projection, vocab_size
 from sftkit.models.tokenizer import load_tokenizer
-from sftkit.models.vocabulary import vocabulary_of
+from sftkit.models.vocabulary import describe_padding, pad_vocabulary, padding_rows, vocabulary_of
 from sftkit.models.weights import load_model_weights, load_weights, make_room
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.optim.build import build_optimizer
 

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from sftkit.config.schema import LossConfig
 from sftkit.errors import ConfigError
 from sftkit.models.routing import coefficient, routing_of
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 
 SIZES = {
     "vocab_size": 64,

@@ -15,7 +15,7 @@ import jinja2
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sftkit.data.demo import builtin, documents
+from sftkit.data.demo import builtin
 from sftkit.models import tokenizer as tokenizer_module
 from sftkit.models.tokenizer import train_tokenizer
 
@@ -33,7 +33,7 @@ TEXTS = [
 def training_texts() -> list[str]:
     files = [argparse.__file__, json.__file__, os.__file__]
     said = [message["content"] for task in islice(builtin.tasks("train"), 500) for message in task.messages]
-    return [text for file in files for text in documents._documents_of_file(Path(file))] + said
+    return [text for file in files for text in builtin._documents_of_file(Path(file))] + said
 
 
 @pytest.fixture(scope="module")

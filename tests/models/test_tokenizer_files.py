@@ -12,7 +12,7 @@ from transformers import BartConfig, PreTrainedTokenizerFast, T5Config
 
 from sftkit.config.schema import ModelConfig
 from sftkit.data.tokens import text
-from sftkit.data.tokens.cache import tokenizer_fingerprint
+from sftkit.data.tokens.sources import tokenizer_fingerprint
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
 from sftkit.models.tokenizer import ROUND_TRIP, load_tokenizer

@@ -38,7 +38,7 @@ from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.tokenizer import load_tokenizer, train_tokenizer
 from sftkit.models.vocabulary import added_tokens, describe_added_tokens, new_rows, vocabulary_of
 from sftkit.models.weights import load_model_weights, make_room
-from sftkit.preflight.prepare import meta_model
+from sftkit.preflight.analysis import meta_model
 
 TOKENS = ("<|im_start|>", "<|im_end|>")
 QUESTION = [{"role": "user", "content": "Hello?"}]

@@ -20,10 +20,9 @@ from sftkit.config.schema import (
 from sftkit.data.batches.collate import Batch
 from sftkit.data.types import Examples
 from sftkit.engine.engine import Training
-from sftkit.models.causal import CausalLM
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.models.kind import CausalLM
 from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.sums import Sums, Totals
+from sftkit.objectives.objective import ModelWithLoss, Sums, Totals
 from sftkit.ops.linear_cross_entropy import Head
 from sftkit.tracking.meter import Meter
 from sftkit.train.assemble import lay_out, make_engine

@@ -10,14 +10,14 @@ from helpers import VOCAB_SIZE, make_examples, tiny_llama, tiny_qwen3_with_windo
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from sftkit.compile.switches import compiler_switches
+from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.collate import Batch, collate, warm_up_batch
+from sftkit.data.batches.epoch import FULL_ROW, RowShard
 from sftkit.data.batches.pack import BatchShape
-from sftkit.data.batches.shard import FULL_ROW, RowShard
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops import flash
 from sftkit.ops.attention import Documents, attend, document_boundaries, document_mask, plain_attention
 from sftkit.ops.flex import blocks_of

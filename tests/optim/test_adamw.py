@@ -13,14 +13,13 @@ import torch
 from helpers import scalar_kernels
 from torch._dynamo import utils as dynamo_utils
 
-from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import OptimConfig
+from sftkit.config.tables import OPTIMIZERS
 from sftkit.errors import ConfigError
-from sftkit.ops.rounding import int32, noise16, stochastic_round
-from sftkit.optim.adamw_fused import FusedAdamW
-from sftkit.optim.build import build_optimizer
-from sftkit.optim.formula import (
+from sftkit.ops.tensors import int32, noise16, stochastic_round
+from sftkit.optim.adamw import (
     Coefficients,
+    FusedAdamW,
     RandomBits,
     Scalars,
     WeightAndMoments,
@@ -28,9 +27,9 @@ from sftkit.optim.formula import (
     update_exact,
     update_stochastic,
 )
-from sftkit.optim.protocol import Optimizer
-from sftkit.optim.schedule import learning_rate
-from sftkit.runtime.rng import random_key
+from sftkit.optim.build import build_optimizer
+from sftkit.optim.protocol import Optimizer, learning_rate
+from sftkit.runtime.open import random_key
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 TORCHAO = pytest.param("adamw8bit", marks=pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao, the extra fp8"))

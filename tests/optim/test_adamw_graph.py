@@ -12,8 +12,7 @@ from helpers import problems_of
 from torch._dynamo.utils import counters
 
 from sftkit.config.schema import OptimConfig
-from sftkit.optim.adamw import AdamW
-from sftkit.optim.adamw_fused import FusedAdamW
+from sftkit.optim.adamw import AdamW, FusedAdamW
 from sftkit.optim.adamw_graph import GraphAdamW, build
 from sftkit.optim.protocol import Optimizer
 

@@ -15,10 +15,8 @@ from sftkit.errors import ConfigError
 from sftkit.optim import muon
 from sftkit.optim.adamw import Numbered
 from sftkit.optim.build import build_optimizer
-from sftkit.optim.gradients import clip_coefficient, squared_norm
 from sftkit.optim.muon import Muon
-from sftkit.optim.protocol import Optimizer
-from sftkit.optim.schedule import learning_rate
+from sftkit.optim.protocol import Optimizer, clip_coefficient, learning_rate, squared_norm
 
 STEPS = 100
 

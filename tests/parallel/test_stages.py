@@ -12,25 +12,25 @@ import pytest
 from helpers import ROOT, make_examples, make_layout_of, tiny, tiny_llama, tiny_qwen3_with_windows
 from transformers import LlamaConfig
 
-from sftkit.config import pipeline_split
-from sftkit.config.pipeline_split import (
+from sftkit.config import topology
+from sftkit.config.schema import TrainConfig
+from sftkit.config.topology import (
     PartTimes,
     PipelineStep,
     StageTimes,
+    Topology,
     balanced,
     bubble,
     fastest_split,
     passes_of_rank,
     step_seconds,
 )
-from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import Topology
 from sftkit.errors import ConfigError
-from sftkit.launch.advice import layers_on_paper
+from sftkit.launch.layouts import layers_on_paper
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes, pipeline_estimates, pipeline_rank_shape
-from sftkit.memory.shapes import shape_of
+from sftkit.memory.plan import shape_of
 from sftkit.models.structure import Work, stage_flops, train_flops
-from sftkit.parallel.balance import describe_times, layers_of_stages
+from sftkit.parallel.stages import describe_times, layers_of_stages
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_long_step_takes_as_long_as_all_its_passes_one_by_one(
     made = [StageTimes(drawn.uniform(1.0, 1.1), drawn.uniform(2.0, 2.2)) for _ in range(stages)]
     long = PipelineStep((1,) * stages, "1f1b" if ranks == stages else "interleaved", 80 * ranks, ranks)
     whole = step_seconds(long, made)
-    monkeypatch.setattr(pipeline_split, "MOST_PASSES", 2 * stages * 20 * ranks)
+    monkeypatch.setattr(topology, "MOST_PASSES", 2 * stages * 20 * ranks)
     assert whole != step_seconds(long, made) == pytest.approx(whole, rel=0.01)
 
 

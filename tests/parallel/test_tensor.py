@@ -23,13 +23,13 @@ from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from sftkit.compile.exchanges import _is_product as is_product
-from sftkit.compile.exchanges import asynchronous, behind_products, exchanges_hidden, mergeable_products
+from sftkit.compile.modules import _is_product as is_product
+from sftkit.compile.modules import asynchronous, behind_products, exchanges_hidden, mergeable_products
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.config.topology import Sharding, Topology
 from sftkit.models.structure import decoder, decoder_blocks
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.parallel.fsdp import make_meshes, shard
 from sftkit.parallel.tensor import shard_matrices
 
@@ -184,7 +184,7 @@ def test_cached_code_of_another_order_is_not_taken(monkeypatch: pytest.MonkeyPat
 
     before = key()
     assert key() == before
-    monkeypatch.setattr("sftkit.compile.exchanges.get_hash_for_files", lambda _: "other code")
+    monkeypatch.setattr("sftkit.compile.modules.get_hash_for_files", lambda _: "other code")
     assert key() != before
 
 
@@ -238,9 +238,9 @@ def test_the_order_keeps_what_depends_on_each_other_in_order() -> None:
         Fake("z", "product", "e", "y"),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sftkit.compile.exchanges.contains_collective", lambda node: node.kind == "start")
-        patch.setattr("sftkit.compile.exchanges.contains_wait", lambda node: node.kind == "wait")
-        patch.setattr("sftkit.compile.exchanges._is_product", lambda node: node.kind == "product")
+        patch.setattr("sftkit.compile.modules.contains_collective", lambda node: node.kind == "start")
+        patch.setattr("sftkit.compile.modules.contains_wait", lambda node: node.kind == "wait")
+        patch.setattr("sftkit.compile.modules._is_product", lambda node: node.kind == "product")
         order = "".join(node.name for node in behind_products(nodes))
     assert order == "axbcdyefz"
 

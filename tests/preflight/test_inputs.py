@@ -18,13 +18,13 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from sftkit.config.commands import program_path
-from sftkit.config.eval_tasks import EVAL_TASKS, METRICS_IN_CHAT, TASK_METRICS
 from sftkit.config.load import read_config
+from sftkit.config.tables import EVAL_TASKS, METRICS_IN_CHAT, TASK_METRICS
 from sftkit.data.demo.builtin import FAMILIES
-from sftkit.data.reading import bad_rows, readers
+from sftkit.data.reading import findings, readers
 from sftkit.errors import ConfigError
 from sftkit.launch.chain import read_stages
-from sftkit.preflight import evaluated, inputs
+from sftkit.preflight import inputs
 from sftkit.preflight.inputs import FIRST_ROWS, input_rules
 from sftkit.runtime import hub
 
@@ -295,7 +295,7 @@ def test_several_bad_rows_are_told_together(here: Path) -> None:
 
 
 def test_bad_rows_are_looked_for_no_longer_than_a_second(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bad_rows, "MAX_LOOKAHEAD_SECONDS", 0.0)
+    monkeypatch.setattr(findings, "MAX_LOOKAHEAD_SECONDS", 0.0)
     (here / "rows.jsonl").write_text("\n".join([json.dumps(CHAT), *["{"] * 20]))
     told = refused("data.train.0.path=rows.jsonl").split("\n  ")
     assert told[1] == "rows after rows.jsonl:2 were not looked at"
@@ -608,7 +608,7 @@ def test_scores_of_captions_are_metrics_of_the_stage_that_writes_them() -> None:
     words = (recipe, ["eval.every=5", "checkpoint.every=5", "checkpoint.best=eval/captions/token_f1"], 1)
     assert read_config(*words, input_rules("caption")).checkpoint.best == "eval/captions/token_f1"
     with pytest.raises(ConfigError, match="is no metric that an evaluation of this run writes"):
-        read_config(*words, [partial(evaluated.best, stage="base")])
+        read_config(*words, [partial(inputs.best, stage="base")])
 
 
 def test_the_metrics_of_every_task_are_known() -> None:

@@ -12,8 +12,8 @@ import pytest
 from sftkit.config.load import read_config
 from sftkit.config.topology import Topology, read_topology, topology_of
 from sftkit.errors import ConfigError
-from sftkit.preflight import launched
-from sftkit.preflight.launched import launch_rules
+from sftkit.preflight import inputs
+from sftkit.preflight.inputs import launch_rules
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -90,7 +90,7 @@ def test_what_the_engine_would_refuse_after_loading_is_refused_at_once(
 def test_what_can_run_and_what_is_not_known_yet_is_not_refused(
     topology: Topology, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sftkit.models.size.hub_answers", lambda: False)
+    monkeypatch.setattr("sftkit.models.files.hub_answers", lambda: False)
     assert problem(topology, *words) == ""
 
 
@@ -108,15 +108,15 @@ def test_a_models_own_config_says_its_layers() -> None:
 
 
 def test_this_machine_without_a_gpu_counts_only_for_processes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(inputs, "may_have_gpu", lambda: False)
     assert "cuda_graphs needs a GPU" in problem(Topology(), GRAPH, CUDA_GRAPHS, here=True)
     assert problem(Topology(), GRAPH, CUDA_GRAPHS) == ""
-    monkeypatch.setattr(launched, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(inputs, "may_have_gpu", lambda: True)
     assert problem(Topology(), GRAPH, CUDA_GRAPHS, here=True) == ""
 
 
 def test_a_cpu_is_told_the_configs_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(inputs, "may_have_gpu", lambda: False)
     assert "with accelerate_configs/cpu_fsdp2.yaml" in problem(REPLICAS, GRAPH, here=True)
     assert "with accelerate_configs/fsdp2.yaml or hsdp.yaml" in problem(REPLICAS, GRAPH)
     on_cpu = Topology(shards=2, sharded=True, on_cpu=True)

@@ -35,18 +35,17 @@ from sftkit.data.batches.pack import DocumentLengths, make_layout
 from sftkit.data.tokens import stages
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.memory.plan import make_plan
-from sftkit.memory.shapes import shape_of
+from sftkit.memory.plan import make_plan, shape_of
 from sftkit.models.load import load_model
+from sftkit.preflight import analysis
 from sftkit.preflight import analysis as preflight
 from sftkit.preflight import costs as preflight_costs
-from sftkit.preflight import prepare
+from sftkit.preflight import data as preflight_turns
 from sftkit.preflight import terminal as inspection
-from sftkit.preflight import turns as preflight_turns
 from sftkit.preflight.data import duplicate_facts
-from sftkit.preflight.page import page
+from sftkit.preflight.terminal import page
 from sftkit.rundir.names import TRAINING_STATE
-from sftkit.runtime.console import VisibleConsole
+from sftkit.runtime.script import VisibleConsole
 from sftkit.train import assemble
 
 CHROMIUM = shutil.which("chromium")
@@ -306,9 +305,9 @@ def test_the_precision_is_that_of_a_run_on_this_machine(monkeypatch: pytest.Monk
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-        assert prepare.precision_text(TrainConfig()) == told
-        assert prepare.precision_text(TrainConfig(precision="fp32")) == "fp32"
-        assert prepare.precision_text(TrainConfig(precision="bf16")) == "bf16"
+        assert analysis.precision_text(TrainConfig()) == told
+        assert analysis.precision_text(TrainConfig(precision="fp32")) == "fp32"
+        assert analysis.precision_text(TrainConfig(precision="bf16")) == "bf16"
 
 
 def test_one_of_something_is_no_plural(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -435,12 +434,12 @@ def test_memory_without_weights_is_that_of_the_loaded_model(
     own |= {"train__precision": "fp32", "checkpoint__every": 2, "checkpoint__keep": 2}
     prepared = Prepared(tmp_path, tokenizer, CHATS, **own)
     cfg = prepared.cfg
-    shell = prepare.meta_model(cfg.model, tokenizer, "fp32")
+    shell = analysis.meta_model(cfg.model, tokenizer, "fp32")
     assert shell is not None
     assert {p.device.type for p in shell.parameters()} == {"meta"}
     loaded = load_model(cfg.model, tokenizer, 0, "fp32")
     assert shape_of(shell) == shape_of(loaded)
-    plan = prepare.memory_plan(cfg, shell, prepared.layout, 0.5, Topology())
+    plan = analysis.memory_plan(cfg, shell, prepared.layout, 0.5, Topology())
     assert plan is not None
     assert plan.estimate == make_plan(cfg, loaded, prepared.layout, cpu_runtime()).estimate
     found = prepared.look(preflight.PlannedModel(shell, plan))
@@ -457,9 +456,9 @@ def test_a_disk_too_small_for_the_checkpoints_warns(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(preflight_costs.shutil, "disk_usage", lambda _: usage(2**30, 2**30 - 1000, 1000))
     prepared = Prepared(tmp_path, tokenizer, CHATS, checkpoint__every=1)
-    shell = prepare.meta_model(prepared.cfg.model, tokenizer, "bf16")
+    shell = analysis.meta_model(prepared.cfg.model, tokenizer, "bf16")
     found = prepared.look(
-        preflight.PlannedModel(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
+        preflight.PlannedModel(shell, analysis.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
     )
     assert found["disk"]["checkpoints"] == min(3, found["time"]["steps"] + 1)
     assert any("checkpoint.every=null" in w for w in found["warnings"])
@@ -470,7 +469,7 @@ def test_a_model_that_is_not_here_leaves_memory_unknown_and_says_why(
 ) -> None:
     prepared = Prepared(tmp_path, tokenizer, CHATS)
     missing = read_config(prepared.recipe, ["model.scratch=null", "model.path=./no/model"])
-    assert prepare.meta_model(missing.model, tokenizer, "bf16") is None
+    assert analysis.meta_model(missing.model, tokenizer, "bf16") is None
     assert "./no/model: no such folder" in caplog.text
     assert prepared.look(preflight.PlannedModel(None, None))["memory"] is None
 
@@ -480,7 +479,7 @@ def test_a_model_that_is_not_here_leaves_memory_unknown_and_says_why(
 
 def record(prepared: Prepared, run_dir: Path) -> None:
     rt, cfg = cpu_runtime(), prepared.cfg
-    orig_model = prepare.meta_model(cfg.model, prepared.tokenizer, "fp32")
+    orig_model = analysis.meta_model(cfg.model, prepared.tokenizer, "fp32")
     assert orig_model is not None
     plan = make_plan(cfg, orig_model, prepared.layout, rt)
     batches = loader.Batches(loader.StepDataset(prepared.examples, prepared.layout), seed=0)
@@ -886,9 +885,9 @@ def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
     prepared = Prepared(tmp_path, tokenizer, CHATS, data__train=sources, data__max_length=256)
     assert len(prepared.examples) == 10_000
     started = time.perf_counter()
-    shell = prepare.meta_model(prepared.cfg.model, tokenizer, "bf16")
+    shell = analysis.meta_model(prepared.cfg.model, tokenizer, "bf16")
     found = prepared.look(
-        preflight.PlannedModel(shell, prepare.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
+        preflight.PlannedModel(shell, analysis.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
     )
     samples = inspection.previews(prepared.examples, tokenizer, 10)
     with open(os.devnull, "w") as nowhere:

@@ -24,15 +24,14 @@ from sftkit.data.batches.pack import DocumentLengths, make_layout
 from sftkit.data.tokens import stages
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
-from sftkit.launch.hardware import Hardware
-from sftkit.launch.launch import choose, needs_of
+from sftkit.launch.launch import Hardware, choose, needs_of
 from sftkit.memory.estimate import GIB, held_bytes
 from sftkit.memory.plan import MemoryPlan, fits
+from sftkit.models.files import size_of
 from sftkit.models.load import empty_model
-from sftkit.models.size import size_of
 from sftkit.models.structure import positions
 from sftkit.parallel.tensor import TENSOR_MODEL_TYPES
-from sftkit.preflight import prepare
+from sftkit.preflight import analysis
 
 PUBLISHED = Path(__file__).parent / "published"
 "A folder for each model with what its published config.json says of sizes, positions, windows and rotations."
@@ -117,7 +116,7 @@ def memory_plan(cfg: Config, gib: float | None, topology: Topology) -> MemoryPla
     assert cfg.data.max_length is not None
     lengths = np.full(1000, cfg.data.max_length)
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, cfg.data.max_length), topology.row_ranks)
-    plan = prepare.memory_plan(cfg, shell(published(cfg)), layout, gib, topology)
+    plan = analysis.memory_plan(cfg, shell(published(cfg)), layout, gib, topology)
     assert plan is not None
     return plan
 
@@ -297,11 +296,11 @@ def test_a_row_longer_than_the_models_positions_is_refused(recipe: Path, stand_i
     assert max_positions is not None
     longer = [f"data.max_length={max_positions + 1}", f"data.row_length={2 * max_positions}"]
     longer = read_config(recipe, with_stand_in(recipe, tokenizer, *longer), world_size=1)
-    words = prepare.tokenizer_of(longer.model, longer.data)
+    words = analysis.tokenizer_of(longer.model, longer.data)
     with pytest.raises(
         ConfigError, match=f"data.max_length: {max_positions + 1} is more than the model's {max_positions} positions"
     ):
-        prepare.max_length_of(longer.model, longer.data.max_length, words, shell(published(cfg)), "bf16")
+        analysis.max_length_of(longer.model, longer.data.max_length, words, shell(published(cfg)), "bf16")
 
 
 @pytest.mark.parametrize("recipe", SFT, ids=name_of)
@@ -317,7 +316,7 @@ def test_a_template_that_is_missing_or_leaves_answers_out_is_refused(recipe: Pat
     ):
         words = with_stand_in(recipe, tokenizer, args, f"model.chat_template={template}")
         cfg = read_config(recipe, words, world_size=1)
-        learn = stages.sft(cfg.data, prepare.tokenizer_of(cfg.model, cfg.data), 2048)
+        learn = stages.sft(cfg.data, analysis.tokenizer_of(cfg.model, cfg.data), 2048)
         with pytest.raises(ConfigError, match=problem):
             learn(Row("rows.jsonl:1", messages=CHATS[0]["messages"]))
 

@@ -22,11 +22,9 @@ from made_run import CHECKS, TASKS, make_run, metrics, write_rows
 
 from sftkit.errors import ConfigError
 from sftkit.reports.charts import Series, line_chart
-from sftkit.reports.collect import gather_report, newest_run_under
-from sftkit.reports.files import read_rows
-from sftkit.reports.page import SECTIONS
-from sftkit.reports.settings import hub_datasets, origin
-from sftkit.reports.write import report_of_folder, try_report, write_report
+from sftkit.reports.collect import gather_report, hub_datasets, newest_run_under, origin
+from sftkit.reports.page import SECTIONS, report_of_folder, try_report, write_report
+from sftkit.reports.values import read_rows
 
 FILES = (
     "config.yaml",
@@ -365,7 +363,7 @@ def test_a_report_that_cannot_be_written_or_takes_long_only_says_so(tmp_path: Pa
     said: list[str] = []
     try_report(tmp_path, said.append)
     assert said[0].startswith("no report: ConfigError")
-    monkeypatch.setattr("sftkit.reports.write.write_report", lambda _: time.sleep(1))
+    monkeypatch.setattr("sftkit.reports.page.write_report", lambda _: time.sleep(1))
     started = time.monotonic()
     try_report(tmp_path, said.append, max_seconds=0.1)
     assert time.monotonic() - started < 0.6
@@ -411,7 +409,7 @@ def test_the_newest_run_is_none_of_a_dashboard_and_none_that_was_set_aside(run: 
 FAILING = """
 import sys
 from pathlib import Path
-from sftkit.reports.write import try_report
+from sftkit.reports.page import try_report
 from sftkit.rundir import status
 
 here = status.RunStatus(Path(sys.argv[1]), int(sys.argv[2]), 1)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from made_run import make_run
 
-from sftkit.reports.page import POLICY, SECTIONS
-from sftkit.reports.write import write_report
+from sftkit.reports.page import POLICY, SECTIONS, write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium in PATH")

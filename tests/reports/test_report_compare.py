@@ -13,8 +13,8 @@ from made_run import make_run
 from sftkit.reports.card import model_card
 from sftkit.reports.collect import gather_report
 from sftkit.reports.compare import compare_curves, speed_words
-from sftkit.reports.numbers import duration
 from sftkit.reports.page import render_report
+from sftkit.reports.values import duration
 
 
 def curves(metric: str, values: dict[int, float]) -> dict[str, list[list[float | None]]]:

@@ -28,15 +28,21 @@ from helpers import cpu_runtime, make_examples
 from sftkit.checkpoint.resume import find_checkpoint
 from sftkit.compile import cache as compile_cache
 from sftkit.config.schema import ModelConfig, TokenizerTraining
-from sftkit.data.tokens import cache as token_cache
+from sftkit.data.tokens import sources as token_cache
 from sftkit.errors import ConfigError
 from sftkit.models import tokenizer as tokenizers
 from sftkit.rundir import attempt, files
-from sftkit.rundir.files import append_all_or_nothing, flush, replace_shared, replace_text
+from sftkit.rundir.files import (
+    append_all_or_nothing,
+    drop_rows_after,
+    flush,
+    read_metric_rows,
+    replace_shared,
+    replace_text,
+)
 from sftkit.rundir.lock import take_lock
 from sftkit.rundir.names import ATTEMPT, CONFIG, LOCK, METRICS_FILE, TOKENIZER, step_dir
 from sftkit.rundir.status import read_status
-from sftkit.tracking.rows import drop_rows_after, read_metric_rows
 
 BOTH: tuple[FileSystem, FileSystem] = ("journal", "weak")
 

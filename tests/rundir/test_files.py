@@ -10,7 +10,7 @@ import pytest
 from helpers import make_examples
 
 from sftkit.compile import cache as compile_cache
-from sftkit.data.tokens import cache as data_cache
+from sftkit.data.tokens import sources as data_cache
 from sftkit.rundir import lock
 from sftkit.rundir.files import replace_shared
 

@@ -13,12 +13,11 @@ from forked import in_fork
 from helpers import cpu_runtime
 
 from sftkit.reports.collect import gather_report
-from sftkit.reports.write import write_report
+from sftkit.reports.page import write_report
 from sftkit.rundir import lock
-from sftkit.rundir.killed import as_killed, killed_by, last_step, report_killed
-from sftkit.rundir.status import RunStatus, read_status, start_command
-from sftkit.runtime.oom import last_kill, likely_cause, oom_kills
+from sftkit.rundir.status import RunStatus, as_killed, killed_by, last_step, read_status, report_killed, start_command
 from sftkit.runtime.open import open_run
+from sftkit.runtime.script import last_kill, likely_cause, oom_kills
 
 
 @pytest.fixture

@@ -20,12 +20,10 @@ from helpers import cpu_runtime
 from launched import Launcher, fill, launching, small_file_system
 
 from sftkit.rundir import files
-from sftkit.rundir.failure import is_symptom
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import HEARTBEATS, heartbeat_file, step_dirs
-from sftkit.rundir.status import RunStatus, effective_resume, read_status, report
-from sftkit.runtime.consistency import differing_values
-from sftkit.runtime.open import open_run
+from sftkit.rundir.status import RunStatus, effective_resume, is_symptom, read_status, report
+from sftkit.runtime.open import differing_values, open_run
 from sftkit.runtime.watchdog import find_blocking_ranks as compare_places
 from sftkit.runtime.watchdog import open_heartbeat
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from helpers import torchrun
 
-from sftkit.runtime.gloo import use_one_worker_per_group
+from sftkit.runtime.start import use_one_worker_per_group
 
 
 def test_gathers_in_flight_together_come_out_right_and_a_group_has_one_worker_thread(tmp_path: Path) -> None:

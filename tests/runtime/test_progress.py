@@ -16,7 +16,7 @@ SHOWN = """
 import logging, sys, time
 from pathlib import Path
 from sftkit.config.terminal import TerminalHandler, print_text
-from sftkit.runtime.progress import TrainingBar, working
+from sftkit.runtime.script import TrainingBar, working
 
 logging.basicConfig(level=logging.INFO, handlers=[TerminalHandler()], format="%(message)s")
 go_on = Path(sys.argv[1])

@@ -37,7 +37,7 @@ def test_a_run_takes_the_assembler_that_compile_workers_take(tmp_path: Path, mon
 TUNED = """
 import torch
 from torch._inductor import async_compile
-from sftkit.runtime.ptxas import use_ptxas_of_workers
+from sftkit.runtime.start import use_ptxas_of_workers
 use_ptxas_of_workers()
 async_compile.AsyncCompile.wait_pool_ready()
 multiply = torch.compile(lambda a, b: (a @ b).relu(), mode="max-autotune-no-cudagraphs")

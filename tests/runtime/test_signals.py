@@ -15,10 +15,9 @@ import pytest
 from launched import ROOT, LaunchedRun, Launcher, Terminal, launching
 
 from sftkit.config.commands import program_path
-from sftkit.rundir.killed import killed_by
 from sftkit.rundir.lock import Holder, pid_scope, process_start
 from sftkit.rundir.names import LATEST, step_dirs
-from sftkit.rundir.status import launch_id, resume_command
+from sftkit.rundir.status import killed_by, launch_id, resume_command
 from sftkit.runtime.launcher import check_launcher, signal_env
 from sftkit.runtime.signals import Deadline, Stopping, heeded
 

@@ -13,12 +13,11 @@ import torch._inductor.config
 from helpers import ROOT
 
 from sftkit.config.schema import RunConfig, TrainConfig
-from sftkit.runtime.start import start
-from sftkit.runtime.vectors import name_vector_width
+from sftkit.runtime.start import name_vector_width, start
 
 TWELVE = """
 import torch
-from sftkit.runtime.vectors import name_vector_width
+from sftkit.runtime.start import name_vector_width
 name_vector_width()
 x, y = torch.arange(12.0), torch.ones(12)
 torch.compile(lambda x, y: x.copy_(x * 2 + y))(x, y)

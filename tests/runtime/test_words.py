@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sftkit.runtime.words import counted
+from sftkit.runtime.script import counted
 
 
 def test_a_number_agrees_with_its_noun() -> None:

@@ -68,10 +68,10 @@ SCRIPTS = {
 FIRST, CONFIG, TORCH = "sftkit.runtime.signals", "sftkit.config.schema", "torch.nn"
 MOMENTS = [
     *((name, CONFIG) for name in SCRIPTS if name not in ("chat.py", "report.py", "make_dashboard.py")),
-    ("chat.py", "sftkit.generation.flags"),
+    ("chat.py", "sftkit.generation.repl"),
     ("chat_sft.py", TORCH),
-    ("report.py", "sftkit.reports.write"),
-    ("make_dashboard.py", "sftkit.tracking.dashboard.workspace"),
+    ("report.py", "sftkit.reports.page"),
+    ("make_dashboard.py", "sftkit.tracking.dashboard.panels"),
     *(pytest.param(name, FIRST, marks=pytest.mark.slow) for name in SCRIPTS),
     *(pytest.param(name, TORCH, marks=pytest.mark.slow) for name in ("inspect_data.py",)),
 ]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftkit.config.schema import SourceConfig
 from sftkit.data.tokens import chat, text
-from sftkit.evals.samples import sample_rows
+from sftkit.evals.suite import sample_rows
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}

@@ -13,8 +13,7 @@ import preloaded
 import pytest
 from wandb_file import Offline
 
-from sftkit.reports.files import applies
-from sftkit.tracking.dashboard import panels
+from sftkit.reports.values import applies
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, find_metric
 
 ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -114,11 +113,11 @@ def test_everything_that_is_sent_is_documented(offline: Offline) -> None:
 
 def test_every_panel_and_column_of_the_workspace_has_its_name_in_the_run(demo: Path, offline: Offline) -> None:
     pytest.importorskip("wandb_workspaces")
-    from sftkit.tracking.dashboard import workspace
+    from sftkit.tracking.dashboard import panels
 
-    names = workspace.names_of(demo)
+    names = panels.names_of(demo)
     assert names is not None
-    spec = workspace.spec(workspace.workspace("me", "p", names))
+    spec = panels.spec(panels.workspace("me", "p", names))
     history, summary = {name for row in offline.history for name in row}, offline.summary_keys()
     shown = 0
     for section in spec["section"]["panelBankConfig"]["sections"]:
@@ -134,7 +133,7 @@ def test_every_panel_and_column_of_the_workspace_has_its_name_in_the_run(demo: P
                 text = json.dumps(config)
                 assert any(f'"{name}"' in text and name in summary for name in TABLES), text[:300]
     assert shown > 40
-    columns = workspace.workspace("me", "p", names).runset_settings.pinned_columns
+    columns = panels.workspace("me", "p", names).runset_settings.pinned_columns
     assert {column.removeprefix("summary:") for column in columns if column.startswith("summary:")} <= summary
     missing = {metric.name for metric in METRICS if not panels.has(metric.name, names)}
     assert {

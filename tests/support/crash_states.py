@@ -32,8 +32,7 @@ import psutil
 import pytest
 from helpers import cpu_runtime
 
-from sftkit.checkpoint.manifest import entries, sweep
-from sftkit.checkpoint.writer import Writer
+from sftkit.checkpoint.save import Writer, entries, sweep
 from sftkit.config.schema import CheckpointConfig
 from sftkit.rundir.names import LOCK, TRAINING_STATE, UNFINISHED, being_written, step_dir
 from sftkit.runtime import open as run_opening

@@ -26,8 +26,8 @@ from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.batches.pack import BatchShape, DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.models.stages import stages_of
-from sftkit.objectives.sums import Totals
+from sftkit.models.structure import stages_of
+from sftkit.objectives.objective import Totals
 from sftkit.ops.attention import document_boundaries, use_document_attention
 from sftkit.runtime.start import Runtime
 

@@ -21,7 +21,7 @@ import preloaded
 import psutil
 import pytest
 
-from sftkit.checkpoint.writer import free_bytes
+from sftkit.checkpoint.save import free_bytes
 from sftkit.launch.launch import CONFIGS, Launch, command
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import LATEST, step_dirs

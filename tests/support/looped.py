@@ -24,16 +24,15 @@ from sftkit.config.schema import (
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
 from sftkit.evals.scoring import score
+from sftkit.evals.suite import validate
 from sftkit.evals.task import Choices
-from sftkit.evals.validation import validate
-from sftkit.generation.batching import Batching
-from sftkit.generation.decode import Prompts, generate
+from sftkit.generation.decode import Batching, Prompts, generate
 from sftkit.objectives.next_token import NextToken
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
+from sftkit.train.end import Trained
 from sftkit.train.loop import train
 from sftkit.train.parts import TrainServices
-from sftkit.train.summary import Trained
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 

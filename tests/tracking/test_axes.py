@@ -7,7 +7,7 @@ from dataclasses import asdict
 from helpers import tiny_llama
 
 from sftkit.models.structure import Work, train_flops
-from sftkit.tracking.progress import PROGRESS, Progress, progress_of
+from sftkit.tracking.names import PROGRESS, Progress, progress_of
 
 
 def test_progress_adds_up_over_windows_and_through_a_checkpoint() -> None:

@@ -18,8 +18,8 @@ from sftkit.errors import ConfigError
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES
 
 pytest.importorskip("wandb_workspaces")
-from sftkit.tracking.dashboard import comparison, panels, workspace
-from sftkit.tracking.dashboard.comparison import Compared
+from sftkit.tracking.dashboard import panels
+from sftkit.tracking.dashboard.panels import Compared
 
 NAMES_OF_A_RUN = {
     "step",
@@ -33,7 +33,7 @@ NAMES_OF_A_RUN = {
 
 
 def sections_of(logged: set[str] | None = None) -> dict[str, dict[str, Any]]:
-    spec = workspace.spec(workspace.workspace("me", "p", logged))
+    spec = panels.spec(panels.workspace("me", "p", logged))
     assert json.loads(json.dumps(spec)) == spec
     return {section["name"]: section for section in spec["section"]["panelBankConfig"]["sections"]}
 
@@ -82,7 +82,7 @@ def test_what_a_run_has_not_logged_has_no_panel_no_section_and_no_column() -> No
     assert [len(section["panels"]) for section in sections.values()] == [1, 1, 2, 1]
     assert sections["Proof"]["flowConfig"]["columnsPerPage"] == 1
     assert "MFU" not in json.dumps(sections)
-    view = workspace.workspace("me", "p", NAMES_OF_A_RUN)
+    view = panels.workspace("me", "p", NAMES_OF_A_RUN)
     assert view.runset_settings.pinned_columns == [
         *("run:displayName", "run:state", "summary:train/loss", "summary:val/loss.min"),
         *("summary:perf/tok_per_sec.mean", "summary:compile/recompiles.max"),
@@ -92,33 +92,33 @@ def test_what_a_run_has_not_logged_has_no_panel_no_section_and_no_column() -> No
 def test_a_run_tells_its_names_by_its_files_and_null_is_none(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a" / "sft", steps=100)
     write_rows(run / "metrics.jsonl", [{"step": 10, "time": 1.0, "train/loss": 2.0, "perf/mfu": None}])
-    found = workspace.logged_by(run)
+    found = panels.logged_by(run)
     assert {"train/loss", "val/loss", "proof", "proof/failed", "preflight/sources", "samples", "eval/results"} <= found
     assert not {"perf/mfu", "train/tokens"} & found
     with pytest.raises(ConfigError, match="no run"):
-        workspace.names_of(tmp_path)
+        panels.names_of(tmp_path)
 
 
 def test_without_a_word_panels_are_those_of_the_newest_run_that_is_on_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert workspace.names_of(None) is None
+    assert panels.names_of(None) is None
     for name in ("a/sft", "validate/x/runs/eager"):
         make_run(Path("runs") / name, steps=100)
-    assert workspace.names_of(None) is None
+    assert panels.names_of(None) is None
     Path("runs/a/sft/wandb/offline-run-1-abc").mkdir(parents=True)
-    names = workspace.names_of(None)
+    names = panels.names_of(None)
     assert names is not None
     assert "train/loss" in names
     assert "validate/speedup" not in names
     Path("runs/validate/x/validation.json").write_text("{}")
-    assert {"validate/speedup", "validate/verdicts"} <= (workspace.names_of(None) or set())
+    assert {"validate/speedup", "validate/verdicts"} <= (panels.names_of(None) or set())
 
 
 def blocks_of(*runs: Compared) -> list[dict[str, Any]]:
     first, second = runs
-    return workspace.spec(comparison.comparison("me", "p", (first, second)))["blocks"]
+    return panels.spec(panels.comparison("me", "p", (first, second)))["blocks"]
 
 
 def words(blocks: list[dict[str, Any]]) -> list[str]:
@@ -133,7 +133,7 @@ def test_a_comparison_begins_with_the_speed_up_and_losses_at_equal_steps(tmp_pat
     fast, slow = make_run(tmp_path / "a" / "fast", steps=300), make_run(tmp_path / "a" / "slow", steps=200, shift=0.1)
     rows = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
     write_rows(slow / "metrics.jsonl", [row | {"perf/tok_per_sec": row["perf/tok_per_sec"] / 2.5} for row in rows])
-    found = words(blocks_of(*(comparison.find_run(str(run), "me", "p", offline=True) for run in (fast, slow))))
+    found = words(blocks_of(*(panels.find_run(str(run), "me", "p", offline=True) for run in (fast, slow))))
     assert found[0] == "Speed-up: 2.50"
     assert found[1] == "a-fast makes 2.50 times the tokens/s of a-slow."
     assert "| training loss | 200 |" in found[2]
@@ -160,10 +160,10 @@ def test_a_comparison_shows_the_two_runs_by_id_or_name_and_what_differs() -> Non
 
 def test_a_run_directory_is_found_on_wandb_by_the_id_in_its_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a" / "sft", steps=100)
-    assert comparison.find_run(str(run), "me", "p", offline=True).ids == ("a-sft",)
+    assert panels.find_run(str(run), "me", "p", offline=True).ids == ("a-sft",)
     (run / "step-000100" / "training_state").mkdir()
     (run / "step-000100" / "training_state" / "state.json").write_text('{"tracker": "k5abz1gd"}')
-    found = comparison.find_run(str(run), "me", "p", offline=True)
+    found = panels.find_run(str(run), "me", "p", offline=True)
     assert (found.name, found.ids, found.machine) == ("a-sft", ("k5abz1gd",), "4 x NVIDIA H200")
 
 
@@ -186,15 +186,15 @@ def test_a_run_that_is_only_on_the_server_is_compared_from_its_history(monkeypat
 
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setattr(wandb, "Api", FakeApi)
-    found = comparison.find_run("default-sft", "me", "p", offline=False)
+    found = panels.find_run("default-sft", "me", "p", offline=False)
     assert found == Compared("default-sft", ("k5abz1gd",), {"train/loss": [[10, 2.0], [20, 1.5]]}, "2 x NVIDIA H200")
     with pytest.raises(ConfigError, match="me/p has no run of that name or id"):
-        comparison.find_run("other", "me", "p", offline=False)
+        panels.find_run("other", "me", "p", offline=False)
 
 
 def test_a_name_that_no_run_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="--report"):
-        comparison.find_run("b'] or Name in ['c", "me", "p", offline=True)
+        panels.find_run("b'] or Name in ['c", "me", "p", offline=True)
 
 
 def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_without_a_key_nothing_is_sent_and_the_way_out_is_told(monkeypatch: pyte
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     with pytest.raises(ConfigError, match=r"no wandb key .* `\S*wandb login`.*--dry-run"):
-        workspace.save_view(workspace.workspace("me", "p"))
+        panels.save_view(panels.workspace("me", "p"))
 
 
 def test_the_script_prints_what_would_be_sent_without_a_key_or_a_network(

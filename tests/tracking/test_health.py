@@ -17,16 +17,15 @@ from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
 from sftkit.engine.step import RankSums, TrainStep, exchange, optimizer_step
 from sftkit.errors import NonFiniteError
 from sftkit.models.structure import Work, train_flops
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.sums import LOSS, Totals
+from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.optim.build import build_optimizer
-from sftkit.optim.gradients import squared_norm
+from sftkit.optim.protocol import squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.rundir.status import RunStatus
 from sftkit.tracking.health import DelayedFlags, Health
 from sftkit.tracking.meter import Meter
-from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
+from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
 
 NAN = float("nan")

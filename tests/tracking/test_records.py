@@ -8,8 +8,8 @@ from pathlib import Path
 from made_run import make_run
 
 from sftkit.config.schema import LogConfig
-from sftkit.tracking.dashboard.identity import identity
-from sftkit.tracking.dashboard.records import preflight_of, proof_of
+from sftkit.tracking.dashboard.remote import identity
+from sftkit.tracking.dashboard.services import preflight_of, proof_of
 
 SETTINGS = {
     "resolved": {

@@ -13,19 +13,17 @@ import pytest
 import torch
 from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
-from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import LogConfig, LossConfig, NumericsConfig, OptimConfig
+from sftkit.config.tables import OPTIMIZERS
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import SpikeError
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.sums import LOSS, Totals
+from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.optim.build import build_optimizer
 from sftkit.rundir.status import RunStatus
-from sftkit.tracking.health import Health
-from sftkit.tracking.outcome import Flags, StepOutcome
-from sftkit.tracking.spikes import Spikes, spikes_in
+from sftkit.tracking.health import Health, Spikes, spikes_in
+from sftkit.tracking.names import Flags, StepOutcome
 from sftkit.tracking.tracker import Tracker
 
 NAN = float("nan")

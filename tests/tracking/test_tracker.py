@@ -27,13 +27,11 @@ from wandb_file import Offline
 
 from sftkit.config.schema import LogConfig
 from sftkit.errors import CheckpointError, ConfigError, NonFiniteError, RecompileError, ReplicaError, SpikeError
-from sftkit.runtime.console import output_console
-from sftkit.runtime.progress import TrainingBar
+from sftkit.rundir.files import drop_rows_after, read_metric_rows
+from sftkit.runtime.script import TrainingBar, output_console
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard.ending import Ending
-from sftkit.tracking.dashboard.records import LoggedTable
 from sftkit.tracking.dashboard.remote import DashboardWriter, dashboard_name, wandb_mode
-from sftkit.tracking.rows import drop_rows_after, read_metric_rows
+from sftkit.tracking.dashboard.services import Ending, LoggedTable
 from sftkit.tracking.tracker import ResumePoint, Tracker, eval_line, train_line
 
 METRICS = {

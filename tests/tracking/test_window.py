@@ -16,12 +16,11 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.sums import LOSS, Totals
+from sftkit.objectives.objective import LOSS, Totals
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.meter import Meter
-from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
-from sftkit.tracking.window import WINDOW, resume_window
-from sftkit.train.proof import shapes_check
+from sftkit.tracking.meter import WINDOW, Meter, resume_window
+from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
+from sftkit.train.end import shapes_check
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29] * 4
 OUTCOME = StepOutcome(

@@ -16,11 +16,10 @@ from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.errors import ConfigError, Stopped
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import Deadline, Stopping
-from sftkit.tracking.progress import PROGRESS, Progress, progress_of
-from sftkit.tracking.window import WINDOW
-from sftkit.train.evaluation import Evaluation, evaluate_at, first_evaluation
+from sftkit.tracking.meter import WINDOW
+from sftkit.tracking.names import PROGRESS, Progress, progress_of
 from sftkit.train.parts import TrainServices
-from sftkit.train.saves import LoopPosition, checkpoint_state
+from sftkit.train.saves import Evaluation, LoopPosition, checkpoint_state, evaluate_at, first_evaluation
 
 ENGINE: Any = SimpleNamespace(evaluating=nullcontext)
 

@@ -13,24 +13,22 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sftkit.compile.contract import step_contract
-from sftkit.compile.records import records_of
-from sftkit.compile.switches import compiler_switches
-from sftkit.compile.watch import CompileWatch
+from sftkit.compile.modules import compiler_switches
+from sftkit.compile.watch import CompileWatch, records_of
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.types import Finding
 from sftkit.engine.checks import compile_checks, compiled_check, document_checks
 from sftkit.engine.self_check import DocumentCheck, check_documents
 from sftkit.errors import RecompileError
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.sums import LOSS, Totals
+from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.ops.attention import use_document_attention
 from sftkit.reports.components import check_table
-from sftkit.reports.files import applies
+from sftkit.reports.values import applies
 from sftkit.tracking.meter import Meter, ShapeCounts
-from sftkit.tracking.outcome import NUM_FLAGS, Flags, StepOutcome
-from sftkit.train import proof
+from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
+from sftkit.train import end as proof
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29]
 NAMES = (LOSS, *NextToken.measured)

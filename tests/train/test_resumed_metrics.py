@@ -12,7 +12,7 @@ import torch
 from helpers import cpu_runtime, torchrun
 from resume_worker import BROKEN, LOG_EVERY, STEPS, run, runs, without_window
 
-from sftkit.tracking.window import by_rank, own_values
+from sftkit.tracking.meter import by_rank, own_values
 
 CLOCKS = ("time", "perf/", "mem/", "ckpt/", "compile/seconds", "train/seconds")
 "What is measured, and what depends on when the background has written a checkpoint."

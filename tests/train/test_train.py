@@ -19,7 +19,7 @@ from sftkit.config.schema import (
 )
 from sftkit.engine.replicas import Replicas
 from sftkit.errors import RecompileError
-from sftkit.train.evaluation import first_evaluation_due
+from sftkit.train.saves import first_evaluation_due
 
 
 def losses(folder: Path) -> list[float]:

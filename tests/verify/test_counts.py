@@ -14,9 +14,9 @@ from looped import proof_rows, run
 from made_models import MODELS, tiny_gemma2
 
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.optim import schedule
+from sftkit.objectives.objective import ModelWithLoss
+from sftkit.optim import protocol
 from sftkit.tracking import meter
 from sftkit.verify import counts
 from sftkit.verify.counts import flops_check, plain_rates, rates_check
@@ -52,7 +52,7 @@ def test_a_long_schedule_is_compared_at_a_limited_number_of_steps() -> None:
 )
 def test_a_wrong_learning_rate_anywhere_in_the_run_turns_its_row_red(monkeypatch, kind: Any, wrong: Any) -> None:
     optim = OptimConfig(schedule=kind)
-    right = schedule.learning_rate
+    right = protocol.learning_rate
     monkeypatch.setattr(
         counts, "learning_rate", lambda step, total, optim: wrong(step, total, lambda s, t: right(s, t, optim))
     )

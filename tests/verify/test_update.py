@@ -16,8 +16,8 @@ from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine import step as engine_step
 from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
-from sftkit.optim import adamw, adamw_fused, build, formula, muon
-from sftkit.tracking.checks import Check
+from sftkit.optim import adamw, build, muon
+from sftkit.tracking.names import Check
 from sftkit.train.assemble import make_engine
 from sftkit.verify.update import FirstUpdate, _norm_check
 
@@ -148,13 +148,13 @@ def too_long(right: Any) -> Any:
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], str, torch.dtype, str]] = {
-    "an update 1.1 times as large": (formula, "adamw", scaled_formula, "adamw", torch.bfloat16, UPDATE),
-    "the same, rounded stochastically": (formula, "adamw", scaled_formula, "adamw_sr", torch.bfloat16, UPDATE),
+    "an update 1.1 times as large": (adamw, "adamw", scaled_formula, "adamw", torch.bfloat16, UPDATE),
+    "the same, rounded stochastically": (adamw, "adamw", scaled_formula, "adamw_sr", torch.bfloat16, UPDATE),
     "another learning rate in a fused step": (torch.optim.AdamW, "step", scaled_step, "adamw", torch.float32, UPDATE),
     "a squared clip": (engine_step, "clip_coefficient", squared_clip, "adamw", torch.float32, UPDATE),
     "decay on norms": (build, "parameter_groups", decay_on_norms, "adamw", torch.float32, UPDATE),
     "a parameter in no group": (build, "parameter_groups", one_forgotten, "adamw", torch.float32, UPDATE),
-    "masters rounded to nearest": (formula, "stochastic_round", to_nearest, "adamw", torch.bfloat16, UPDATE),
+    "masters rounded to nearest": (adamw, "stochastic_round", to_nearest, "adamw", torch.bfloat16, UPDATE),
     "a norm of other gradients": (engine_step, "squared_norm", other_norm, "adamw", torch.float32, NORM),
     "less momentum": (muon, "MOMENTUM", less_momentum, "muon", torch.float32, UPDATE),
     "matrices 1.1 times as long": (muon, "orthogonalized", too_long, "muon", torch.float32, UPDATE),
@@ -166,7 +166,7 @@ def test_a_fault_in_the_update_turns_its_row_red(tmp_path: Path, monkeypatch, fa
     owner, attribute, wrong, name, precision, row = FAULTS[fault]
     right = getattr(owner, attribute)
     if attribute == "step":  # of the fused optimizer, but not of the one that it is compared with
-        owner = adamw_fused.FusedAdamW
+        owner = adamw.FusedAdamW
     monkeypatch.setattr(owner, attribute, wrong(right))
     check = rows(tmp_path, name, precision)[row]
     assert check.ok is False, check

@@ -10,11 +10,11 @@ from helpers import cpu_runtime, make_examples, make_layout_of, tiny_llama
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.types import Examples
-from sftkit.evals import validation
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.evals import suite
 from sftkit.objectives.next_token import NextToken
-from sftkit.tracking.checks import Check
-from sftkit.verify.validation import DOCUMENTS, some_documents, validation_check
+from sftkit.objectives.objective import ModelWithLoss
+from sftkit.tracking.names import Check
+from sftkit.verify.counts import DOCUMENTS, some_documents, validation_check
 
 LENGTHS = [30, 4, 25, 8, 31, 3]
 
@@ -58,7 +58,7 @@ def wrong_bytes(tokenizer: Any) -> Examples:
 
 
 def test_bits_per_byte_without_the_logarithm_of_2_turn_the_row_red(tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr(validation, "math", NaturalLogarithms())
+    monkeypatch.setattr(suite, "math", NaturalLogarithms())
     check = checked(tokenizer)
     assert check.ok is False, check
 
@@ -68,14 +68,14 @@ def test_bytes_that_are_tokens_turn_the_row_red(tokenizer) -> None:
 
 
 def test_a_loss_over_other_targets_than_the_documents_have_turns_the_row_red(tokenizer, monkeypatch) -> None:
-    right = validation.collate
+    right = suite.collate
 
     def wrong(examples: Examples, *args: Any) -> Any:
         batch = right(examples, *args)
         batch.targets.copy_(batch.targets.where(batch.targets < 0, batch.inputs["input_ids"]))
         return batch
 
-    monkeypatch.setattr(validation, "collate", wrong)
+    monkeypatch.setattr(suite, "collate", wrong)
     assert checked(tokenizer).ok is False
 
 

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from sftkit.checkpoint import weight_files
+from sftkit.checkpoint import states
 from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.config.schema import CheckpointConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
@@ -129,7 +129,7 @@ def main(run_dir: str, of_one: str) -> None:
     plain.checkpoints.finish()
 
     out["ddp to fsdp"] = resumed("b", folder / "plain" / "step-000003", shard=True).steps(3, 6)
-    weight_files.MAX_FILE_BYTES = 40_000  # so that both ranks write files of weights
+    states.MAX_FILE_BYTES = 40_000  # so that both ranks write files of weights
     fsdp = Run(folder / "fsdp", tokenizer, rt, shard=True)
     fsdp.steps(0, 3, every=3)
     out["fsdp"] = fsdp.steps(3, 6)

@@ -20,13 +20,12 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
+from sftkit.data.batches.epoch import RankRows
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.shard import RankRows
 from sftkit.engine.engine import Training
-from sftkit.engine.gradient_check import Sides, check_gradients
-from sftkit.engine.roundings import limits
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.engine.gradient_check import Sides, check_gradients, limits
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.parallel.fsdp import Sharding, fsdp_modules
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime

@@ -14,15 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sftkit.config.schema import LossConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.data.batches.epoch import RankRows
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.shard import RankRows
 from sftkit.engine.step import RankSums, TrainStep, exchange, optimizer_step
 from sftkit.errors import DataError
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.sums import Totals
+from sftkit.objectives.objective import ModelWithLoss, Totals
 from sftkit.optim.build import build_optimizer
-from sftkit.optim.gradients import squared_norm
+from sftkit.optim.protocol import squared_norm
 from sftkit.parallel.wrap import replicate
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script

@@ -19,19 +19,17 @@ from helpers import before_each_step, make_examples, make_layout_of, tiny_llama
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.checkpoint.writer import Snapshot, Writer
+from sftkit.checkpoint.save import Snapshot, Writer
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
+from sftkit.data.batches.epoch import RankRows
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset, load_examples
-from sftkit.data.batches.shard import RankRows
 from sftkit.data.types import Row, Tokenized
 from sftkit.engine.engine import Training
-from sftkit.generation.batching import Batching
-from sftkit.generation.decode import Prompts, generate
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.generation.decode import Batching, Prompts, generate
 from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.sums import Sums
-from sftkit.reports.write import try_report
+from sftkit.objectives.objective import ModelWithLoss, Sums
+from sftkit.reports.page import try_report
 from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
@@ -39,9 +37,9 @@ from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.tracker import ResumePoint, Tracker
 from sftkit.train.assemble import make_engine
+from sftkit.train.end import write_summary
 from sftkit.train.loop import train
 from sftkit.train.parts import TrainServices
-from sftkit.train.summary import write_summary
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 40
 

@@ -29,19 +29,19 @@ from sftkit.config.schema import (
     TrainConfig,
 )
 from sftkit.config.topology import Topology
+from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import Layout
-from sftkit.data.batches.shard import RankRows, row_shard
 from sftkit.engine.engine import Engine, Training
 from sftkit.engine.step import MicroBatches, gradients
 from sftkit.graph.engine import GraphEngine
 from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.sums import Totals
+from sftkit.objectives.objective import Totals
 from sftkit.optim.protocol import parameters_of
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.train.assemble import make_engine
-from sftkit.train.prefetch import on_device
+from sftkit.train.loop import on_device
 
 STEPS = 5
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4

@@ -24,26 +24,23 @@ from transformers import (
 )
 
 from sftkit.compile.contract import Ranks, compile_model, warm_up
-from sftkit.compile.switches import compiler_switches
+from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
+from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import Layout
-from sftkit.data.batches.shard import RankRows, row_shard
-from sftkit.engine.gradient_check import Sides, check_gradients
-from sftkit.engine.roundings import limits
+from sftkit.engine.gradient_check import Sides, check_gradients, limits
 from sftkit.engine.self_check import check_documents
-from sftkit.engine.step import TrainStep, optimizer_step
-from sftkit.engine.warmup import shape_runner
-from sftkit.evals.validation import validate
+from sftkit.engine.step import TrainStep, optimizer_step, shape_runner
+from sftkit.evals.suite import validate
 from sftkit.models.structure import decoder
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, reshard
-from sftkit.parallel.pipeline import SCHEDULES
-from sftkit.parallel.stagewise import stagewise
+from sftkit.parallel.pipeline import SCHEDULES, stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script

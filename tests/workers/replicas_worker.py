@@ -13,7 +13,7 @@ from sharded_worker import Job, start
 
 from sftkit.engine.replicas import Replicas
 from sftkit.errors import ReplicaError
-from sftkit.ops.dtensor import local
+from sftkit.ops.tensors import local
 from sftkit.runtime.script import script
 
 WEIGHT = "model.layers.0.input_layernorm.weight"

@@ -14,8 +14,7 @@ from helpers import before_each_step, make_examples, tiny_llama, tiny_recipe
 from transformers import AutoTokenizer
 
 from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.checkpoint.compatibility import run_identity
-from sftkit.checkpoint.resume import find_checkpoint
+from sftkit.checkpoint.resume import find_checkpoint, run_identity
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import (
     AttentionConfig,
@@ -33,15 +32,14 @@ from sftkit.config.schema import (
 )
 from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.engine import Training
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
-from sftkit.objectives.sums import Sums
+from sftkit.objectives.objective import ModelWithLoss, Sums
 from sftkit.rundir.names import TRAINING_STATE
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
+from sftkit.tracking.meter import is_open
 from sftkit.tracking.tracker import ResumePoint, Tracker
-from sftkit.tracking.window import is_open
 from sftkit.train.assemble import lay_out, make_engine
 from sftkit.train.loop import train
 from sftkit.train.parts import EncodedDocuments, TrainServices

@@ -26,11 +26,11 @@ from sftkit.config.schema import (
 from sftkit.config.topology import Topology
 from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
-from sftkit.ops.dtensor import local
+from sftkit.ops.tensors import local
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
-from sftkit.tracking.checks import Check
-from sftkit.tracking.experts import ExpertLoad
+from sftkit.tracking.health import ExpertLoad
+from sftkit.tracking.names import Check
 from sftkit.train.assemble import lay_out, make_engine
 from sftkit.train.parts import EncodedDocuments
 

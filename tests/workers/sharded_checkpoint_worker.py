@@ -13,12 +13,12 @@ from sharded_worker import Job, gather, gathered, start
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from sftkit.checkpoint import weight_files
+from sftkit.checkpoint import states as weight_files
 from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.checkpoint.state_store import snapshot_states
+from sftkit.checkpoint.states import snapshot_states
 from sftkit.config.schema import CheckpointConfig
-from sftkit.ops.dtensor import local_region
-from sftkit.optim.state import named_states
+from sftkit.ops.tensors import local_region
+from sftkit.optim.protocol import named_states
 from sftkit.runtime.script import script
 
 SAVED = 2

@@ -23,21 +23,21 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from sftkit.config.schema import EvalConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
+from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.shard import RankRows, row_shard
 from sftkit.data.types import Row
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.errors import ConfigError
-from sftkit.evals import families, results
+from sftkit.evals import results
 from sftkit.evals.suite import Suite
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
 from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer
-from sftkit.objectives.model_with_loss import ModelWithLoss
 from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer
 from sftkit.parallel.fsdp import Sharding, reshard
-from sftkit.parallel.stagewise import stagewise
+from sftkit.parallel.pipeline import stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
@@ -237,7 +237,7 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
         # Batches of one, so that ranks are done after different tokens.
         choices = choices_task()
         one_by_one = replace(
-            suite, config=replace(config, batch_size=1), tasks=(families.load_families(1, TOKENS), choices)
+            suite, config=replace(config, batch_size=1), tasks=(results.load_families(1, TOKENS), choices)
         )
         given, scored = one_by_one.run_tasks()
         (together,) = replace(suite, config=replace(config, batch_size=8), tasks=(choices,)).run_tasks()

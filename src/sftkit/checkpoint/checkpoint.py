@@ -16,20 +16,15 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.compatibility import check_identity, check_recipe
-from sftkit.checkpoint.manifest import Best, read_best, sweep
-from sftkit.checkpoint.resume import ResumeCheckpoint, find_checkpoint
-from sftkit.checkpoint.state_store import copies_done, load_states, snapshot_states
-from sftkit.checkpoint.weight_files import snapshot_weights
-from sftkit.checkpoint.writer import SaveEnd, Snapshot, Writer, free_bytes, in_mb, reason
+from sftkit.checkpoint.resume import ResumeCheckpoint, check_identity, check_recipe, find_checkpoint
+from sftkit.checkpoint.save import Best, SaveEnd, Snapshot, Writer, free_bytes, in_mb, read_best, reason, sweep
+from sftkit.checkpoint.states import copies_done, load_states, snapshot_states, snapshot_weights
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.kinds import kind_of
-from sftkit.models.stages import stages_of
+from sftkit.models.structure import stages_of
 from sftkit.models.weights import load_weights
-from sftkit.optim.protocol import Optimizer
-from sftkit.optim.state import named_states, states_loaded
-from sftkit.rundir.failure import describe_error
+from sftkit.optim.protocol import Optimizer, named_states, states_loaded
 from sftkit.rundir.files import archive, replace_text
 from sftkit.rundir.names import (
     BEST,
@@ -44,8 +39,9 @@ from sftkit.rundir.names import (
     step_dirs,
     step_number,
 )
+from sftkit.rundir.status import describe_error
 from sftkit.runtime.hardware import environment
-from sftkit.runtime.rng import random_key, random_state, restore_random_state
+from sftkit.runtime.open import random_key, random_state, restore_random_state
 from sftkit.runtime.start import Runtime, seed_everything
 
 log = logging.getLogger(__name__)

@@ -1,18 +1,32 @@
-"""Find the checkpoint from which a start resumes: once, before anything that depends on it is made."""
+"""Find the checkpoint from which a start resumes: once, before anything that depends on it is made.
+
+What may differ between the run that wrote a checkpoint and the run that resumes it.
+"""
 
 from __future__ import annotations
 
+import difflib
+import hashlib
 import json
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.data.batches.pack import PlanSegment
+from sftkit.config.keys import key_table
+from sftkit.config.yaml import RecipeLoader, flattened
+from sftkit.data.batches.pack import Layout, PlanSegment
+from sftkit.data.tokens.sources import tokenizer_fingerprint
+from sftkit.data.types import Examples
 from sftkit.errors import CheckpointError, ConfigError
+from sftkit.models.vision import PIXELS
+from sftkit.models.vocabulary import padding_rows
 from sftkit.rundir.files import UNREADABLE
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import RECIPE, TRAINING_STATE, step_dirs
@@ -125,3 +139,162 @@ def _segments(state: dict[str, Any], folder: Path) -> Sequence[PlanSegment]:
         return []
     seed = yaml.safe_load((folder / RECIPE).read_text())["run"]["seed"]
     return [PlanSegment(0, seed, rows["global_batch_size"], rows["budget_rows"])]
+
+
+_NO_KEY = object()
+"Stands for the value of a key that only one of the two has."
+_FIXED = (
+    *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.router_aux_loss_coef"),
+    *("model.path", "model.revision"),
+)
+"Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
+OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
+"Keys of optim that are not compared: the states say whether optim.name fits; the others only say how it is computed."
+LENGTH = ("train.max_steps", "train.epochs")
+CHANGED = {
+    "train.global_batch_size": "the documents that this epoch still has to take make batches of that size, and the "
+    "learning rate follows the schedule of the steps that there are now",
+    "run.seed": "the documents that this epoch still has to take come in another order",
+    **dict.fromkeys(("model.path", "model.revision"), "its weights are not loaded: those of the checkpoint are"),
+    **dict.fromkeys(LENGTH, "from here on the learning rate follows the schedule of that length"),
+}
+"What a change of such a key does, where that is not plain."
+
+NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+"Fields of a transformers config that differ between places and versions, or that the run sets by itself."
+_ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
+_MIDDLE = 256
+"Values of each encoder input that are compared, from its middle."
+STRETCHES = ("rows.global_batch_size", "rows.budget_rows")
+"Fields of checkpoints written before plan segments were kept; they may change."
+
+
+def run_identity(
+    orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Examples, layout: Layout
+) -> dict[str, Any]:
+    """Return what optimizer states and position in the data belong to, at any number of ranks: model,
+    tokenizer, template, data, rows."""
+    # With the defaults, which the short form leaves out: they are part of the model, and change between versions.
+    model = json.loads(orig_model.config.to_json_string(use_diff=False))
+    if padding_rows(orig_model):  # optimizer states have those rows too
+        model["padding_rows"] = padding_rows(orig_model)
+    return {
+        "model": {key: value for key, value in model.items() if key not in NOT_THE_MODEL},
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "chat_template": _digest(str(tokenizer.chat_template).encode()),
+        "data": {
+            "documents": len(examples),
+            "tokens": len(examples.ids),
+            "ids": _sample_digest(examples),
+            **_encoder_sources(examples),
+        },
+        "rows": {name: getattr(layout, name) for name in _ROWS},
+    }
+
+
+def _encoder_sources(examples: Examples) -> dict[str, str]:
+    """Return digests of an encoder's inputs; empty if the model has none, as in checkpoints of versions without
+    encoders. One is of the texts, or of the pictures' file names without their folders, which may move; one of the
+    middle of each input, as a file may have been replaced under its name."""
+    pictures = examples.encoder_inputs is not None and PIXELS in examples.encoder_inputs.arrays
+    names = [os.path.basename(name) for name in examples.encoder_sources] if pictures else examples.encoder_sources
+    digests = {"given": _digest("\0".join(names).encode())} if names else {}
+    if examples.encoder_inputs is not None:
+        rows = [array.reshape(len(array), -1) for _, array in sorted(examples.encoder_inputs.arrays.items())]
+        # From the middle: pictures and sounds begin and end alike, with borders and silence.
+        starts = [max(0, (row.shape[1] - _MIDDLE) // 2) for row in rows]
+        middles = [row[:, start : start + _MIDDLE] for row, start in zip(rows, starts, strict=True)]
+        digests["encoded"] = _digest(*(np.ascontiguousarray(middle).tobytes() for middle in middles))
+    return digests
+
+
+def _sample_digest(examples: Examples) -> str:
+    """Return a digest of all lengths and of up to 16 million tokens, evenly spread, with their target flags."""
+    # Ceiling division, so that at most 2^24 are left.
+    every = slice(None, None, -(-len(examples.ids) // 2**24) or 1)
+    arrays = (examples.offsets, examples.ids[every], examples.is_target[every])
+    return _digest(*(np.ascontiguousarray(array).tobytes() for array in arrays))
+
+
+def _digest(*parts: bytes) -> str:
+    # 64 bits tell apart what was mistaken for one another; it is no signature.
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def _shortened(value: Any) -> str:
+    """Format a value for a message; the middle of a long one is left out."""
+    if value is _NO_KEY:
+        return "(none)"
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True)
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
+
+
+def _differences(there: Any, here: Any) -> dict[str, tuple[Any, Any]]:
+    """Return dotted key -> (value in the checkpoint, value in this run) of every leaf that differs."""
+    old, new = dict(flattened(there)), dict(flattened(json.loads(json.dumps(here))))
+    pairs = {key: (old.get(key, _NO_KEY), new.get(key, _NO_KEY)) for key in {**old, **new}}
+    return {key: (a, b) for key, (a, b) in pairs.items() if a != b}
+
+
+def check_identity(there: Any, here: Any, prefix: str) -> None:
+    """Refuse a checkpoint of another model, tokenizer, template or data than this run's.
+
+    Raises:
+        ConfigError: a line for each key that differs.
+    """
+    different = {key: values for key, values in _differences(there, here).items() if key not in STRETCHES}
+    if there and different:
+        raise ConfigError(
+            f"{prefix}: the checkpoint belongs to another model, tokenizer or data:\n"
+            f"{_lines(different)}\n"
+            "Resume with what it was trained on, or start a new run from its weights with model.path"
+        )
+
+
+def check_recipe(there: str, here: str, allowed: Sequence[str], prefix: str) -> list[str]:
+    """Compare the resolved recipes of the checkpoint and of this run.
+
+    Args:
+        there, here: YAML. allowed: dotted keys that may differ although a resumed run keeps them
+            (train.resume_changes).
+
+    Returns:
+        lines to print about what changed.
+
+    Raises:
+        ConfigError: a key that a resumed run keeps differs and is not allowed to; or `allowed` names no key of a
+            recipe.
+    """
+    _check_keys(allowed)
+    old, new = (dict(flattened(yaml.load(text, Loader=RecipeLoader) or {})) for text in (there, here))
+    # A key of one side alone came or went with a version of sftkit: that is no change of the recipe.
+    changed = {key: (old[key], new[key]) for key in old.keys() & new.keys() if old[key] != new[key]}
+    optim = {key for key in changed if key.startswith("optim.") and key not in OPTIM_FREE}
+    kept = {key: values for key, values in sorted(changed.items()) if key in _FIXED or key in optim}
+    refused = {key: values for key, values in kept.items() if key not in allowed}
+    if refused:
+        raise ConfigError(
+            f"{prefix}: the recipe differs from that of the checkpoint:\n{_lines(refused)}\n"
+            + "".join(f"  ({key}: {CHANGED[key]})\n" for key in refused if key in CHANGED)
+            + f"Set them back, or allow the change with train.resume_changes=[{','.join([*allowed, *refused])}]"
+        )
+    # The length may change without being allowed; as the learning rate follows it, it is told.
+    kept |= {key: changed[key] for key in LENGTH if key in changed}
+    return [
+        f"{key} is now {_shortened(b)} (was {_shortened(a)})" + (f": {CHANGED[key]}" if key in CHANGED else "")
+        for key, (a, b) in kept.items()
+    ]
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    """Refuse train.resume_changes that name no key of a recipe."""
+    for key in keys:
+        if key not in key_table():
+            hint = f" Did you mean {close[0]}?" if (close := difflib.get_close_matches(key, key_table(), n=1)) else ""
+            raise ConfigError(f"train.resume_changes: {key} is not a key of a recipe.{hint}")
+
+
+def _lines(different: Mapping[str, tuple[Any, Any]]) -> str:
+    return "\n".join(
+        f"  {key}: {_shortened(a)} in the checkpoint, {_shortened(b)} in this run" for key, (a, b) in different.items()
+    )

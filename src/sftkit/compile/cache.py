@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import CompileConfig, Config
 from sftkit.data.batches.pack import Layout
-from sftkit.models.padding import padding_rows
 from sftkit.models.structure import plain_class
+from sftkit.models.vocabulary import padding_rows
 from sftkit.ops.flash import fa4_folder
 from sftkit.rundir.files import replace_shared
 from sftkit.runtime.hardware import installed_version

@@ -1,18 +1,197 @@
-"""What the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, cache hits.
+"""The duration of a warm-up, kept beside the compiled code, so that the next one here can say what to expect.
+
+A refused recompile, in words: whose code was not compiled, and which of its guards failed.
+
+torch names the function whose frame it was asked about. Where a model's forward is wrapped, that is the wrapper, which
+all classes share (transformers 5.23 wraps that of every block, older versions that of the decoder).
+
+Counts calls of compiled code that run uncompiled because a guard failed, which torch's own stance does not count.
+
+What the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, cache hits.
 
 The records (pytorch/pytorch#115788), callbacks (pytorch/pytorch#120764) and counters of torch._dynamo are private;
 torch has no public ones.
+
+What went wrong with compiled code on all ranks: guards may fail on one of them alone.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FunctionType, TracebackType
+from typing import Any
 
+import torch
 from torch._dynamo import callback as dynamo_callback
+from torch._dynamo import eval_frame
 from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from sftkit.config.schema import CompileConfig
+from sftkit.rundir.files import replace_shared
+from sftkit.runtime.start import Runtime
+
+
+def under_way(compile: CompileConfig, key: str) -> str:
+    """Return a line on what the warm-up does, with the seconds of earlier ones of the same key where they are known:
+    when the graphs were compiled, and when all of them came from a cache. Which it will be is known only afterwards.
+
+    Args:
+        key: of compile.cache.
+    """
+    if not compile.enabled:
+        return "trying the worst-case batches"
+    what = "compiling blocks" if compile.scope == "block" else "compiling the model"
+    known = _read(key)
+    said = [words.format(known[kind]) for kind, words in _WORDS.items() if kind in known]
+    return f"{what}: {', '.join(said)}" if said else what  # a busy machine takes longer
+
+
+def note(key: str, seconds: float) -> None:
+    """Keep the seconds of a warm-up that compiled, or found compiled code; a disk that refuses them is no error.
+
+    A start that found most of its graphs and compiled the others is neither, and is not kept.
+    """
+    # torch._dynamo's own counters, as in cache.save_compiled. Where no cache is in use neither counts anything.
+    misses, hits = (counters["inductor"][f"fxgraph_cache_{found}"] for found in ("miss", "hit"))
+    if 0 < misses <= hits:
+        return
+    found = _read(key) | {"cached" if hits and not misses else "anew": round(seconds, 1)}
+    with suppress(OSError):
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        replace_shared(_file(key), json.dumps(found))
+
+
+_WORDS = {"anew": "{:.0f} s when last compiled anew", "cached": "{:.0f} s with saved compiled code"}
+
+
+def _read(key: str) -> dict[str, float]:
+    """Return the seconds that are known, by kind; empty for a file that is missing or cannot be read."""
+    try:
+        found = json.loads(_file(key).read_text())
+        return {kind: float(found[kind]) for kind in _WORDS if kind in found}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _file(key: str) -> Path:
+    """Return the file, in the folder of torch's own compiled code, so that both are deleted together."""
+    # Private: of that folder only the variable is documented, TORCHINDUCTOR_CACHE_DIR
+    # (https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_configuration_tutorial.html).
+    return Path(cache_dir()) / "sftkit" / f"{key[:32]}.json"
+
+
+def describe_guards(message: str, owner: object) -> str:
+    """Return the place and the failed guards: `LlamaDecoderLayer.forward (FILE:LINE): tensor
+    'hidden_states' size mismatch`.
+
+    Args:
+        message: of the RuntimeError that torch raises under the stance `fail_on_recompile`.
+        owner: the module whose code was refused, if one is known: its own forward is named for any wrapper around it.
+    """
+    guards = "; ".join(line.strip()[2:] for line in message.splitlines() if line.strip().startswith("- "))
+    guards = guards or "never compiled before"
+    place = re.search(r"filename: '(.*)', function name: '(.*)', line number: (\d+)", message)
+    if not place:
+        return f"unknown code: {guards}"
+    file, name, line = place.groups()
+    # A wrapper of the owner's forward is replaced by the forward itself.
+    layers = list(_layers(owner))
+    codes = [(layer.__code__.co_filename, layer.__code__.co_name) for layer in layers]
+    if (file, name) not in codes:
+        return f"{name} ({file}:{line}): {guards}"
+    # The guards of a wrapper speak of its args and kwargs: they are given the names that the model's author chose.
+    own = layers[-1]
+    if codes.index((file, name)) < len(layers) - 1:
+        file, line = own.__code__.co_filename, str(own.__code__.co_firstlineno)
+        guards = _in_own_words(guards, list(inspect.signature(own).parameters)[1:])
+    return f"{own.__qualname__} ({file}:{line}): {guards}"
+
+
+def module_in(trace: TracebackType | None) -> torch.nn.Module | None:
+    """Return the module whose method was called last on the way to an error; None: there was none."""
+    selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
+    return next((one for one in reversed(selves) if isinstance(one, torch.nn.Module)), None)
+
+
+def _layers(owner: object) -> Iterator[FunctionType]:
+    """Yield the functions that a module's forward is made of, the outermost wrapper first, its own last."""
+    function: Any = getattr(owner, "forward", None)
+    while function is not None:
+        plain = getattr(function, "__func__", function)
+        if isinstance(plain, FunctionType):
+            yield plain
+        function = getattr(plain, "__wrapped__", None)
+
+
+def _in_own_words(guards: str, parameters: list[str]) -> str:
+    """Rename a wrapper's args[0] and kwargs['mask'] in guards to the parameters of the function that it wraps."""
+
+    def name(position: re.Match[str]) -> str:
+        index = int(position[1])
+        return parameters[index] if index < len(parameters) else position[0]
+
+    return re.sub(r"\bargs\[(\d+)\]", name, re.sub(r"\bkwargs\['(\w+)'\]", r"\1", guards))
+
+
+RECOMPILE_REFUSED = "torch.compile stance is 'fail_on_recompile'"
+"Part of the text of the RuntimeError that torch raises under this stance (torch/_dynamo/eval_frame.py)."
+
+
+@contextmanager
+def eager_on_recompile(fell_back: Callable[[str, object], None]) -> Iterator[None]:
+    """Run a call whose guards fail uncompiled within the context, as under torch's stance `eager_on_recompile`.
+
+    What is compiled stays in use, and functions inside that call use it where their own guards hold.
+
+    That stance runs frames without asking Python, so nothing can be counted under it. Here the stance is
+    `fail_on_recompile`: its error gives the reason, and then the frame runs uncompiled instead of raising.
+
+    Args:
+        fell_back: called at each such call with torch's message, which names the code and the failed guards, and with
+            the `self` of that code, None for a function.
+    """
+    # Private: the function that torch asks at each frame, of pytorch/pytorch#137504, which brought the stances. There
+    # is no public hook, as of torch 2.15, and no upstream issue about one is known.
+    ask = eval_frame._callback_from_stance
+
+    def recording(callback: Any) -> Any:
+        """Return torch's callback for a frame, which reports a refusal and runs the frame instead."""
+        refuse: Any = ask(callback)
+        if callback in (False, None) or eval_frame._stance.stance != "fail_on_recompile":
+            return refuse  # nothing is compiled here anyway, or another stance holds inside this one: run_eagerly
+
+        def run_and_tell(frame: Any, *args: Any, **kwargs: Any) -> ConvertFrameReturn:
+            try:
+                return refuse(frame, *args, **kwargs)
+            except RuntimeError as error:
+                if RECOMPILE_REFUSED not in str(error):
+                    raise
+                fell_back(str(error), frame.f_locals.get("self"))
+            strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.RUN_ONLY)
+            return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+
+        # Private, of the same change: by this attribute torch knows whose compiled code the frame may use.
+        run_and_tell._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
+        return run_and_tell
+
+    eval_frame._callback_from_stance = recording
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
+    finally:
+        eval_frame._callback_from_stance = ask
+
 
 NESTED = {
     "dynamo": "dynamo_cumulative_compile_time_us",
@@ -205,3 +384,67 @@ def _cache_hits() -> int:
     """Return how many graphs of this process came from a cache on disk instead of the compiler."""
     counters = dynamo_utils.counters
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@dataclass(frozen=True)
+class Records:
+    """What went wrong on one rank, or on several: then counts are added up, and texts of other
+    ranks than 0 name their rank."""
+
+    recompiles: int = 0
+    fallbacks: int = 0
+    "calls of compiled code that ran uncompiled"
+    in_evaluation: int = 0
+    "compiles during evaluations"
+    recompile_kinds: tuple[str, ...] = ()
+    fallback_kinds: tuple[str, ...] = ()
+    graph_break_reasons: tuple[str, ...] = ()
+    late_cuda_graphs: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+    "what HookWatch found"
+
+
+def records_of(watch: CompileWatch, hooks: Sequence[str] = ()) -> Records:
+    """Return the records of this rank, so far."""
+    recompiles, breaks = int(watch.counts()["compile/recompiles"]), watch.graph_break_reasons()
+    texts = watch.recompile_kinds(), watch.fallback_kinds(), breaks, watch.late_cuda_graphs(), hooks
+    return Records(recompiles, watch.fallbacks, watch.in_evaluation, *map(tuple, texts))
+
+
+class RecordsOfRanks:
+    """Keeps the records of each rank as last exchanged; texts are exchanged only when one has something new."""
+
+    def __init__(self, rt: Runtime) -> None:
+        self._rt = rt
+        self._ranks = [Records()] * rt.world_size
+
+    def exchanged(self, own: Records) -> Records:
+        """Return the records of all ranks; every rank must call it.
+
+        It exchanges one flag, and the records only where those of a rank have changed.
+        """
+        if self._rt.any_rank(own != self._ranks[self._rt.rank]):
+            self._ranks = self._rt.gathered(own)
+        return together(self._ranks)
+
+    def known(self, own: Records) -> Records:
+        """Return this rank's records as they are now, and those of the others as last exchanged.
+
+        For training that ends with an error, when ranks do not wait for each other.
+        """
+        return together([own if rank == self._rt.rank else told for rank, told in enumerate(self._ranks)])
+
+
+def together(ranks: Sequence[Records]) -> Records:
+    """Return the records of all ranks as one."""
+
+    def united(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], int):
+            return sum(values)
+        found: dict[str, str] = {}
+        for rank, texts in enumerate(values):
+            for text in texts:
+                found.setdefault(text, f"rank {rank}: {text}" if rank else text)
+        return tuple(found.values())
+
+    return Records(*(united([getattr(own, field.name) for own in ranks]) for field in fields(Records)))

@@ -14,27 +14,25 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from sftkit.config.commands import running, shipped
-from sftkit.config.keys import USAGE, adapter, help_text, key_table, row_of, section_classes, shorten
-from sftkit.config.paths import expanded
-from sftkit.config.rule import OfLaunch, Rule, Unusable
-from sftkit.config.rules import cross_check, run_dir_can_be_made
+from sftkit.config.commands import expanded, running, shipped
+from sftkit.config.keys import USAGE, adapter, explain_error, help_text, key_table, row_of, section_classes, shorten
+from sftkit.config.rules import OfLaunch, Rule, Unusable, cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, num_stages
-from sftkit.config.secrets import SECRET, secret_in
-from sftkit.config.terminal import Level, print_text
+from sftkit.config.terminal import SECRET, Level, print_text, secret_in
 from sftkit.config.topology import Topology, check_numbers, read_topology
-from sftkit.config.validation_errors import explain_error
-from sftkit.config.yaml_text import (
+from sftkit.config.yaml import (
     COMMAND_LINE,
     MAX_CHARACTERS,
     MAX_RECIPE_BYTES,
     MAX_VALUES,
     KeyPath,
     Node,
+    apply_override,
     dotted,
     keys_of,
+    read_tree,
+    render_yaml,
 )
-from sftkit.config.yaml_tree import apply_override, read_tree, render_yaml
 from sftkit.errors import ConfigError
 
 MAX_PROBLEMS = 30

@@ -1,24 +1,391 @@
-"""Rules between settings. Each rule yields (key, what is wrong)."""
+"""Types of the rules between settings: what a rule reads, and what it yields.
+
+Rules between settings of the compiler.
+
+Rules between the engine and other settings.
+
+What an engine cannot do on the processes of a launch, or with the model of a run: rules that need no torch.
+
+A launch asks them before anything is loaded (preflight.launched), as far as the model's config is there to be read; the
+engines ask them again of the model itself. Each function yields problems whose text names the setting by itself.
+
+Rules between settings. Each rule yields (key, what is wrong).
+"""
 
 from __future__ import annotations
 
 import difflib
 import itertools
+import json
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sftkit.config.chat_templates import CHAT_TEMPLATES
-from sftkit.config.compile_rules import COMPILE_RULES
-from sftkit.config.engine_rules import ENGINE_RULES, enough_micro_batches
-from sftkit.config.eval_tasks import CODE, EVAL_TASKS
-from sftkit.config.optimizers import OPTIMIZERS
-from sftkit.config.paths import unusable
-from sftkit.config.rule import Get, OfLaunch, Problem, Rule, Unusable
-from sftkit.config.schema import SourceConfig, source_label
-from sftkit.config.topology import Topology
+from sftkit.config.commands import unusable
+from sftkit.config.schema import FROM_COMPILER, SourceConfig, source_label
+from sftkit.config.tables import CHAT_TEMPLATES, CHECKPOINTING, CODE, DEFAULT, EVAL_TASKS, OPTIMIZERS, problems
+from sftkit.config.topology import Topology, stages_fit
+
+Problem = tuple[str, str]
+"Key, and what is wrong with it."
+Get = Callable[[str], Any]
+"""Value of a dotted key, default included: Any, for the rule knows the type of what it asks for. Raises Unusable for a
+key that already has a problem."""
+Rule = Callable[[Get], Iterator[Problem]]
+
+
+@dataclass(frozen=True)
+class OfLaunch:
+    """A rule that also asks how the processes of the launch share the work."""
+
+    find: Callable[[Get, Topology], Iterator[Problem]]
+
+
+class Unusable(Exception):
+    """The rule asks for a value that was already reported: skip the rule. Its text is the key that has the problem."""
+
+
+def _compiled_only(get: Get) -> Iterator[Problem]:
+    debug = get("compile.debug")
+    if get("compile.enabled"):
+        hidden = ", ".join(sorted(FROM_COMPILER & set(debug)))
+        if hidden and get("compile.cache") is not None:
+            problem = f"{hidden} needs everything compiled anew and does not go with compile.cache: set it to null"
+            yield "compile.debug", problem
+        return
+    if debug:
+        yield "compile.debug", "only goes with compile.enabled true: nothing is compiled"
+    if get("train.fp8") is not None:
+        yield "train.fp8", "only goes with compile.enabled true: uncompiled, the scaling costs more than float8 saves"
+    if get("compile.cache") is not None:
+        yield "compile.cache", "only goes with compile.enabled true: there is no compiled code to keep"
+
+
+def _implementation(get: Get) -> Iterator[Problem]:
+    implementation = get("optim.implementation")
+    if implementation == "auto":
+        if get("optim.static_gradients"):
+            yield "optim.static_gradients", "only goes with optim.implementation compiled or foreach_map, not auto"
+        return
+    if get("optim.name") != DEFAULT:
+        yield "optim.implementation", f"{implementation} only goes with optim.name {DEFAULT}, not {get('optim.name')}"
+    if not get("compile.enabled"):
+        yield "optim.implementation", f"{implementation} only goes with compile.enabled true: nothing is compiled"
+
+
+def _inductor_only(get: Get) -> Iterator[Problem]:
+    backend, modules, mode = get("compile.backend"), get("compile.modules") or {}, get("compile.mode")
+    # With the graph engine they have no effect at all: config.engine_rules.
+    if backend == "inductor" or get("train.engine") == "graph":
+        return
+    if mode is not None:
+        yield (
+            "compile.mode",
+            f"{mode} only goes with compile.backend inductor, not {backend}: set compile.backend=inductor",
+        )
+    if get("compile.options") is not None:
+        yield "compile.options", f"only goes with compile.backend inductor, not {backend}"
+    for path, own in modules.items():
+        for name in ("mode", "options"):
+            if own.get(name) is not None:
+                yield "compile.modules", f"{path}: {name} only goes with compile.backend inductor, not {backend}"
+
+
+def _options(get: Get) -> Iterator[Problem]:
+    named, modules = {"compile.options": get("compile.options")}, get("compile.modules") or {}
+    named |= {f"compile.modules.{path}.options": own.get("options") for path, own in modules.items()}
+    for place, options in named.items():
+        for name, value in (options or {}).items():
+            if not isinstance(value, bool | int | float | str):
+                yield place, f"{name}: must be true, false, a number or text, not {json.dumps(value)}"
+
+
+def _compile_modules(get: Get) -> Iterator[Problem]:
+    modules, layout = get("compile.modules"), get("data.layout")
+    if modules is None:
+        return
+    # An empty mapping comes here too: it would leave everything eager in silence.
+    if not any(own.get("enabled", True) for own in modules.values()):
+        problem = "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing"
+        yield "compile.modules", problem
+    for path, own in modules.items():
+        dynamic = own.get("dynamic")
+        if dynamic == "marked" and layout != "dynamic":
+            yield "compile.modules", f"{path}: dynamic: marked only goes with layout dynamic, not {layout}"
+        elif isinstance(dynamic, bool) and layout == "dynamic":
+            yield "compile.modules", f"{path}: dynamic: layout dynamic makes the row length symbolic: marked or null"
+
+
+COMPILE_RULES: tuple[Rule, ...] = (_compiled_only, _implementation, _inductor_only, _options, _compile_modules)
+
+
+def _engine(get: Get) -> Iterator[Problem]:
+    if get("train.engine") != "reference":
+        return
+    if get("train.precision") != "fp32":
+        yield "train.engine", "reference computes in fp32: set train.precision=fp32"
+    # Refused, not ignored: a setting without effect in the run that others are judged by would be believed.
+    unused: dict[str, str | None] = {"compile.debug": None, "compile.cache": None, "train.fp8": None}
+    unused |= {"train.memory": "speed", "attention.backend": "auto", "optim.implementation": "auto"}
+    for key, default in unused.items():
+        if (get(key) or None) != default:
+            yield key, "has no effect with train.engine reference, which is plain: leave it out"
+    if get("optim.name") not in ("auto", DEFAULT):
+        yield "train.engine", f"reference has torch's AdamW only: set optim.name={DEFAULT}, not {get('optim.name')}"
+
+
+def _pipeline(get: Get) -> Iterator[Problem]:
+    if get("train.engine") != "pipeline":
+        for key in ("train.pipeline_stages", "train.pipeline_schedule", "train.pipeline_layers"):
+            if get(key) != ("1f1b" if key == "train.pipeline_schedule" else None):
+                problem = f"only goes with train.engine pipeline, not {get('train.engine')}"
+                yield key, f"{problem}: leave it out, or set train.engine=pipeline"
+        return
+    if get("data.layout") in ("bucketed", "dynamic"):
+        yield (
+            "train.engine",
+            "pipeline sends hidden states of one shape from stage to stage, and rows of data.layout "
+            f"{get('data.layout')} have several: take packed or fixed",
+        )
+    if get("train.fp8") is not None:
+        problem = "does not go with train.engine pipeline: its scales are not exchanged between stages; set it to null"
+        yield "train.fp8", problem
+    if get("compile.backend") == "cudagraphs" or get("compile.mode") in ("reduce-overhead", "max-autotune"):
+        yield (
+            "train.engine",
+            "pipeline keeps the activations of several micro-batches, which CUDA graphs would overwrite: take "
+            "compile.mode default or max-autotune-no-cudagraphs, and another compile.backend than cudagraphs",
+        )
+
+
+def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
+    """Yield a problem if a pipeline gets too few micro-batches. Processes with rows of their own, or groups of them,
+    compute a step in the fewest micro-batches of one size."""
+    stages, rows = topology.stages, get("train.global_batch_size") // topology.row_ranks
+    schedule = get("train.pipeline_schedule")
+    if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:
+        return
+    micro_batch_size = get("train.micro_batch_size")
+    count = _micro_batches(rows, micro_batch_size)
+    made = f"{micro_batch_size} makes {count} micro-batch{'es' * (count != 1)} of a step"
+    if schedule == "interleaved":
+        if not _in_rounds(count, stages):
+            yield (
+                "train.micro_batch_size",
+                f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} "
+                f"processes: up to {2 * stages - 1} of them, or a number that can be divided by itself / {stages}, "
+                f"rounded down, as multiples of {stages} can. {_of_rounds(topology, rows, micro_batch_size)}",
+            )
+    elif count < stages:
+        smaller = f"{rows // stages} or less, or " if rows >= stages else ""
+        yield (
+            "train.micro_batch_size",
+            f"{made}, and a pipeline of {stages} stages with train.pipeline_schedule 1f1b needs {stages} or more: set "
+            f"{smaller}a larger train.global_batch_size",
+        )
+
+
+def _micro_batches(rows: int, micro_batch_size: int) -> int:
+    """Return in how many micro-batches a process, or a group of them, computes its rows of a step, as data.pack divides
+    them: by the largest size that divides the rows, up to micro_batch_size."""
+    return min(rows // size for size in range(1, min(micro_batch_size, rows) + 1) if rows % size == 0)
+
+
+def _of_rounds(topology: Topology, rows: int, micro_batch_size: int) -> str:
+    """Return which settings next to these make rounds of one size of the rows of a process, for a person."""
+
+    def fits(rows: int) -> bool:
+        return _in_rounds(_micro_batches(rows, micro_batch_size), topology.stages)
+
+    # The second search ends: multiples of stages x micro_batch_size are taken. The first may find none.
+    batches = [
+        *itertools.islice(filter(fits, range(rows - 1, 0, -1)), 1),
+        next(filter(fits, itertools.count(rows + 1))),
+    ]
+    # Of the sizes that divide the rows the next smaller one, else the next larger one.
+    low = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
+    sizes = [n for n in (*low, *(rows // n for n in low)) if _in_rounds(rows // n, topology.stages)]
+    size = max((n for n in sizes if n < micro_batch_size), default=min(sizes))
+    return (
+        f"Set train.micro_batch_size={size}, which makes {rows // size}, or train.global_batch_size to "
+        f"{' or '.join(str(n * topology.row_ranks) for n in batches)}"
+    )
+
+
+def _in_rounds(count: int, stages: int) -> bool:
+    """Return whether torch's interleaved schedule divides so many micro-batches into rounds of one size."""
+    return count % max(1, count // stages) == 0
+
+
+def _graph(get: Get) -> Iterator[Problem]:
+    passes, dispatcher = get("graph.passes"), "graph.token_dispatcher"
+    yield from (("graph.passes", problem) for problem in problems(passes))
+    # How a recipe is freed of a key of graph that another one may have set.
+    resets = {key: f"set {key}={off}" for key, off in (("graph.passes", "[]"), ("graph.dump", "false")) if get(key)}
+    if get("train.engine") != "graph":
+        resets |= {dispatcher: "leave it out"} if get(dispatcher) != "allgather" else {}
+        for key, advice in resets.items():
+            yield key, f"only goes with train.engine graph, not {get('train.engine')}: {advice}, or train.engine=graph"
+        return
+    if get(dispatcher) == "alltoall" and "cuda_graphs" in passes:
+        yield (
+            dispatcher,
+            "alltoall waits on the host for what a router chose, which the pass cuda_graphs cannot record: take "
+            "allgather, or leave the pass out",
+        )
+    for name, does in (("gather_once", "gather weights"), ("reduce_once", "reduce gradients")):
+        if name in passes and get("compile.on_recompile") == "eager":
+            yield (
+                "graph.passes",
+                f"{name} does not go with compile.on_recompile=eager, as a rank that runs a micro-batch eagerly would "
+                f"{does} while the others do not: set it to warn or error, or leave the pass out",
+            )
+    if get("data.layout") == "dynamic":
+        yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
+    if get("train.fp8") is not None:
+        yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
+    if get("model.gradient_checkpointing"):
+        yield (
+            "model.gradient_checkpointing",
+            "has no effect with train.engine graph: set train.memory=balanced or low, or put full_checkpointing or "
+            "selective_checkpointing into graph.passes",
+        )
+    for name in sorted(CHECKPOINTING & set(passes)):
+        if get("train.memory") != "speed" or get("compile.activation_memory_budget") is not None:
+            problem = f"{name} says what is kept: leave train.memory and compile.activation_memory_budget out"
+            yield "graph.passes", problem
+    for key, advice in resets.items() if not get("compile.enabled") else ():
+        yield key, f"only goes with compile.enabled true, without which no graph is captured: {advice}"
+    for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
+        if get(key):
+            yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"
+
+
+ENGINE_RULES: tuple[Rule, ...] = (_engine, _pipeline, _graph)
+
+
+PIPELINE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"Architectures whose decoder is an embedding, layers that are alike, and a norm."
+
+
+def stages_of_schedule(schedule: str, layers: Sequence[int] | None, pipeline_size: int) -> int:
+    """Return the number of stages on so many ranks.
+
+    Args:
+        layers: train.pipeline_layers. Interleaved stages may be more than two a rank where it lists them.
+    """
+    if schedule != "interleaved":
+        return pipeline_size
+    return len(layers) if layers else 2 * pipeline_size
+
+
+def split_problems(
+    schedule: str, layers: Sequence[int] | None, pipeline_size: int, model_type: str, num_layers: int | None
+) -> Iterator[Problem]:
+    """Yield why a pipeline of so many ranks cannot have this model's layers in its stages; at most one problem.
+
+    Args:
+        schedule, layers: train.pipeline_schedule and train.pipeline_layers.
+        num_layers: of the model; None: unknown.
+    """
+    if model_type not in PIPELINE_MODEL_TYPES:
+        yield (
+            "train.engine",
+            f"train.engine=pipeline: {model_type} cannot be split into stages here, "
+            f"{', '.join(PIPELINE_MODEL_TYPES)} can: take train.engine=blocks with accelerate_configs/fsdp2.yaml",
+        )
+        return
+    stages = stages_of_schedule(schedule, layers, pipeline_size)
+    if num_layers is not None and stages > num_layers:
+        most = num_layers * pipeline_size // stages
+        fewer = [f"set train.pipeline_stages to {most} or less"] if most > 1 else []
+        if pipeline_size <= num_layers:
+            fewer.append("take train.pipeline_schedule=1f1b, which has one for each process")
+        yield (
+            "train.engine",
+            f"train.engine=pipeline: {stages} stages for the {num_layers} layers of the model: "
+            f"{', or '.join(fewer) or 'take train.engine=blocks'}",
+        )
+        return
+    if layers is None:
+        return
+    if not stages_fit(len(layers), schedule, pipeline_size) or num_layers not in (None, sum(layers)):
+        several = f"{pipeline_size}"
+        if schedule == "interleaved":
+            several = f"{2 * pipeline_size} (or another multiple of {pipeline_size})"
+        known = "" if num_layers is None else f"{num_layers} "
+        yield (
+            "train.pipeline_layers",
+            f"train.pipeline_layers={list(layers)}: must be {several} numbers that add up to the {known}layers of the "
+            "model, or null, which measures them",
+        )
+
+
+def graph_mesh_problems(topology: Topology) -> Iterator[Problem]:
+    """Yield why the graph engine has no sharding for the processes of a launch."""
+    # Gradients are exchanged by the operators that gather shards; whole replicas have none of those, and the hooks by
+    # which DDP exchanges its own do not run inside a captured graph.
+    if topology.world_size > 1 and not topology.sharded:
+        shards = "cpu_fsdp2.yaml" if topology.on_cpu else "fsdp2.yaml or hsdp.yaml"
+        yield (
+            "train.engine",
+            f"train.engine=graph shards weights over its {topology.world_size} processes, and {topology.describe()} "
+            f"keeps them whole: start it with accelerate_configs/{shards}",
+        )
+    # Ranks that share a row would have to exchange keys and values within attention: not built for this engine.
+    if topology.context > 1:
+        yield (
+            "train.engine",
+            f"train.engine=graph has no context parallelism yet ({topology.describe()}): set cp_size to 1, or "
+            "train.engine=blocks",
+        )
+
+
+def no_experts(model_type: str) -> Iterator[Problem]:
+    """Yield what is wrong with graph.token_dispatcher=alltoall for an architecture without experts."""
+    yield (
+        "graph.token_dispatcher",
+        f"graph.token_dispatcher=alltoall sends tokens to experts, and {model_type} has none here: leave it out",
+    )
+
+
+def unshared_experts(topology: Topology) -> Iterator[Problem]:
+    """Yield why graph.token_dispatcher=alltoall has nothing to do on the processes of a launch."""
+    if topology.tensor == 1:
+        file = "cpu_tp.yaml" if topology.on_cpu else "tp.yaml"
+        yield (
+            "graph.token_dispatcher",
+            "graph.token_dispatcher=alltoall exchanges tokens between processes that share experts out, and here "
+            f"each has all ({topology.describe()}): start it with accelerate_configs/{file} and a "
+            "parallelism_config_tp_size above 1, or leave it out",
+        )
+
+
+def passes_off_gpu(passes: Sequence[str], attention: str, device: str) -> Iterator[Problem]:
+    """Yield which passes a device that is no GPU cannot run.
+
+    Args:
+        passes: names of graph.passes.
+        attention: the backend that the recipe names.
+        device: its type, such as cpu.
+    """
+    if "cuda_graphs" in passes:
+        yield (
+            "graph.passes",
+            f"graph.passes: cuda_graphs needs a GPU, and this process computes on {device}: leave it out here",
+        )
+    if "full_inductor" in passes and attention == "flex":
+        yield (
+            "graph.passes",
+            f"graph.passes: full_inductor has no backward pass of FlexAttention on {device}: set "
+            "attention.backend=reference, or take regional_inductor, which leaves it as it is",
+        )
+
 
 BUILTIN_SOURCES = ("builtin:docs", "builtin:tasks", "builtin:pictures")
 STEP_PATH = re.compile(r"/|\\|^step-")

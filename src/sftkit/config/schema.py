@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_tr
 
 from pydantic import ConfigDict, Field
 
-from sftkit.config.graph_passes import describe_passes
-from sftkit.config.optimizers import OPTIMIZERS, describe_optimizers
+from sftkit.config.tables import OPTIMIZERS, describe_optimizers, describe_passes
 
 LARGEST = 2**31 - 1
 "The largest whole number of a setting: the arrays of plans and some libraries take no larger one."

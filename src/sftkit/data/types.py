@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from sftkit.runtime.words import first_of
+from sftkit.runtime.script import first_of
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object of the data: a record, a message, a tool, arguments. Any, for what the keys hold is checked where they

@@ -1,59 +1,143 @@
-"""The compiled engine: blocks compiled one by one in place, replicas or shards, our attention, loss and optimizers."""
+"""Times a layer, the embedding, and the head with its loss on this device, before a model is split into stages.
+
+The compiled engine: blocks compiled one by one in place, replicas or shards, our attention, loss and optimizers.
+"""
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from sftkit.compile import cache as compile_cache
-from sftkit.compile.contract import Ranks, compile_model, random_state_kept, step_contract, warm_up
+from sftkit.compile.contract import HookWatch, Ranks, compile_model, random_state_kept, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
-from sftkit.compile.duration import note, under_way
-from sftkit.compile.exchanges import asynchronous, exchanges_hidden, mergeable_products, use_symmetric_memory
-from sftkit.compile.hooks import HookWatch
-from sftkit.compile.modules import check_marked, check_options, compile_arguments, recording_advice
-from sftkit.compile.records import RecordsOfRanks, records_of
-from sftkit.compile.switches import compiler_switches
-from sftkit.compile.watch import CompileWatch
-from sftkit.config.pipeline_split import PipelineStep, bubble
-from sftkit.config.schema import Config
+from sftkit.compile.modules import (
+    asynchronous,
+    check_marked,
+    check_options,
+    compile_arguments,
+    compiler_switches,
+    exchanges_hidden,
+    mergeable_products,
+    recording_advice,
+    use_symmetric_memory,
+)
+from sftkit.compile.watch import CompileWatch, RecordsOfRanks, note, records_of, under_way
+from sftkit.config.schema import CompileConfig, Config, TrainConfig
+from sftkit.config.topology import PartTimes, PipelineStep, StageTimes, bubble, fastest_split
 from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of, weights_check
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
-from sftkit.engine.gradient_check import Sides, check_gradients
+from sftkit.engine.gradient_check import Sides, check_gradients, limits
 from sftkit.engine.plain import PlainModel, Start
-from sftkit.engine.roundings import limits
 from sftkit.engine.self_check import check_documents
-from sftkit.engine.stage_trial import measured_layers
-from sftkit.engine.step import TrainStep, optimizer_step
-from sftkit.engine.warmup import shape_runner, worst_case_batch
-from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
+from sftkit.engine.step import TrainStep, optimizer_step, shape_runner, worst_case_batch
+from sftkit.memory.plan import (
+    Fixed,
+    MemoryPlan,
+    activation_budget,
+    against_measured,
+    checkpoint_bytes,
+    make_plan,
+    reserve_optimizer_state,
+)
 from sftkit.memory.remedies import oom_advice
 from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention_choice import Execution, choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
-from sftkit.parallel.balance import describe_times
-from sftkit.parallel.pipeline import Pipelined
-from sftkit.parallel.stagewise import stagewise
+from sftkit.parallel.pipeline import Pipelined, stage_times, stagewise
+from sftkit.parallel.stages import StageModule, describe_times, layers_of_stages
 from sftkit.parallel.tensor import tensor_group
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime.hardware import peak_memory_gib
-from sftkit.runtime.progress import working
+from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
-from sftkit.runtime.words import counted
-from sftkit.tracking.outcome import StepOutcome
-from sftkit.tracking.spikes import Spikes
+from sftkit.tracking.health import Spikes
+from sftkit.tracking.names import StepOutcome
 
 log = logging.getLogger(__name__)
+ONE_EACH = (1, 1, 1)
+"Layers of each stage of the model that is timed: the first has the embedding, the last the head and the loss."
+
+
+def measured_layers(
+    compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime
+) -> tuple[int, ...]:
+    """Return the layers of each stage such that a step takes least, by measured times of the model's parts.
+
+    The parts are compiled as in a step and run the largest batch; the slowest rank's times count, so that all
+    ranks find the same. Where they cannot be timed, layers are spread by their parameters. Every rank calls it;
+    random state is as before.
+
+    Raises:
+        ConfigError: a model that has no stages.
+    """
+    by_parameters = layers_of_stages(training.orig_model, train, rt.topology.stages)
+    # A rank that fails must still take part in the exchange below, or the others would wait for it forever.
+    error: Exception | None = None
+    seconds = torch.zeros(len(ONE_EACH), 2, dtype=torch.float64, device=rt.device)
+    try:
+        with working("timing a layer, the embedding and the head"):
+            times = _times(compile, train, training, backend, rt)
+            seconds += torch.tensor([astuple(each) for each in times]).to(seconds)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as caught:  # the warm-up will report a compiler that does not work
+        error = caught
+    if rt.any_rank(error is not None):
+        log.warning("layers cannot be timed, so stages are balanced by parameters: %s", error or "on another rank")
+        return by_parameters
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    # Each stage has a layer, so what the outer ones take beyond that is the embedding's, and the head's with its loss.
+    first, layer, last = (StageTimes(*each) for each in seconds.tolist())
+    parts = PartTimes(layer, last.plus(layer, -1), first.plus(layer, -1))
+    rt.print(
+        f"a layer takes {layer.both:.3g} s a micro-batch, the embedding {parts.embedding.both:.3g} s, head and loss "
+        f"{parts.head.both:.3g} s"
+    )
+    accumulation = training.layout.accumulation
+    return fastest_split(PipelineStep(by_parameters, train.pipeline_schedule, accumulation, rt.topology.stages), parts)
+
+
+def _times(
+    compile: CompileConfig, train: TrainConfig, training: Training, backend: str, rt: Runtime
+) -> list[StageTimes]:
+    """Return what three stages of one layer each take: with the embedding, alone, and with norm, head and loss."""
+    orig_model, objective, layout = training.orig_model, training.objective, training.layout
+    config = copy.deepcopy(orig_model.config)
+    config.num_hidden_layers = len(ONE_EACH)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * len(ONE_EACH)  # all are alike (parallel.balance)
+    with random_state_kept(), compiler_switches(compile, activation_budget(compile, train), graphs=2):
+        # Private, but it makes the very class of the model: the public from_config exists for auto classes only
+        # (huggingface/transformers#29295).
+        with torch.device(rt.device):
+            small = type(orig_model)._from_config(config, dtype=orig_model.dtype)
+        model = ModelWithLoss(small.train(), backend, objective)
+        compile_model(small, replace(compile, scope="block"), sharded=True)  # the run itself says that it is block
+        batch = worst_case_batch(rt, orig_model, layout, *layout.shapes[-1])
+        stages = [StageModule(model, ONE_EACH, number) for number in range(len(ONE_EACH))]
+        try:
+            return [stage_times(stage, model, batch, objective.count(batch)) for stage in stages]
+        finally:
+            # The warm-up counts its own graphs: forget these. The generated code stays in the compiler's cache.
+            torch.compiler.reset()
+            del small, model, stages
+            if rt.device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 class Blocks:

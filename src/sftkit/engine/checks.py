@@ -5,23 +5,21 @@ from __future__ import annotations
 import torch
 
 from sftkit.compile.contract import run_eagerly
-from sftkit.compile.records import Records
+from sftkit.compile.watch import Records
 from sftkit.data.batches.pack import Layout
 from sftkit.engine.engine import EngineReport
-from sftkit.engine.gradient_check import GradientCheck
-from sftkit.engine.gradient_samples import GradientDifference
+from sftkit.engine.gradient_check import MAX_LIMIT, MAX_SCALE_LIMIT, GradientCheck, GradientDifference, RoundingLimits
 from sftkit.engine.plain import PlainModel
-from sftkit.engine.roundings import MAX_LIMIT, MAX_SCALE_LIMIT, RoundingLimits
 from sftkit.engine.self_check import DocumentCheck
-from sftkit.engine.warmup import has_dropout, worst_case_batch
+from sftkit.engine.step import has_dropout, worst_case_batch
 from sftkit.errors import RecompileError
-from sftkit.models.stages import from_last
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.models.structure import from_last
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.parallel.fsdp import reshard
-from sftkit.parallel.stagewise import stagewise
+from sftkit.parallel.pipeline import stagewise
+from sftkit.runtime.script import counted, first_of
 from sftkit.runtime.start import Runtime
-from sftkit.runtime.words import counted, first_of
-from sftkit.tracking.checks import Check, does_not_apply
+from sftkit.tracking.names import Check, does_not_apply
 from sftkit.tracking.tracker import EventKind
 
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}

@@ -13,12 +13,10 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import ModelConfig
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.batches.pack import Layout
-from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.objective import Objective
+from sftkit.objectives.objective import ModelWithLoss, Objective
 from sftkit.optim.protocol import Optimizer
-from sftkit.tracking.checks import Check
-from sftkit.tracking.outcome import StepOutcome
-from sftkit.tracking.spikes import Spikes
+from sftkit.tracking.health import Spikes
+from sftkit.tracking.names import Check, StepOutcome
 from sftkit.tracking.tracker import EventKind
 
 

@@ -1,4 +1,10 @@
-"""Check before training that the gradients of our step are those of the plain model, document by document.
+"""Samples of gradients: which elements of each parameter are compared, and the largest difference of two gradients.
+
+The few short documents whose gradients are compared, in rows as the step takes them.
+
+Limits of the effect of rounding on logits and gradients: known ones, and a measurement if they are exceeded.
+
+Check before training that the gradients of our step are those of the plain model, document by document.
 
 A few short documents go through what the train step calls, micro-batches, masks, loss and exchange between ranks
 included: in a declared shape through the compiled code, and in one short row without the compiler. The plain model
@@ -9,41 +15,364 @@ Afterwards there are no gradients, and random state and weights are as before.
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from sftkit.compile.contract import random_state_kept, run_eagerly
-from sftkit.data.batches.collate import Batch
-from sftkit.data.batches.pack import Layout
-from sftkit.engine.gradient_rows import ProbeBatch, declared_rows, same_rows, short_rows, tokens_of
-from sftkit.engine.gradient_samples import (
-    GradientDifference,
-    block_names,
-    largest,
-    on_this_rank,
-    sample_elements,
-    taken,
-    window,
-)
+from sftkit.data.batches.collate import Batch, collate
+from sftkit.data.batches.epoch import row_shard
+from sftkit.data.batches.pack import BatchShape, Layout
+from sftkit.data.types import Examples
 from sftkit.engine.plain import PlainModel, documents_of, in_one_pass, plain_sums
-from sftkit.engine.roundings import DRAWS, RoundingLimits, Roundings, rounded_at_random, worst
-from sftkit.engine.step import MicroBatches, gradients
-from sftkit.engine.warmup import has_dropout
+from sftkit.engine.self_check import REFUSED_FROM
+from sftkit.engine.step import MicroBatches, gradients, has_dropout
 from sftkit.models.float8 import position_multiple
-from sftkit.models.stages import stages_of
-from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.sums import Totals
+from sftkit.models.kinds import kind_of
+from sftkit.models.structure import decoder_blocks, embedding_of, output_projection, stages_of, vocab_size
+from sftkit.objectives.objective import ModelWithLoss, Totals
 from sftkit.ops.attention import plain_attention, short_windows
-from sftkit.ops.dtensor import local_part
+from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
+
+_SAMPLE = 4096
+"Maximum number of elements of a parameter that are compared, evenly spread."
+LAST_ROWS = 8
+"Rows at the end of embedding and head, all compared: padding, added tokens and the last chunk of the loss are there."
+FLOOR, FLOOR_OF_EXPERTS = 1e-2, 5e-2
+"""A difference is measured against the parameter's own gradient, but at least against this share of its block's
+gradient: some parameters have little but rounding errors (the bias of keys without positions, projections of queries
+where scores hardly differ). The share is larger in a block of experts, where a rounding may send a token to another
+expert. The check says how many parameters are below it."""
+
+
+@dataclass(frozen=True)
+class GradientDifference:
+    """The difference of two sets of gradients."""
+
+    relative: float
+    "largest of all parameters: norm of the difference over the norm of the plain gradient, in the sample"
+    parameter: str
+    "the one with the largest"
+    scale: float = 1.0
+    "over all parameters: dot product of ours and the plain ones over the squared norm of the plain ones"
+    below: int = 0
+    "parameters whose gradient is below the floor, a share of their block's"
+    parameters: int = 0
+    "how many were compared"
+
+
+class SampledElements(NamedTuple):
+    """Elements of one parameter that are compared."""
+
+    parameter: str
+    at: Tensor
+    """int64 [N], on its device: indices into the flattened parameter, or in this rank's shard if it is sharded by
+    columns"""
+    each: float
+    "how many elements of the parameter each one stands for"
+
+
+def sample_elements(
+    orig_model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter], tokens: Tensor
+) -> dict[str, SampledElements]:
+    """Return the elements to compare of each parameter, by its name.
+
+    Embedding and head [V, H] have three entries each: all elements of the rows of `tokens`, all of the last rows, and a
+    sample of the other rows, whose gradients are far smaller.
+
+    Args:
+        tokens: int64 [K], the tokens of the documents.
+    """
+    vocabulary = {id(embedding_of(orig_model)), id(output_projection(orig_model).weight)}
+    samples: dict[str, SampledElements] = {}
+    spread: dict[tuple[int, torch.device], Tensor] = {}  # parameters of one size share their indices
+    for name, parameter in parameters.items():
+        size, device = window(parameter)[1], parameter.device
+        if (size, device) not in spread:
+            spread[size, device] = evenly(size).to(device)
+        at = spread[size, device]
+        if id(parameter) not in vocabulary:
+            samples[name] = SampledElements(name, at, size / max(len(at), 1))
+            continue
+        rows, width = parameter.shape
+        full_rows = torch.zeros(rows, dtype=torch.bool, device=device)
+        full_rows[tokens] = True
+        last = torch.arange(max(rows - LAST_ROWS, 0), rows, device=device)
+        last = last[~full_rows[last]]
+        samples[name] = SampledElements(name, _elements(tokens, width), 1.0)
+        samples[f"{name}, last rows"] = SampledElements(name, _elements(last, width), 1.0)
+        full_rows[last] = True
+        others = at[~full_rows[at // width]]
+        left = size - int(full_rows.sum()) * width
+        samples[f"{name}, other rows"] = SampledElements(name, others, left / max(len(others), 1))
+    return samples
+
+
+def evenly(size: int) -> Tensor:
+    """Return at most _SAMPLE indices into `size` elements, int64. An odd distance passes through all columns."""
+    return torch.arange(0, size, -(-size // _SAMPLE) | 1)
+
+
+def _elements(rows: Tensor, width: int) -> Tensor:
+    """Return the indices of all elements of some rows of a matrix."""
+    return (rows[:, None] * width + torch.arange(width, device=rows.device)).flatten()
+
+
+def window(parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """Return (index of this rank's first element in the flattened whole, size of the whole).
+
+    For a parameter that is sharded by columns, this rank's shard counts as the whole.
+    """
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.numel()
+    rows, *columns = local_region(parameter)
+    if any(size != whole for (_, size), whole in zip(columns, parameter.shape[1:], strict=True)):
+        return 0, local(parameter).numel()
+    return rows[0] * math.prod(parameter.shape[1:]), parameter.numel()
+
+
+def on_this_rank(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
+    """Return which of these indices this rank has: bool [N]."""
+    first = window(parameter)[0]
+    return (at >= first) & (at < first + local(parameter).numel())
+
+
+def taken(parameter: torch.nn.Parameter, at: Tensor) -> Tensor:
+    """Return the gradient at those of these indices that this rank has: float64, zeros where there is no gradient."""
+    own = at[on_this_rank(parameter, at)] - window(parameter)[0]
+    if parameter.grad is None:
+        return torch.zeros(len(own), dtype=torch.float64, device=own.device)
+    return local(parameter.grad).flatten()[own].double()
+
+
+def block_names(orig_model: PreTrainedModel) -> dict[str, str]:
+    """Return name of each parameter of a block -> name of the block. In a model that names no blocks, such as Marian,
+    the items of a list of modules are taken for them."""
+    names = {id(module): name for name, module in orig_model.named_modules()}
+    blocks = [(names[id(block)], block) for block in decoder_blocks(orig_model)]
+    found = {f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters()}
+    for name, _ in orig_model.named_parameters():
+        if item := re.match(r"(.*?\.\d+)\.", name):
+            found.setdefault(name, item[1])
+    return found
+
+
+def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> GradientDifference:
+    """Return the parameter with the largest relative difference, and the scale of all.
+
+    Args:
+        sums: by parameter: squared norm of the difference, squared norm of the plain model's gradient, dot
+            product of that and ours.
+        blocks: name of a parameter -> name of its block.
+    """
+    # The floor is a share of the block's gradient: names that belong to no block are a block of their own.
+    of_block: dict[str, float] = defaultdict(float)
+    for name, (_, norm, _) in sums.items():
+        of_block[blocks.get(name, name)] += norm
+    routed = {blocks.get(name, name) for name in sums if ".experts." in name}
+    worst, parameter, below = 0.0, "", 0
+    for name, (difference, norm, _) in sums.items():
+        block = blocks.get(name, name)
+        share = FLOOR_OF_EXPERTS if block in routed else FLOOR
+        floor = share**2 * of_block[block]
+        below += norm < floor
+        against = max(norm, floor)
+        # Without any gradient in the block every difference is infinitely large; NaN must fail, and would
+        # win no comparison.
+        relative = math.sqrt(difference / against) if against else math.inf if difference else 0.0
+        relative = math.inf if math.isnan(relative) else relative
+        if relative > worst or not parameter:
+            worst, parameter = relative, name
+    whole = sum(norm for _, norm, _ in sums.values())
+    scale = sum(dot for _, _, dot in sums.values()) / whole if whole else math.nan
+    return GradientDifference(worst, parameter, scale, below, len(sums))
+
+
+_SIZES = (8, 5)
+"Largest lengths of the documents of a micro-batch, in positions."
+_ROW_LENGTH = 16
+"Positions of the row without the compiler, for each rank that shares it."
+MICRO_BATCHES = 3
+"Maximum number of micro-batches, or the pipeline stages if more: from 3 on a step adds up bf16 gradients in fp32."
+TOKENS = 32
+"Maximum number of different tokens in the documents: all ranks compare the same few rows of embedding and head."
+
+
+class ProbeBatch(NamedTuple):
+    """A micro-batch whose gradients are compared."""
+
+    examples: Examples
+    rows: tuple[tuple[int, ...], ...]
+    "which documents each row has; all ranks that share rows have the same"
+    own: Batch
+    "what this rank computes of them, collated as in a step"
+
+
+def same_rows(rt: Runtime) -> bool:
+    """Return whether all ranks get the same documents, as under tensor parallelism, through
+    whose exchange both sides pass."""
+    return rt.topology.tensor > 1
+
+
+def tokens_of(orig_model: PreTrainedModel) -> np.ndarray:
+    """Return the tokens of the documents, and 0, which is padding: int64 [K], ascending."""
+    return np.unique([0, *np.random.default_rng(0).integers(0, vocab_size(orig_model), TOKENS - 1)])
+
+
+def short_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, alone: bool) -> list[ProbeBatch]:
+    """Return micro-batches of one row with two documents and padding, or of two rows with one document each if
+    `alone`."""
+    row_length = _ROW_LENGTH * rt.topology.ranks_per_row
+    rows: list[tuple[int, ...]] = [(0,), (1,)] if alone else [(0, 1)]
+    return _micro_batches(orig_model, layout, rt, rows, BatchShape(row_length, max_docs=4, max_doc_length=row_length))
+
+
+def declared_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime) -> list[ProbeBatch]:
+    """Return what `short_rows` returns, in the smallest declared shape.
+
+    If rows hold one document each, two rows have one, and the others are padding.
+    """
+    rows, row_length = layout.shapes[0]
+    # A packed row takes both documents, so that their isolation is part of what is compared.
+    several = layout.kind == "packed" and layout.docs_per_row > 1
+    recipe: list[tuple[int, ...]] = [(0, 1)] if several else [(0,), (1,)]
+    recipe = [*recipe, *[()] * rows][:rows]
+    return _micro_batches(orig_model, layout, rt, recipe, layout.batch_shape(rows, row_length))
+
+
+def _micro_batches(
+    orig_model: PreTrainedModel, layout: Layout, rt: Runtime, rows: list[tuple[int, ...]], shape: BatchShape
+) -> list[ProbeBatch]:
+    """Build micro-batches of random tokens, every third of them no target.
+
+    Each rank with rows of its own gets other tokens.
+    """
+    # Declared shapes may be shorter than the usual sizes.
+    room = min(shape.max_doc_length, shape.row_length // max(map(len, rows)))
+    sizes = [min(size, room) for size in _SIZES]
+    # Ranks with rows of their own need different tokens, or a missing exchange would go unseen; ranks that share rows
+    # need the same ones.
+    random, tokens = np.random.default_rng(0 if same_rows(rt) else rt.data_rank), tokens_of(orig_model)
+    inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(sizes), layout.max_length)
+    found = []
+    for _ in range(min(layout.accumulation, max(MICRO_BATCHES, rt.topology.stages))):
+        examples = Examples.of(random.choice(tokens, sum(sizes) + len(sizes)), sizes, inputs)
+        # A loss that ignored the mask, or counted wrong, would show in every gradient.
+        examples.is_target[2::3] = False
+        own = collate(examples, tuple(rows), shape, shard=row_shard(rt.topology, rt.rank)).to(rt.device)
+        found.append(ProbeBatch(examples, tuple(rows), own))
+    return found
+
+
+SCALE = 0.01
+"Largest distance of the gradients' scale from 1 in bf16: up to a quarter of it was measured, 4 to 28 blocks on a CPU."
+DRAWS = 3
+"Passes with random roundings, of which the worst counts."
+APART = 3.0
+"The limit is this many times the difference of such a pass: both sides of the comparison round, in 28 blocks and more."
+MAX_LIMIT, MAX_SCALE_LIMIT = 0.5, 0.05
+"""No limit is wider, so that faults are still found: an attention scale wrong by a factor of 1.2 moves such gradients
+by 0.7 and more, a wrong divisor moves the scale."""
+
+
+class Roundings(NamedTuple):
+    """The measured effect of rounding on gradients of the plain model: the worst of `DRAWS` passes."""
+
+    relative: float
+    "relative difference of the parameter that they move furthest"
+    scale: float
+    "distance of the scale of all gradients from 1"
+
+
+class RoundingLimits(NamedTuple):
+    """Largest relative differences between our step and the plain model that rounding explains."""
+
+    logits: float
+    gradients: float | None
+    "of a parameter; None: unknown"
+    scale: float
+    "distance of the scale of all gradients from 1"
+
+    def hold(self, difference: GradientDifference) -> bool:
+        """Return whether gradients are the same up to rounding."""
+        return (
+            self.gradients is not None
+            and difference.relative < self.gradients
+            and abs(difference.scale - 1.0) < self.scale
+        )
+
+    def widened(self, measured: Roundings) -> RoundingLimits:
+        """Return the limits for a model whose gradients rounding moves further than usual."""
+        assert self.gradients is not None
+        gradients = max(self.gradients, min(APART * measured.relative, MAX_LIMIT))
+        return RoundingLimits(self.logits, gradients, max(self.scale, min(APART * measured.scale, MAX_SCALE_LIMIT)))
+
+
+def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> RoundingLimits:
+    """Return what rounding may do, by the dtype of the weights.
+
+    fp32: 1e-4.
+
+    bf16 and fp16, with eps the distance from 1 to the next number: two kernels round differently what each block adds
+    to the residual stream, and such errors add up like a random walk: eps x sqrt(blocks) for the logits. Gradients go
+    through the blocks twice, and the worst of all parameters is taken: four times that. Over all parameters
+    rounding errors cancel out in the scale: 1 %.
+
+    Measured on an H200 in bf16 from random weights, 2 to 80 blocks of six architectures: logits up to 0.4 of the limit,
+    gradients up to 0.7; an attention scale that is wrong by a factor of 1.2 moves gradients by 4 times the limit and
+    more. A trained model can be far more sensitive (0.6B after 13 million tokens: 16 % in one projection, 1.6 % of the
+    scale, with losses 0.006 % apart over 100 steps): where these limits are exceeded, `Roundings` are measured.
+
+    Float8 products scale each matrix by what else is in the batch: 5 % for the logits, above which no run starts, and
+    no known limit for the gradients.
+    """
+    if fp8:
+        return RoundingLimits(REFUSED_FROM, None, SCALE)
+    if dtype == torch.float32:
+        return RoundingLimits(1e-4, 1e-4, 1e-4)
+    walk = torch.finfo(dtype).eps * math.sqrt(max(blocks, 1))
+    return RoundingLimits(min(walk, REFUSED_FROM), min(4 * walk, 4 * REFUSED_FROM), SCALE)
+
+
+def worst(draws: Sequence[GradientDifference]) -> Roundings:
+    """Return the worst of several passes with random roundings."""
+    return Roundings(max(d.relative for d in draws), max(abs(d.scale - 1.0) for d in draws))
+
+
+@contextmanager
+def rounded_at_random(model: torch.nn.Module) -> Iterator[None]:
+    """Round the model's activations at random within the context.
+
+    What each module without submodules returns in half precision moves by up to half a unit of its last place, as
+    another kernel might round it. Takes from torch's random state.
+    """
+
+    def move(_: torch.nn.Module, __: object, output: object) -> Tensor | None:
+        if not isinstance(output, Tensor) or isinstance(output, DTensor):
+            return None
+        if output.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        return output * (1 + (torch.rand_like(output) - 0.5) * torch.finfo(output.dtype).eps)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if next(module.children(), None) is None:
+                stack.callback(module.register_forward_hook(move).remove)
+        yield
 
 
 @dataclass(frozen=True)

@@ -31,18 +31,12 @@ from sftkit.data.batches.collate import IGNORE, Batch, documents, single_rows
 from sftkit.data.types import Examples
 from sftkit.models.kind import ModelKind
 from sftkit.models.load import from_config, model_of_files
-from sftkit.models.padding import without_padding
 from sftkit.models.routing import Routing, routing_of
-from sftkit.models.stages import stages_of
-from sftkit.models.structure import decoder_blocks
-from sftkit.models.vocabulary import NewRows, new_rows, vocabulary_of
-from sftkit.objectives.balanced import Balanced
-from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.objective import Objective
-from sftkit.objectives.sums import Sums
-from sftkit.ops.dtensor import local, local_part, local_region
-from sftkit.runtime.replaced import replaced_in_each
-from sftkit.runtime.start import Runtime
+from sftkit.models.structure import decoder_blocks, stages_of
+from sftkit.models.vocabulary import NewRows, new_rows, vocabulary_of, without_padding
+from sftkit.objectives.objective import Balanced, ModelWithLoss, Objective, Sums
+from sftkit.ops.tensors import local, local_part, local_region
+from sftkit.runtime.start import Runtime, replaced_in_each
 
 WEIGHT_SAMPLE = 1024
 "Maximum number of elements of a parameter, or of this rank's shard, that are compared with the files."

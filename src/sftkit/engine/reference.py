@@ -15,29 +15,25 @@ import torch
 from torch import Tensor
 
 from sftkit.compile.contract import random_state_kept
-from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import LossConfig, OptimConfig
+from sftkit.config.tables import DEFAULT
 from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import StepBatches
 from sftkit.engine.checks import compiled_check, loss_check, weights_check
 from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
-from sftkit.engine.gradient_rows import short_rows
+from sftkit.engine.gradient_check import short_rows
 from sftkit.engine.plain import PlainModel, Start, documents_of, plain_sums, rows_of_batch
-from sftkit.engine.step import RankSums, exchange
-from sftkit.engine.warmup import worst_case_batch
+from sftkit.engine.step import RankSums, exchange, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.models.routing import routing_of
-from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.sums import LOSS, Totals
+from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.ops.attention import plain_attention
-from sftkit.optim.adamw_fused import FusedAdamW
+from sftkit.optim.adamw import FusedAdamW
 from sftkit.optim.build import parameter_groups
-from sftkit.optim.gradients import clip_coefficient, multiply_gradients
-from sftkit.optim.protocol import parameters_of, set_learning_rate
+from sftkit.optim.protocol import clip_coefficient, multiply_gradients, parameters_of, set_learning_rate
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.checks import Check
-from sftkit.tracking.outcome import StepOutcome
-from sftkit.tracking.spikes import Spikes
+from sftkit.tracking.health import Spikes
+from sftkit.tracking.names import Check, StepOutcome
 
 
 class Reference:

@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.errors import ReplicaError
-from sftkit.ops.dtensor import local
-from sftkit.optim.protocol import Optimizer
-from sftkit.optim.state import named_states
+from sftkit.ops.tensors import local
+from sftkit.optim.protocol import Optimizer, named_states
 from sftkit.runtime.start import Runtime
 
 CHECKSUM_COLUMNS = 1 << 16

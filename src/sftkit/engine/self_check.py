@@ -15,13 +15,12 @@ from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
 from sftkit.engine.plain import PlainModel, documents_of, plain_logits
 from sftkit.errors import ConfigError
-from sftkit.models.stages import from_last
-from sftkit.models.structure import inference, logit_softcap, output_projection, vocab_size
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.models.structure import from_last, inference, logit_softcap, output_projection, vocab_size
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import mixes_tokens, short_windows, windows
-from sftkit.parallel.stagewise import stagewise
+from sftkit.parallel.pipeline import stagewise
 from sftkit.parallel.tensor import without_sequence_parallel
-from sftkit.runtime.words import first_of
+from sftkit.runtime.script import first_of
 
 _SIZES = (8, 5)
 "Lengths of the two documents, in positions."

@@ -10,17 +10,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from sftkit.config.command_line import Parser, path_or_id
-from sftkit.config.commands import invocation
-from sftkit.config.eval_tasks import EVAL_TASKS
-from sftkit.config.paths import similar_paths
+from sftkit.config.commands import Parser, invocation, path_or_id, similar_paths
 from sftkit.config.schema import EvalConfig, SourceConfig
-from sftkit.data.reading import hub
+from sftkit.config.tables import EVAL_TASKS
+from sftkit.data.reading import origin
 from sftkit.data.reading.origin import find_here
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
-from sftkit.evals.own import own_evaluation
-from sftkit.models.auto_classes import CAUSAL, auto_class, not_causal
+from sftkit.evals.results import own_evaluation
+from sftkit.models.files import CAUSAL, auto_class, not_causal
 from sftkit.rundir.files import read_object
 from sftkit.rundir.names import newest_run
 from sftkit.runtime.hub import find_model
@@ -112,7 +110,7 @@ def check_arguments(args: Namespace) -> None:
         raise ConfigError(f"--data {args.data}: no such folder {where}")
     for source in args.val:
         if find_here(source) is None:
-            hub.check_dataset(source)
+            origin.check_dataset(source)
     if args.out is not None:
         try:
             Path(args.out).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,9 @@
-"""What an evaluation found: values with confidence intervals, and every example, as a table and as files."""
+"""The held-out built-in task families as an evaluation task: exact match, per family and over all.
+
+What a run was evaluated on, by its config.yaml. No torch.
+
+What an evaluation found: values with confidence intervals, and every example, as a table and as files.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,94 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
-from sftkit.generation.answer import Answer
+from pydantic import TypeAdapter, ValidationError
+
+from sftkit.config.schema import EvalConfig, SourceConfig
+from sftkit.config.yaml import parse
+from sftkit.data.demo import builtin
+from sftkit.errors import ConfigError
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task, each
+from sftkit.generation.repl import Answer
 from sftkit.rundir.files import replace_text
-from sftkit.rundir.names import RESULTS, VALIDATION
+from sftkit.rundir.names import CONFIG, RESULTS, VALIDATION, step_of
+
+FAMILIES_TASK = "families"
+MAX_NEW_TOKENS = 32
+
+
+def heldout(max_per_family: int | None = None) -> list[builtin.TaskConversation]:
+    """Return the first `max_per_family` held-out instances of each family (None: all), always the same ones."""
+    tasks = list(builtin.tasks("heldout"))
+    by_family = [[task for task in tasks if task.family == family] for family in builtin.FAMILIES]
+    return [task for of_family in by_family for task in of_family[:max_per_family]]
+
+
+def load_families(max_per_family: int | None = None, max_new_tokens: int | None = None) -> Task[Question, Answer]:
+    """Return the task: conversations that wait for the assistant, each with the one right answer;
+    `source` names the family."""
+    questions = tuple(
+        Question(
+            id=f"{task.family}-{i}",
+            prompt=task.messages[:-1],
+            max_new_tokens=max_new_tokens or MAX_NEW_TOKENS,
+            target=task.answer,
+            source={"family": task.family},
+        )
+        for i, task in enumerate(heldout(max_per_family))
+    )
+    settings = {"shots": 0, "format": "chat", "split": "heldout", "data": "builtin:tasks"}
+    return Task(FAMILIES_TASK, questions, judge, metric="acc", chance=0.0, settings=settings)
+
+
+@each
+def judge(question: Question, answer: Answer) -> ExampleScores:
+    """Mark an answer: 1 for the right one, whitespace around it aside."""
+    return {"acc": float(answer.text.strip() == question.target)}
+
+
+@dataclass(frozen=True)
+class OwnEvaluation:
+    """What an evaluation of a run measures if nothing else is named."""
+
+    config: EvalConfig
+    validation: tuple[SourceConfig, ...]
+
+
+def own_evaluation(path: str) -> OwnEvaluation | None:
+    """Return what the run that a path names, or has a checkpoint of, was evaluated on; None: it is of no run.
+
+    Programs that a model writes are not run by what a file says, which may come from anybody.
+
+    Raises:
+        ConfigError: its recipe evaluates nothing, or cannot be read.
+    """
+    folder = Path(path)
+    file = (folder if step_of(folder.name) is None else folder.parent) / CONFIG
+    if not file.is_file():
+        return None
+    problems: list[str] = []
+    # By the parser of recipes, which has limits.
+    recipe = parse(file.read_text(encoding="utf-8", errors="replace"), file.name, problems).plain()
+    if not problems and not (isinstance(recipe, dict) and {"eval", "data"} <= recipe.keys()):
+        return None  # such as the one that wandb writes
+    try:
+        recipe = _validated(dict[str, Any], recipe)
+        config = _validated(EvalConfig, recipe.get("eval"))
+        validation = _validated(tuple[SourceConfig, ...], _validated(dict[str, Any], recipe.get("data")).get("val", []))
+    except ValidationError:
+        raise ConfigError(
+            f"{file}: what the run was evaluated on cannot be read ({'; '.join(problems) or 'another version'}): name "
+            "tasks, or --val"
+        ) from None
+    if not config.tasks and not validation:
+        raise ConfigError(f"{file}: this run was evaluated on nothing (eval.tasks, data.val): name tasks, or --val")
+    unasked = {"every": None, "at_start": False, "samples": 0, "allow_code_execution": False}
+    return OwnEvaluation(replace(config, **unasked), validation)
+
+
+def _validated(kind: Any, value: Any) -> Any:
+    return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+
 
 Z = 1.959964
 "Standard errors on each side of a 95 % interval."

@@ -1,29 +1,109 @@
-"""The log-likelihood of each continuation of a prompt, tokenized and computed as lm-evaluation-harness does it.
+"""Texts that a model with an encoder writes about the pictures or texts of data.val, compared with the references.
+
+The log-likelihood of each continuation of a prompt, tokenized and computed as lm-evaluation-harness does it.
 
 Letters: N positions whose next token is asked for, V the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sftkit.config.schema import EvalConfig
 from sftkit.data.tokens import chat
+from sftkit.data.types import Examples
 from sftkit.data.types import Row as DataRow
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.task import Choices, Likelihoods, Message
-from sftkit.generation.batching import ALONE, Batching, PromptRow, gathered, turns
+from sftkit.evals.results import Evaluated, Result, example_record, interval
+from sftkit.evals.task import Choices, Likelihoods, Message, Question
+from sftkit.generation.decode import ALONE, Batching, PromptRow, Prompts, gathered, generate, text_of, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
+from sftkit.models.generation_config import stop_ids
 from sftkit.models.rope import longrope_limit
 from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens
+from sftkit.runtime.start import Runtime
+
+CAPTIONS_TASK = "captions"
+
+
+def prompts_of(
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Examples,
+    num_prompts: int,
+    max_new_tokens: int,
+) -> Prompts:
+    """Return the prompts for the encoder inputs of the first `num_prompts` documents. A prompt is a document's first
+    token, which no answer has."""
+    return Prompts(
+        [[orig_model.generation_config.decoder_start_token_id]] * num_prompts,
+        stop_ids(orig_model, tokenizer),
+        max_new_tokens,
+        encoder_inputs=examples.encoder_inputs,
+    )
+
+
+def evaluate_captions(
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Mapping[str, Examples],
+    config: EvalConfig,
+    rt: Runtime,
+) -> tuple[list[Evaluated], list[dict[str, Any]]]:
+    """Return (exact_match with every text, and token_f1, over the first config.max_examples documents of each source;
+    the first config.samples texts); every rank calls it.
+
+    exact_match: texts that are the same, token for token. token_f1: harmonic mean of the shares of the written and of
+    the reference's tokens that the other has as well, as often; its mean over documents.
+
+    Args:
+        config: with max_new_tokens.
+    """
+    max_new_tokens = config.max_new_tokens
+    assert max_new_tokens is not None
+    scores: list[dict[str, float]] = []
+    records, shown = list[dict[str, Any]](), list[dict[str, Any]]()
+    for name, examples in sources.items():
+        num_examples = min(config.max_examples or len(examples), len(examples))
+        prompts = prompts_of(orig_model, tokenizer, examples, num_examples, max_new_tokens)
+        # Every rank generates its share and gets all answers, so the scores below are the same everywhere.
+        answers = generate(orig_model, tokenizer, prompts, Batching(config.batch_size, rt))
+        for document, answer in enumerate(answers):
+            reference = examples[document].ids[1:].tolist()
+            # A generated text ends before the end of sequence, so the reference must too; one that was cut has none.
+            reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
+            score = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}
+            scores.append(score)
+            source, said = examples.encoder_sources[document], text_of(reference, tokenizer)
+            question = Question(f"{name}-{document}", source, max_new_tokens, target=said, source={"source": name})
+            records.append(example_record(question, answer, {**score}))
+            if len(shown) < config.samples:
+                shown.append({"prompt": source, "reference": said, "answer": answer.text, "stop": answer.stop})
+    settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": max_new_tokens}
+    evaluated: list[Evaluated] = []
+    for metric in ("exact_match", "token_f1"):
+        found = interval([score[metric] for score in scores])
+        result = Result(CAPTIONS_TASK, metric, *found, None, len(scores), settings, metrics={metric: found[0]})
+        # The records hold both scores: they go with the first metric, as a file is written for the task.
+        evaluated.append(Evaluated(result, [] if evaluated else records))
+    return evaluated, shown
+
+
+def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:
+    """Return twice the tokens that both have over all that they have; 1.0 where both are empty."""
+    both = (Counter(written) & Counter(reference)).total()
+    return 2 * both / (len(written) + len(reference)) if written or reference else 1.0
+
 
 MAX_TARGETS = 1024
 "The most positions of a batch with logits, V numbers each."

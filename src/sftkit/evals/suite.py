@@ -1,40 +1,132 @@
-"""What is evaluated in the loop and after: validation loss, tasks, sample answers."""
+"""Sample answers: which rows of the validation sources are asked, and what of a row is the prompt.
+
+Validation loss and bits per byte of each source: rows as in training, `orig_model` run uncompiled.
+
+What is evaluated in the loop and after: validation loss, tasks, sample answers.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.config.eval_tasks import CODE, WITHOUT_SHOTS
-from sftkit.config.schema import EvalConfig
-from sftkit.data.batches.pack import Layout
-from sftkit.data.types import Examples, Row
+from sftkit.config.schema import EvalConfig, SourceConfig
+from sftkit.config.tables import CODE, WITHOUT_SHOTS
+from sftkit.data.batches.collate import collate
+from sftkit.data.batches.epoch import plan_epoch, row_shard
+from sftkit.data.batches.pack import Layout, validation_layout
+from sftkit.data.tokens import chat, sources
+from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals import captions, families, harness, results, scoring, tasks
+from sftkit.evals import harness, results, scoring, tasks
 from sftkit.evals.results import Evaluated
-from sftkit.evals.samples import sample_prompt
 from sftkit.evals.task import Choices, Likelihoods, Question, Task
-from sftkit.evals.validation import validate
-from sftkit.generation.answer import Answer
-from sftkit.generation.batching import Batching
-from sftkit.generation.decode import Prompts, generate
+from sftkit.generation.decode import Batching, Prompts, generate
+from sftkit.generation.repl import Answer
 from sftkit.models.generation_config import stop_ids
 from sftkit.models.kinds import check_causal
-from sftkit.models.structure import positions
-from sftkit.objectives.model_with_loss import ModelWithLoss
+from sftkit.models.structure import inference, positions
+from sftkit.objectives.objective import ModelWithLoss
+from sftkit.ops.attention_choice import eager_backend
 from sftkit.parallel.fsdp import reshard
 from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import evaluation_dir
 from sftkit.runtime.hardware import environment
-from sftkit.runtime.progress import working
+from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
-from sftkit.runtime.words import counted
+
+
+def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized], num_samples: int) -> list[Row]:
+    """Return the first rows of the validation sources, in turn, that can be learned from as a whole;
+    asked as they are trained."""
+    heads = [list(islice(usable_rows(source, tokenize), num_samples)) for source in validation]
+    in_turn = [head[i] for i in range(num_samples) for head in heads if i < len(head)]
+    return in_turn[:num_samples]
+
+
+def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[Row]:
+    """Yield rows that fit in a training row and do not begin with an answer, as their first answer is trained."""
+    learning: chat.Learning = tokenize.keywords.get("learning", chat.ANSWERS)
+    for row in sources.read_source(source, "skip"):
+        try:
+            # Tokenized only to learn whether it is usable; the prompt is made of the row itself.
+            tokenized = tokenize(row)
+        except DataError:
+            continue
+        if not tokenized.examples or tokenized.note is not None:
+            continue
+        if row.messages is None:
+            yield row
+        elif row.messages and row.messages[0]["role"] != "assistant":
+            yield chat.as_trained(row, _first_answer(row), tokenize.keywords["tokenizer"], learning.thinking)
+
+
+def _first_answer(row: Row) -> int:
+    """Return the index of the first answer that is not given as context, else of the first one."""
+    assistant = [i for i, message in enumerate(row.messages or ()) if message["role"] == "assistant"]
+    return next((i for i in assistant if i >= row.context_messages), assistant[0])
+
+
+def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str, str]:
+    """Return (token ids, prompt text, reference): a conversation up to its first answer, or the start of a text."""
+    if row.messages is None:
+        text = row.text or ""
+        return tokenizer(text[:80])["input_ids"], text[:80], text[80:240]
+    first = _first_answer(row)
+    shown = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in row.messages[:first])
+    prompt = chat.render_prompt(replace(row, messages=row.messages[:first]), tokenizer)
+    return prompt, shown, str(row.messages[first].get("content") or "")
+
+
+IN_A_ROW = 4
+"Batches of a pipeline between two checks for a requested stop, in which its stages wait for one another."
+
+
+def validate(
+    model: ModelWithLoss, sources: Mapping[str, Examples], layout: Layout, pad_id: int, rt: Runtime
+) -> dict[str, float | None]:
+    """Return val/<source>/loss (nats per target) and val/<source>/bpb; val/loss and val/bpb over all sources together.
+
+    Every rank runs the same number of forward passes, those of a pipeline the same ones. Bits per byte: nats of all
+    targets / ln 2 / UTF-8 bytes of the decoded targets, special tokens not counted as bytes.
+    """
+    sums = {name: _sums(model, examples, layout, pad_id, rt) for name, examples in sources.items()}
+    values: dict[str, float | None] = {}
+    for name, (nll, targets, num_bytes) in [*sums.items(), ("", tuple(map(sum, zip(*sums.values(), strict=True))))]:
+        prefix = f"val/{name}/" if name else "val/"
+        values[f"{prefix}loss"] = nll / targets
+        values[f"{prefix}bpb"] = nll / math.log(2) / num_bytes if num_bytes else None
+    return values
+
+
+def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int, rt: Runtime) -> tuple[float, int, int]:
+    """Return (nats, targets, bytes) of one source over all ranks."""
+    # By the ranks that evaluate, which may be others than those that the layout was made for.
+    layout = validation_layout(replace(layout, world_size=rt.data_world_size), examples.lengths)
+    backend = eager_backend(model.backend, model.orig_model)
+    in_a_row = 1 if rt.topology.stages == 1 else IN_A_ROW * rt.topology.stages
+    # MPS has no float64
+    nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
+    with inference(model.orig_model):
+        for number, batch in enumerate(plan_epoch(examples.lengths, layout, seed=None, epoch=0)):
+            # A stop is a collective decision: asked for at the same batch by every rank, or one would wait in a pass.
+            if number % in_a_row == 0:
+                rt.check_stop()
+            for rows in batch.micro_batches(layout, rt.data_rank):
+                shape, shard = layout.batch_shape(len(rows), batch.row_length), row_shard(rt.topology, rt.rank)
+                collated = collate(examples, rows, shape, pad_id, shard)
+                nll += model(collated.to(rt.device), backend).measured[model.objective.monitored]
+    return float(rt.sum(nll)), int(examples.num_targets.sum()), int(examples.num_bytes.sum())
+
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +142,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
     """
     # What the recipe alone decides is refused before anything is read.
     tasks.check_names(config)
-    if config.shots and config.tasks and set(config.tasks) <= {families.FAMILIES_TASK, *WITHOUT_SHOTS}:
+    if config.shots and config.tasks and set(config.tasks) <= {results.FAMILIES_TASK, *WITHOUT_SHOTS}:
         raise ConfigError(
             f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
         )
@@ -79,13 +171,13 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
 
 def _of_lm_eval(config: EvalConfig) -> list[str]:
     """Return the tasks that lm_eval runs."""
-    return [name for name in config.tasks if name != families.FAMILIES_TASK] if config.backend == "lm_eval" else []
+    return [name for name in config.tasks if name != results.FAMILIES_TASK] if config.backend == "lm_eval" else []
 
 
 def _load(name: str, config: EvalConfig) -> Task[Any, Any]:
     """Load one of sftkit's own tasks."""
-    if name == families.FAMILIES_TASK:
-        return families.load_families(config.max_examples, config.max_new_tokens)
+    if name == results.FAMILIES_TASK:
+        return results.load_families(config.max_examples, config.max_new_tokens)
     shots = None if name in WITHOUT_SHOTS else config.shots
     return tasks.load_task(name, config.data, shots, config.format, config.max_examples)
 
@@ -182,7 +274,7 @@ class Suite:
         with working("describing what is held out"):
             # Without a limit a text may be as long as the longest row of training.
             config = replace(self.config, max_new_tokens=self.config.max_new_tokens or self.layout.max_length)
-            evaluated, written = captions.evaluate_captions(self.orig_model, self.tokenizer, encoded, config, self.rt)
+            evaluated, written = scoring.evaluate_captions(self.orig_model, self.tokenizer, encoded, config, self.rt)
         return [results.with_settings(one, self.about) for one in evaluated], written
 
     @cached_property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from sftkit.data.reading.conversation import Message
-from sftkit.generation.answer import Answer
+from sftkit.generation.repl import Answer
 
 ExampleScores = dict[str, float | list[float]]
 """Metric -> the score of one example, or its list of scores where an example is judged several times (IFEval's

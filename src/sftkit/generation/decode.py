@@ -1,29 +1,325 @@
-"""Greedy answers in batches on the eager `orig_model`, and one answer as a stream."""
+"""Rows of a batch while they are decoded: what each has said, when it ends, their cache and their next tokens.
+
+Batches of rows that a model reads together, and the rank that computes each: decided from the rows alone, so that
+results are the same on any number of ranks.
+
+Greedy answers in batches on the eager `orig_model`, and one answer as a stream.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
+from transformers.cache_utils import Cache
 
 from sftkit.data.tokens import chat
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError
-from sftkit.generation.answer import Answer, Sampling
-from sftkit.generation.batching import Batching, PromptRow, gathered, turns
-from sftkit.generation.kv_cache import plain_forward
-from sftkit.generation.rows import DecodedSequence, Decoding
-from sftkit.generation.static_step import replay_pays, replay_unsupported_reason
+from sftkit.generation.kv_cache import (
+    DecodingState,
+    SharedPrefix,
+    StaticStep,
+    empty_pass,
+    max_cached_positions,
+    next_tokens,
+    plain_forward,
+    replay_pays,
+    replay_unsupported_reason,
+)
+from sftkit.generation.repl import Answer, Sampling
 from sftkit.models.generation_config import stop_ids
 from sftkit.models.kind import Continuation
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import quiet_routers
 from sftkit.ops.attention import mixes_tokens, windows
+from sftkit.runtime.start import Runtime
+
+KEPT_SHARE = 0.75
+"Rows that have ended are taken out of the cache once at most this share of a batch goes on."
+KEPT_SHARE_REPLAYED = 0.5
+"The same for replayed steps, where rows that have ended cost less and a smaller batch is recorded anew."
+
+
+@dataclass
+class DecodedSequence:
+    """A prompt that is being answered."""
+
+    index: int
+    prompt: np.ndarray
+    "int64 [T], its tokens"
+    max_new_tokens: int
+    "tokens of its answer at most"
+    stop_texts: tuple[str, ...]
+    tokens: list[int] = field(default_factory=list)
+    stop: str = ""
+    "why it ended; empty: it goes on"
+
+    def take(self, token: int, stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Add the next token of the answer, and note whether it ends it. Does nothing for an answer that has ended."""
+        if self.stop:
+            return
+        if token in stop_ids:
+            self.stop = "end_of_turn"
+            return
+        self.tokens.append(token)
+        # A stop text of n bytes ends within the last n tokens; first tokens may lose a space, hence some more.
+        last = self.tokens[-max((len(text.encode()) for text in self.stop_texts), default=0) - 4 :]
+        if self.stop_texts and all(
+            find_stop_text(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
+        ):
+            self.stop = "stop_text"
+        if not self.stop and len(self.tokens) == self.max_new_tokens:
+            self.stop = "length"
+
+    def answer(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
+        """Return the answer, cut before the first stop text."""
+        text = text_of(self.tokens, tokenizer)
+        return Answer(text[: find_stop_text(text, self.stop_texts)], self.stop, len(self.tokens), tuple(self.tokens))
+
+
+def text_of(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of an answer, without special tokens."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def find_stop_text(text: str, stop_texts: Sequence[str]) -> int | None:
+    """Return the index at which the first of the stop texts begins; None if none occurs."""
+    return min((at for stop in stop_texts if stop and (at := text.find(stop)) >= 0), default=None)
+
+
+class Decoding:
+    """A batch while it is decoded: rows that go on, their cache and their next tokens."""
+
+    def __init__(
+        self,
+        orig_model: PreTrainedModel,
+        continuation: Continuation,
+        rows: list[DecodedSequence],
+        prefix: SharedPrefix,
+        *,
+        replay: bool,
+    ) -> None:
+        """Begin with prompts whose first tokens, those of the prefix, have been read."""
+        self.rows = rows
+        self._orig_model, self._continuation, self._replay = orig_model, continuation, replay
+        self._static: StaticStep | None = None
+        if not rows:
+            return
+        # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is
+        # 0 at padding.
+        skip, device = len(prefix.ids), orig_model.device
+        width, max_new_tokens = max(len(row.prompt) for row in rows) - skip, max(row.max_new_tokens for row in rows)
+        ids = np.zeros((len(rows), width), dtype=np.int64)
+        mask = np.ones((len(rows), skip + width + max_new_tokens), dtype=np.int64)
+        for i, row in enumerate(rows):
+            pad = width - (len(row.prompt) - skip)
+            ids[i, pad:] = row.prompt[skip:]
+            mask[i, skip : skip + pad] = 0
+        self._next = torch.from_numpy(ids).to(device)
+        self._mask = torch.from_numpy(mask).to(device)  # [B, all positions there will be]
+        # Position ids count what is not padding, so that an answer does not depend on the other rows.
+        self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
+        self._seen = skip
+        self._cache: Cache = prefix.cache(len(rows), width + max_new_tokens)
+
+    def goes_on(self, together: Runtime | None) -> bool:
+        """Return whether this rank, or any of the ranks that work together, has rows that go on."""
+        going = any(not row.stop for row in self.rows)
+        return going if together is None else together.any_rank(going)
+
+    def step(self) -> list[tuple[DecodedSequence, int]]:
+        """Return (row, next token) for the rows of the batch; some of them may have ended already."""
+        self._drop_ended()
+        if not self.rows:
+            empty_pass(self._orig_model)
+            return []
+        # Only a step that reads one token for each row has the fixed shape: prompts are read first, in one pass.
+        alone = self._replay and self._seen > 0 and self._next.shape[1] == 1
+        self._next = self._replayed() if alone else self._read()
+        return list(zip(self.rows, self._next.squeeze(1).tolist(), strict=True))
+
+    def _read(self) -> torch.Tensor:
+        """Run the model over the tokens that it has not read yet, and return the next token
+        of each row, int64 [B, 1]."""
+        start, end = self._seen, self._seen + self._next.shape[1]
+        self._seen = end
+        return next_tokens(
+            self._continuation,
+            input_ids=self._next,
+            attention_mask=self._mask[:, :end],
+            position_ids=self._positions[:, start:end],
+            past_key_values=self._cache,
+        )
+
+    def _replayed(self) -> torch.Tensor:
+        """Return the next token of each row, int64 [B, 1], by a step of a fixed shape that reads one token per row."""
+        if self._static is None:
+            state = DecodingState(self._cache, self._next, self._mask, self._positions, self._seen)
+            self._static = StaticStep(self._orig_model, self._continuation, state)
+        self._seen += 1
+        return self._static()
+
+    def _drop_ended(self) -> None:
+        """Take rows that have ended out of the batch, once there are enough of them to pay for moving the others."""
+        going = [i for i, row in enumerate(self.rows) if not row.stop]
+        if going and len(going) > (KEPT_SHARE_REPLAYED if self._replay else KEPT_SHARE) * len(self.rows):
+            return
+        # A recorded step has the shapes of the rows that were there.
+        self._static = None
+        if going:
+            index = torch.tensor(going, device=self._orig_model.device)
+            self._cache.reorder_cache(index)  # type: ignore[arg-type]
+            self._next, self._mask, self._positions = (x[index] for x in (self._next, self._mask, self._positions))
+            model_kwargs = {name: x[index] for name, x in self._continuation.model_kwargs.items()}
+            self._continuation = self._continuation._replace(model_kwargs=model_kwargs)
+        self.rows = [self.rows[i] for i in going]
+
+
+MAX_POSITIONS = 32_768
+"The most positions that a batch reads at once, padding included."
+MIN_SHARED = 16
+"Tokens that rows must have in common before their keys and values are computed once."
+
+K = TypeVar("K", int, tuple[int, int])
+T = TypeVar("T")
+Prefix = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Settings: how rows are batched, and by which ranks."""
+
+    batch_size: int = 64
+    "the most rows of a batch; fewer where memory asks for it"
+    rt: Runtime | None = None
+    "whose ranks share the batches and all get the results; None: this process reads all"
+
+
+ALONE = Batching()
+
+
+class PromptRow(NamedTuple):
+    """The input of a row, and what the model computes for it."""
+
+    ids: np.ndarray
+    "int [T]"
+    group: str
+    'rows of a group begin alike; "": of none'
+    targets: int = 1
+    "positions at its end that have logits"
+    new_tokens: int = 0
+    "what is written after it, at most"
+
+
+class BatchLimits(NamedTuple):
+    """The most that a batch holds; None: no limit."""
+
+    rows: int
+    positions: int
+    "read at once, padding included; a row that exceeds them is alone"
+    cached: int | None
+    "whose keys and values are kept: prefix, padded rows and what is written"
+    targets: int | None
+    "those of all rows; a row that exceeds them is alone"
+
+
+class PromptBatch(NamedTuple):
+    """Rows that go through the model together."""
+
+    rows: tuple[int, ...]
+    "their indices, the longest first"
+    prefix: Prefix
+    "tokens that all of them begin with, computed once for all batches that have the same"
+
+
+def _shared_prefixes(rows: Sequence[PromptRow]) -> list[Prefix]:
+    """Return, for each row, the tokens that all rows of its group begin with, before what is asked of the model; empty
+    if they are fewer than MIN_SHARED or the row is alone in its group."""
+    members: dict[str, list[PromptRow]] = {}
+    for row in rows:
+        members.setdefault(row.group, []).append(row)
+    shared: dict[str, Prefix] = {}
+    for group, (first, *others) in members.items():
+        # A prefix ends before what is asked: those positions must be read row by row, for their logits.
+        length = min(len(row.ids) - row.targets for row in members[group]) if group and others else 0
+        for row in others if length else ():
+            length = int(np.logical_and.accumulate(first.ids[:length] == row.ids[:length]).sum())
+        shared[group] = tuple(first.ids[:length].tolist()) if length >= MIN_SHARED else ()
+    return [shared[row.group] for row in rows]
+
+
+def plan(rows: Sequence[PromptRow], limits: BatchLimits) -> list[PromptBatch]:
+    """Return rows in batches: rows with the same prefix together, the longest first, so that padding is small and a
+    batch that does not fit in memory fails early."""
+    prefixes = _shared_prefixes(rows)
+    # Rows of a prefix follow each other, so that its keys and values are computed once and then dropped.
+    order = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
+    batches: list[list[int]] = []
+    for i in sorted(range(len(rows)), key=lambda i: (order[prefixes[i]], -len(rows[i].ids), i)):
+        same_prefix = batches and prefixes[batches[-1][0]] == prefixes[i]
+        if same_prefix and _fit([rows[j] for j in (*batches[-1], i)], len(prefixes[i]), limits):
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return [PromptBatch(tuple(indices), prefixes[indices[0]]) for indices in batches]
+
+
+def _fit(rows: Sequence[PromptRow], prefix: int, limits: BatchLimits) -> bool:
+    """Return whether these rows, the longest first, whose first `prefix` tokens are shared, may be one batch."""
+    length, new_tokens = len(rows[0].ids), max(row.new_tokens for row in rows)
+    cached = len(rows) * (length + new_tokens) if prefix or new_tokens else 0
+    return (
+        len(rows) <= limits.rows
+        and len(rows) * (length - prefix) <= limits.positions
+        and (limits.targets is None or sum(row.targets for row in rows) <= limits.targets)
+        and (limits.cached is None or cached <= limits.cached)
+    )
+
+
+def turns(
+    orig_model: PreTrainedModel, rows: Sequence[PromptRow], batching: Batching, max_targets: int | None = None
+) -> Iterator[tuple[PromptBatch | None, SharedPrefix]]:
+    """Yield this rank's batches of the rows, each with its prefix, computed; None: fewer batches are left than ranks.
+    They are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of a group and to those of
+    a pipeline. All ranks have equally many turns and check for a requested stop before each, which may raise Stopped.
+    Without a runtime: all batches. To be called inside plain_forward.
+
+    Args:
+        max_targets: of a batch; None: no limit.
+    """
+    limits = BatchLimits(batching.batch_size, MAX_POSITIONS, max_cached_positions(orig_model), max_targets)
+    batches, prefix, rt = plan(rows, limits), SharedPrefix(orig_model), batching.rt
+    index, count = 0, 1
+    if rt is not None:
+        # Ranks that compute the same rows together count as one.
+        count = rt.world_size // (rt.topology.tensor * rt.topology.stages)
+        index = rt.rank // rt.topology.tensor % count
+    before: list[Prefix] = [()] * count
+    for start in range(0, len(batches), count):
+        if rt is not None:
+            rt.check_stop()
+        round_batches = batches[start : start + count]
+        # A new prefix on one rank means a forward pass, and so one on every rank.
+        new = any(batch.prefix and batch.prefix != had for batch, had in zip(round_batches, before, strict=False))
+        before = [batch.prefix for batch in round_batches]
+        batch = round_batches[index] if index < len(round_batches) else None
+        # Sharded weights are gathered by all ranks together: while one computes a prefix, others run empty passes.
+        prefix.move_to(batch.prefix if batch else (), in_step=new and rt is not None and rt.topology.sharded)
+        yield batch, prefix
+
+
+def gathered(results: dict[K, T], rt: Runtime | None) -> list[T]:
+    """Return the results of all ranks, in the order of their keys, on every rank."""
+    if rt is not None and rt.world_size > 1:
+        results = dict(gather_object(list(results.items())))
+    return [value for _, value in sorted(results.items())]
 
 
 @dataclass(frozen=True)

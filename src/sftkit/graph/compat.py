@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from sftkit.errors import ConfigError
 from sftkit.ops import flex
-from sftkit.runtime.replaced import replaced
+from sftkit.runtime.start import replaced
 
 TESTED = ("2.11", "2.13", "2.15")
 "Versions of torch that the engine was run on."

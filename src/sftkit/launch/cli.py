@@ -11,10 +11,9 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, TYPED, is_ours, program_path
+from sftkit.config.commands import ROOT, SCRIPTS, SHIPPED, TYPED, expanded, is_ours, program_path
 from sftkit.config.load import fail
-from sftkit.config.paths import expanded
-from sftkit.config.stages import STAGE_SCRIPTS as STAGES
+from sftkit.config.tables import STAGE_SCRIPTS as STAGES
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 

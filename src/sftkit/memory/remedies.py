@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sftkit.config.commands import install
-from sftkit.config.optimizers import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.schema import CompileConfig, DataConfig, OptimConfig
+from sftkit.config.tables import DEFAULT, FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout, largest_divisor
 from sftkit.errors import ConfigError

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
 from sftkit.models.structure import vocab_size
-from sftkit.runtime.words import first_of
+from sftkit.runtime.script import first_of
 
 log = logging.getLogger(__name__)
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from sftkit.errors import ConfigError
-from sftkit.models import auto_classes
-from sftkit.models.causal import CausalLM
-from sftkit.models.kind import ModelKind
+from sftkit.models import files
+from sftkit.models.kind import CausalLM, ModelKind
 from sftkit.models.text_to_text import TextToText
 from sftkit.models.vision import VisionToText
 
 MODEL_KINDS: dict[str, ModelKind] = {
-    auto_classes.CAUSAL: CausalLM(),
-    auto_classes.CAPTIONS: VisionToText(),
-    auto_classes.TEXT_TO_TEXT: TextToText(),
+    files.CAUSAL: CausalLM(),
+    files.CAPTIONS: VisionToText(),
+    files.TEXT_TO_TEXT: TextToText(),
 }
 
 
 def kind_of(config: PretrainedConfig) -> ModelKind:
     """Return the kind of the models with this config."""
-    return MODEL_KINDS[auto_classes.auto_class(config.to_dict())]
+    return MODEL_KINDS[files.auto_class(config.to_dict())]
 
 
 def check_causal(config: PretrainedConfig, what: str) -> None:
@@ -30,4 +29,4 @@ def check_causal(config: PretrainedConfig, what: str) -> None:
         ConfigError: `what` is done with causal models.
     """
     if config.is_encoder_decoder:
-        raise ConfigError(auto_classes.not_causal(config.model_type, what))
+        raise ConfigError(files.not_causal(config.model_type, what))

@@ -31,19 +31,16 @@ from transformers.initialization import no_init_weights
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.auto_classes import auto_class
-from sftkit.models.files import check_model_files, check_unquantized, files_of_weights, reading_files
+from sftkit.models.files import auto_class, check_model_files, check_unquantized, files_of_weights, reading_files
 from sftkit.models.generation_config import settle_generation_config
 from sftkit.models.kinds import MODEL_KINDS, kind_of
-from sftkit.models.padding import pad_vocabulary
 from sftkit.models.rope import use_document_lengths
-from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_rows
+from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import download_help, hub_answers, unreachable
-from sftkit.runtime.progress import working
-from sftkit.runtime.words import first_of
+from sftkit.runtime.script import first_of, working
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +96,7 @@ def load_model(
     """Load or make the model with room for every token, its weights in the precision of the run: bf16 or fp32.
 
     The vocabulary of a model with `model.path` gets rows for the tokens that load_tokenizer has added
-    (models/vocabulary.py), that of any model the padding of model.pad_vocab_to_multiple_of (models/padding.py). The
+    (models/vocabulary.py), that of any model the padding of model.pad_vocab_to_multiple_of (models/vocabulary.py). The
     optimizer keeps what bf16 weights would lose of an update, see docs/optimizers.md.
 
     Args:

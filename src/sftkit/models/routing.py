@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.errors import ConfigError
-from sftkit.ops.gather_rows import resolve_group
+from sftkit.ops.tensors import resolve_group
 
 COEFFICIENT = "router_aux_loss_coef"
 "Field of a config with the weight of the loss."

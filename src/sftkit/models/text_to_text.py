@@ -1,21 +1,182 @@
-"""Models that read one text and write another: T5 and those like it."""
+"""Common code of models with an encoder: an input is encoded once for each document, whose text attends to it.
+
+A row of several documents has a place for the encoded input of each; boundaries keep a text from those of all others
+(ops.cross_attention).
+
+Models that read one text and write another: T5 and those like it.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.config.schema import DataConfig
+from sftkit.config.schema import DataConfig, TrainConfig
+from sftkit.config.topology import Topology
+from sftkit.data.batches.collate import OF_TOKENS, Batch
+from sftkit.data.tokens.text import around_text, start_id
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.models import auto_classes
-from sftkit.models.encoder_decoder import EncoderDecoder, require_inputs, special_ids
-from sftkit.models.kind import Continuation, ids_of
-from sftkit.models.structure import vocab_size
+from sftkit.errors import ConfigError, DataError
+from sftkit.models import files
+from sftkit.models.kind import Continuation, ModelKind, ids_of, without_router_logits
+from sftkit.models.structure import decoder, vocab_size
+from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
+from sftkit.ops.cross_attention import input_boundaries
+
+
+class EncoderDecoder(ModelKind):
+    """Encode, then decode. See models.kind.ModelKind."""
+
+    @abstractmethod
+    def encode(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Encode the inputs of a batch.
+
+        Returns:
+            (what the decoder attends to, [I, S, H]; bool [I, S], False at padding, or None: no position is padding).
+
+        Args:
+            inputs: those of a batch by name, [I, ...], without its tokens.
+        """
+
+    def scaled(self, orig_model: PreTrainedModel, hidden: Tensor) -> Tensor:
+        """Return the decoder's hidden states, [B, C, H], as the head takes them: unchanged here."""
+        return hidden
+
+    def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Set the token that texts begin with and the padding token in the configs.
+
+        A pooler, which the decoder does not look at, is neither trained nor computed.
+
+        Raises:
+            ConfigError: the model's texts begin with another token than the tokenizer's.
+        """
+        start = start_id(tokenizer)
+        # Training shifts targets by this token and generation begins with it: both must be the tokenizer's.
+        for holder in (orig_model.config, orig_model.generation_config):
+            if getattr(holder, "decoder_start_token_id", None) is None:
+                holder.decoder_start_token_id = start
+            if holder.decoder_start_token_id != start:
+                raise ConfigError(
+                    f"{orig_model.config.model_type}: its texts begin with token {holder.decoder_start_token_id} "
+                    f"(decoder_start_token_id), and those of the tokenizer with {start}: take the model's own tokenizer"
+                )
+        forced, before = getattr(orig_model.generation_config, "forced_bos_token_id", None), around_text(tokenizer)[0]
+        if forced is not None and before[1:2] != [forced]:
+            raise ConfigError(
+                f"{orig_model.config.model_type}: generation would write token {forced} first (forced_bos_token_id in "
+                "generation_config.json), which no trained text begins with: take the model's own tokenizer, set to "
+                "the language that is trained, or set the field to null"
+            )
+        orig_model.config.pad_token_id = tokenizer.pad_token_id
+        pooler = getattr(orig_model.get_encoder(), "pooler", None)
+        if pooler is not None and next(pooler.parameters(), None) is not None:
+            # DDP would wait for its gradient, which no step makes.
+            pooler.requires_grad_(requires_grad=False)
+            # And not pooler = None: checkpoints keep its weights, as transformers expects them.
+            pooler.forward = _nothing
+
+    def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
+        """Refuse models in parts and float8: these models are trained as replicas in the precision of the run."""
+        name = orig_model.config.model_type
+        if topology.partial:
+            raise ConfigError(
+                f"{name} has an encoder and is trained as replicas: start it with accelerate_configs/ddp.yaml or "
+                "single_gpu.yaml and train.engine=blocks, not with FSDP2, tensor or context parallelism, nor as a "
+                "pipeline"
+            )
+        if train.fp8 is not None:
+            raise ConfigError(
+                f"train.fp8={train.fp8}: {name} has an encoder, which is not trained in float8: set it to null"
+            )
+
+    def decoder_inputs(
+        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
+    ) -> dict[str, Any]:
+        """Return the tokens, where their documents are, the encoded inputs [B, K S, H] (K places for documents in a
+        row), and which of them each document sees."""
+        given = {name: value for name, value in batch.inputs.items() if name not in OF_TOKENS}
+        encoded, visible = self.encode(orig_model, given)
+        # A row's inputs lie one after the other, so that a position attends along one axis and a mask says which
+        # is its own.
+        rows, (places, length, _) = batch.shape[0], encoded.shape
+        visible = None if visible is None else visible.view(rows, -1)
+        return {
+            **{name: batch.inputs[name] for name in OF_TOKENS},
+            "encoder_hidden_states": encoded.view(rows, places // rows * length, -1),
+            "encoder_attention_mask": input_boundaries(batch.doc_ids, places // rows, length, backend, visible),
+            "use_cache": False,
+            "documents": document_boundaries(batch, backend, context_group),
+        }
+
+    def hidden_states(
+        self, orig_model: PreTrainedModel, batch: Batch, backend: str, context_group: str | None = None
+    ) -> Tensor:
+        """Return the decoder's last hidden states, [B, C, H]; texts of a row see neither each other
+        nor each other's inputs."""
+        module = decoder(orig_model)
+        with kernel_order(backend), positions_of_documents(module, batch.inputs["position_ids"]):
+            outputs = module(**self.decoder_inputs(orig_model, batch, backend, context_group))
+        return self.scaled(orig_model, outputs.last_hidden_state)
+
+    def plain_logits(self, orig_model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the logits of the whole model, [1, L, V]."""
+        given = self.plain_inputs(orig_model, {name: value for name, value in inputs.items() if name not in OF_TOKENS})
+        with plain_attention(orig_model):
+            asked = without_router_logits(orig_model)
+            return orig_model(**given, decoder_input_ids=inputs["input_ids"], use_cache=False, **asked).logits
+
+
+@contextmanager
+def positions_of_documents(module: torch.nn.Module, position_ids: Tensor) -> Iterator[None]:
+    """Let a decoder that numbers the positions of a row by itself (BART, Marian) take those of the documents.
+
+    Args:
+        position_ids: int64 [B, T], from 0 in each document.
+    """
+    table = getattr(module, "embed_positions", None)
+    if not isinstance(table, torch.nn.Embedding):
+        yield
+        return
+
+    def looked_up(table: torch.nn.Embedding, _: Any, own: Tensor) -> Tensor:
+        with torch.set_grad_enabled(own.requires_grad):  # Marian's sinusoids are not trained
+            return torch.nn.Embedding.forward(table, position_ids + getattr(table, "offset", 0))
+
+    hook = table.register_forward_hook(looked_up)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _nothing(hidden: Tensor) -> None:
+    """Return nothing, in place of a pooler's forward pass."""
+
+
+def require_inputs(examples: Examples, what: str) -> None:
+    """Refuse documents with nothing to encode.
+
+    Raises:
+        DataError: they have none.
+    """
+    if not examples.encoder_sources:
+        raise DataError(f"{examples.source_names[0]}: its rows have no {what} to encode, which the model needs")
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the fields of a config that follow from the tokenizer: the padding token, and the
+    token that texts begin with."""
+    return {"decoder_start_token_id": start_id(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+
 
 IDS, MASK = "encoder_input_ids", "encoder_attention_mask"
 
@@ -23,7 +184,7 @@ IDS, MASK = "encoder_input_ids", "encoder_attention_mask"
 class TextToText(EncoderDecoder):
     """Read a text, write another; texts for the encoder are padded to data.max_length. See models.kind.ModelKind."""
 
-    auto_class = getattr(transformers, auto_classes.TEXT_TO_TEXT)
+    auto_class = getattr(transformers, files.TEXT_TO_TEXT)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fill in the vocabulary size and the special ids."""

@@ -15,8 +15,8 @@ from huggingface_hub import try_to_load_from_cache
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from sftkit.config.chat_templates import CHAT_TEMPLATES
 from sftkit.config.schema import ModelConfig, SourceConfig, TokenizerTraining
+from sftkit.config.tables import CHAT_TEMPLATES
 from sftkit.data.tokens import sources
 from sftkit.data.tokens.template import with_arguments
 from sftkit.data.tokens.text import set_text_start
@@ -27,7 +27,7 @@ from sftkit.models.vocabulary import add_tokens
 from sftkit.rundir.files import flush_folder
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import TOKENIZER, resolve
-from sftkit.runtime.progress import working
+from sftkit.runtime.script import working
 from sftkit.runtime.start import Runtime
 
 END_OF_TEXT, PAD, IM_START, IM_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"

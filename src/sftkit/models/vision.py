@@ -21,10 +21,10 @@ from sftkit.config.schema import DataConfig
 from sftkit.data.reading import images
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.errors import ConfigError
-from sftkit.models import auto_classes
-from sftkit.models.encoder_decoder import EncoderDecoder, require_inputs, special_ids
+from sftkit.models import files
 from sftkit.models.kind import Continuation, ids_of
 from sftkit.models.structure import inference
+from sftkit.models.text_to_text import EncoderDecoder, require_inputs, special_ids
 from sftkit.ops.attention import plain_attention
 from sftkit.runtime.hub import hub_answers
 
@@ -51,7 +51,7 @@ class Pixels(NamedTuple):
 class VisionToText(EncoderDecoder):
     """transformers' VisionEncoderDecoderModel. See models.kind.ModelKind."""
 
-    auto_class = getattr(transformers, auto_classes.CAPTIONS)
+    auto_class = getattr(transformers, files.CAPTIONS)
 
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fill in the decoder's vocabulary size and special ids, and that it attends to an encoder.

@@ -14,14 +14,12 @@ from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.files import INDEX_FILE, SINGLE_FILE, check_model_files, files_of_weights, json_object, reading_files
 from sftkit.models.load import TEXT_NAMES, check_complete, load_options, local_folder
-from sftkit.models.padding import rows_of_files
 from sftkit.models.structure import plain_class
-from sftkit.models.vocabulary import NewRows, fill, new_rows, vocabulary_of
-from sftkit.ops.dtensor import local, local_part
+from sftkit.models.vocabulary import NewRows, fill, new_rows, rows_of_files, vocabulary_of
+from sftkit.ops.tensors import local, local_part
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import resolve
-from sftkit.runtime.progress import working
-from sftkit.runtime.words import first_of
+from sftkit.runtime.script import first_of, working
 
 
 def make_room(orig_model: PreTrainedModel, device: torch.device) -> None:

@@ -1,9 +1,12 @@
-"""Next-token prediction: cross entropy of each target token, given all tokens before it in its document."""
+"""Next-token prediction: cross entropy of each target token, given all tokens before it in its document.
+
+Captioning: cross entropy of each token of a text, given what an encoder read for it and all tokens before it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +16,7 @@ from torch.nn import functional as F
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import IGNORE, Batch
 from sftkit.data.types import Examples
-from sftkit.objectives.sums import Sums
+from sftkit.objectives.objective import Sums
 from sftkit.ops.linear_cross_entropy import Head, linear_nll
 
 
@@ -71,3 +74,14 @@ class NextToken:
         if self.config.token_metrics:
             values |= {"train/token_accuracy": means["correct"], "train/entropy": means["entropy"]}
         return values
+
+
+class Caption(NextToken):
+    """The sums of NextToken, always with token metrics.
+
+    Texts are short and their tokens few, so the share that is predicted right, train/token_accuracy, says something
+    beside the captions that an evaluation generates.
+    """
+
+    def __init__(self, config: LossConfig) -> None:
+        super().__init__(replace(config, token_metrics=True))

@@ -1,18 +1,77 @@
-"""The protocol of objectives: what a new one must define. The script of a stage names the objective; loop, engines and
-metrics call it."""
+"""Named sums: those that an objective returns for a batch, and their totals over the micro-batches of a step.
+
+The protocol of objectives: what a new one must define. The script of a stage names the objective; loop, engines and
+metrics call it.
+
+An objective with the auxiliary loss of a model's routers beside it.
+
+A model with its objective: what the train step calls, compiles and wraps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sftkit.data.batches.collate import Batch
 from sftkit.data.types import Examples
-from sftkit.objectives.sums import Sums
+from sftkit.models.kinds import kind_of
+from sftkit.models.routing import Routing
+from sftkit.models.structure import from_last, stages_of, vocab_size
+from sftkit.ops.attention import use_document_attention
 from sftkit.ops.linear_cross_entropy import Head
+
+LOSS = "loss"
+"Name of the differentiable sum among the totals of a step."
+
+
+class Sums(NamedTuple):
+    """Sums over the targets of a batch, 0-d, losses in nats: fp32 (float64 for float64 inputs)."""
+
+    loss: Tensor
+    "differentiable; loss / divisor of the step is what is minimised"
+    measured: dict[str, Tensor]
+    "other sums by name, without gradient; an objective returns the same names for every batch"
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over several batches, in one vector on the device, so that one exchange adds them over ranks."""
+
+    names: tuple[str, ...]
+    vector: Tensor
+    "fp32 (float64 of a model in float64) [len(names)], without gradient"
+
+    @classmethod
+    def zeros(cls, measured: tuple[str, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Totals:
+        """Return totals of 0 for an objective that measures these sums besides its loss."""
+        names = (LOSS, *measured)
+        return cls(names, torch.zeros(len(names), device=device, dtype=dtype))
+
+    @classmethod
+    def of(cls, sums: Sums) -> Totals:
+        """Return the sums of one batch, detached. No host sync."""
+        values = (sums.loss, *sums.measured.values())
+        return cls((LOSS, *sums.measured), torch.stack([value.detach() for value in values]))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the sum of that name, a 0-d view."""
+        return self.vector[self.names.index(name)]
+
+    def add_(self, other: Totals) -> None:
+        """Add in place; the names must be the same."""
+        assert other.names == self.names, f"{other.names} to {self.names}"
+        self.vector.add_(other.vector)
+
+    def means_of(self, values: list[float], divisor: float) -> dict[str, float | None]:
+        """Return each value over the divisor, None where that is 0; `values`: the vector, of all ranks together."""
+        return {name: value / divisor if divisor else None for name, value in zip(self.names, values, strict=True)}
 
 
 class Objective(Protocol):
@@ -62,3 +121,103 @@ class Objective(Protocol):
 
     def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
         """Return the metrics to log, among them train/loss, from the means of the sums; None: no mean."""
+
+
+AUX_LOSS = "aux_loss"
+"Name of the sum of the auxiliary loss."
+
+
+class Balanced:
+    """An objective with one more sum, the auxiliary loss. See objective.Objective.
+
+    `added` brings that sum in, since what routers choose is in no hidden state.
+    """
+
+    def __init__(self, objective: Objective, weight: float) -> None:
+        """Wrap an objective. `weight`: of the auxiliary loss in what is minimised; 0: it is measured only."""
+        self._objective, self._weight = objective, weight
+        self.measured, self.monitored = (*objective.measured, AUX_LOSS), objective.monitored
+        # The rest is the wrapped objective's, which knows nothing of routers.
+        self.select, self.sums, self.sums_of_logits = objective.select, objective.sums, objective.sums_of_logits
+        self.count, self.divisors = objective.count, objective.divisors
+
+    def added(self, sums: Sums, aux_loss: Tensor | None) -> Sums:
+        """Return the sums of a batch with the auxiliary loss of its rows; None, as in an evaluation, counts as 0."""
+        if aux_loss is None:
+            return Sums(sums.loss, {**sums.measured, AUX_LOSS: sums.loss.new_zeros(())})
+        # With weight 0 the auxiliary loss must not enter the graph at all: 0 times infinity is NaN.
+        loss = sums.loss + self._weight * aux_loss.to(sums.loss.dtype) if self._weight else sums.loss
+        return Sums(loss, {**sums.measured, AUX_LOSS: aux_loss.detach().to(sums.loss.dtype)})
+
+    def metrics(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Return the wrapped objective's metrics, train/aux_loss, and train/objective where the loss is part of it."""
+        values = {**self._objective.metrics(means), "train/aux_loss": means[AUX_LOSS]}
+        return values | ({"train/objective": means["loss"]} if self._weight else {})
+
+
+class ModelWithLoss(torch.nn.Module):
+    """A module that takes a batch and returns its sums, so no logits ever cross a wrapper.
+
+    `orig_model` inside is the plain transformers model; evaluation, generation and checkpoints use that one.
+    """
+
+    def __init__(
+        self, orig_model: PreTrainedModel, backend: str, objective: Objective, routing: Routing | None = None
+    ) -> None:
+        """Put the model's attention under our control and add the auxiliary loss to the objective where there is one.
+
+        Args:
+            backend: of attention in training.
+            routing: reads the routers of a model with experts; None: they are not read.
+        """
+        super().__init__()
+        use_document_attention(orig_model)
+        self.orig_model = orig_model
+        self.routing, self.backend, self.kind = routing, backend, kind_of(orig_model.config)
+        self.objective = Balanced(objective, routing.weight) if routing is not None and routing.has_loss else objective
+        self.context_group: str | None = None
+        "name of the group of ranks that hold chunks of the same rows; set where the model is sharded"
+
+    def forward(self, batch: Batch, backend: str | None = None) -> Sums:
+        """Return the sums of a batch.
+
+        Args:
+            backend: attention backend of this call; None: that of training.
+        """
+        return self.sums(batch, backend or self.backend)
+
+    # The next three are entered from outside: parallel/fsdp.py makes each of them gather the weights that it uses.
+
+    def sums(self, batch: Batch, backend: str) -> Sums:
+        """Return the sums of a batch, as `forward` does."""
+        # All hidden states stay unnamed, so that those that are not selected are freed here.
+        selected = self.objective.select(self._hidden(batch, backend), batch)
+        return self.sums_of_selected(selected, batch)
+
+    def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
+        """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its
+        ranks, without gradient."""
+        return from_last(self.orig_model, self._hidden(batch, backend))
+
+    def sums_of_selected(self, selected: torch.Tensor, batch: Batch) -> Sums:
+        """Return the sums of a batch from the hidden states that its objective selects, [N, H]. In a pipeline all
+        stages but the last return zeros, so that the sum over ranks counts each row once."""
+        stages = stages_of(self.orig_model)
+        if stages is not None and not stages.last:
+            nothing = selected.new_zeros((), dtype=torch.promote_types(selected.dtype, torch.float32))
+            return Sums(nothing, dict.fromkeys(self.objective.measured, nothing))
+        projection = self.kind.head(self.orig_model)._replace(tokens=vocab_size(self.orig_model))
+        sums = self.objective.sums(selected, batch, projection)
+        if self.routing is None:
+            return sums
+        # The auxiliary loss of what the routers have chosen in the last pass; in training only.
+        aux_loss = self.routing.loss_of(batch, self.context_group) if self.orig_model.training else None
+        return self.objective.added(sums, aux_loss) if isinstance(self.objective, Balanced) else sums
+
+    def _hidden(self, batch: Batch, backend: str) -> torch.Tensor:
+        """Return the hidden states [B, C, H] and let the routers count the positions with a token, in training only."""
+        # Routers must not count padding: it would be balanced, too. Chunks of rows have their own positions only.
+        if self.routing is not None:
+            own = batch.doc_ids if batch.columns is None else batch.doc_ids.index_select(1, batch.columns)
+            self.routing.begin(own >= 0 if self.orig_model.training else None)
+        return self.kind.hidden_states(self.orig_model, batch, backend, self.context_group)

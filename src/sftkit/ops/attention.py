@@ -22,9 +22,9 @@ from sftkit.errors import ConfigError
 from sftkit.ops import flex
 from sftkit.ops.cross_attention import bidirectional_attention
 from sftkit.ops.flash import document_attention
-from sftkit.ops.gather_rows import gather_rows
-from sftkit.ops.scores import Scores
-from sftkit.runtime.replaced import replaced
+from sftkit.ops.flex import Scores
+from sftkit.ops.tensors import gather_rows
+from sftkit.runtime.start import replaced
 
 _NAME = "sftkit"
 DENSE_KERNELS = [

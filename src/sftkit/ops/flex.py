@@ -1,4 +1,7 @@
-"""Document-isolated causal attention by FlexAttention: which blocks of the mask are not empty, and the call."""
+"""Settings by which attention scores, the products of queries and keys, become weights; the same for every kernel.
+
+Document-isolated causal attention by FlexAttention: which blocks of the mask are not empty, and the call.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,27 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from sftkit.ops.scores import Scores
-from sftkit.runtime.replaced import replaced
+from sftkit.runtime.start import replaced
+
+
+class Scores(NamedTuple):
+    """Settings of the scores. A tuple, so that a compiled block unpacks it."""
+
+    scale: float
+    "factor of the products"
+    window: int | None = None
+    "most keys that a query sees, itself included; None: all"
+    softcap: float | None = None
+    "c in c * tanh(score / c); None: scores stay as they are"
+    dropout: float = 0.0
+    "of the weights"
+    bias: Tensor | None = None
+    "[1, H, T, keys], added: relative positions"
+
 
 FLEX_BLOCK = 128
 BEHIND_ROW = -2

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import IGNORE
-from sftkit.runtime.replaced import replaced
+from sftkit.runtime.start import replaced
 
 
 class Head(NamedTuple):
@@ -31,8 +31,8 @@ class Head(NamedTuple):
     softcap: float | None = None
     "bound of the logits (Gemma 2, arXiv 2408.00118); None: the product itself"
     tokens: int | None = None
-    """rows of the vocabulary that belong to tokens: those behind them are padding (models/padding.py), which is in the
-    products, gets no probability and has gradient 0; None: all of them. `ModelKind.head` leaves it None"""
+    """rows of the vocabulary that belong to tokens: those behind them are padding (models/vocabulary.py), which is in
+    the products, gets no probability and has gradient 0; None: all of them. `ModelKind.head` leaves it None"""
 
 
 class RowLoss(NamedTuple):

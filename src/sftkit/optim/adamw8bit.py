@@ -8,9 +8,16 @@ import torch
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 
 from sftkit.config.schema import OptimConfig
-from sftkit.optim.gradients import multiply_gradients
-from sftkit.optim.protocol import Group, Groups, State, optimizer_kind, parameters_of, set_learning_rate
-from sftkit.runtime.rng import random_key
+from sftkit.optim.protocol import (
+    Group,
+    Groups,
+    State,
+    multiply_gradients,
+    optimizer_kind,
+    parameters_of,
+    set_learning_rate,
+)
+from sftkit.runtime.open import random_key
 
 
 class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.ops.rounding import elements, noise16, signed32, stochastic_round
-from sftkit.optim.adamw import AdamW, Numbered, flat
-from sftkit.optim.formula import numbers_of, small_table
+from sftkit.ops.tensors import elements, noise16, signed32, stochastic_round
+from sftkit.optim.adamw import AdamW, Numbered, flat, numbers_of, small_table
 from sftkit.optim.protocol import Groups, parameters_of
 
 Tensors = Sequence[torch.Tensor]

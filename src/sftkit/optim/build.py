@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sftkit.config.commands import install
-from sftkit.config.optimizers import FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.config.schema import OptimConfig
+from sftkit.config.tables import FALLBACK, OPTIMIZERS, OptimizerSpec
 from sftkit.errors import ConfigError
-from sftkit.models.stages import stages_of
-from sftkit.models.structure import decoder_blocks, is_table
+from sftkit.models.structure import decoder_blocks, is_table, stages_of
 from sftkit.optim import adamw_graph
 from sftkit.optim.protocol import Build, Groups, Optimizer
 

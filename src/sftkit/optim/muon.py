@@ -9,10 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
-from sftkit.ops.dtensor import as_sharded, local, local_part
-from sftkit.ops.rounding import signed32, stochastic_round
-from sftkit.optim.adamw import AdamW, Numbered, first_element, no_updates
-from sftkit.optim.formula import RandomBits, small_table
+from sftkit.ops.tensors import as_sharded, local, local_part, signed32, stochastic_round
+from sftkit.optim.adamw import AdamW, Numbered, RandomBits, first_element, no_updates, small_table
 from sftkit.optim.protocol import Group, Groups, State
 
 MOMENTUM = 0.95

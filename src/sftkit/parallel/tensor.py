@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks
-from sftkit.runtime.replaced import replaced
+from sftkit.runtime.start import replaced
 
 TENSOR_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 "Architectures whose blocks have the layers below and no other."

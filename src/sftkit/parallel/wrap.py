@@ -11,13 +11,12 @@ import torch
 
 from sftkit.config.schema import ModelConfig, TrainConfig
 from sftkit.models.weights import materialize_weights
-from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.parallel.balance import layers_of_stages
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.parallel.fsdp import Sharding, make_meshes, set_gradient_sync, shard
 from sftkit.parallel.pipeline import Pipelined, into_stages
+from sftkit.parallel.stages import layers_of_stages
 from sftkit.parallel.tensor import add_up_partial_gradients
-from sftkit.runtime.replaced import replaced
-from sftkit.runtime.start import Runtime
+from sftkit.runtime.start import Runtime, replaced
 
 
 def distribute(

@@ -16,14 +16,13 @@ import yaml
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import CheckpointConfig, CompileConfig, Config, DataConfig, OptimConfig, TrainConfig
-from sftkit.data.batches.balance import causal_pairs
-from sftkit.data.batches.epoch import GlobalBatch, num_positions, plan_epoch
+from sftkit.data.batches.epoch import GlobalBatch, causal_pairs, num_positions, plan_epoch
 from sftkit.data.batches.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
 from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
 from sftkit.memory.remedies import remedies
 from sftkit.models.structure import Work, attention_windows, stage_flops
-from sftkit.reports.files import read_rows
+from sftkit.reports.values import read_rows
 from sftkit.rundir.files import read_object
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
 

@@ -1,20 +1,215 @@
-"""Count tokenized data before training: sources, roles, lengths, ends of turns, duplicates."""
+"""Estimate what data.split_turns=true would cost if it is off, from a sample of the first conversations of a source.
+
+In words: what is learned of the answers of conversations, what is not, and why.
+
+Count tokenized data before training: sources, roles, lengths, ends of turns, duplicates.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sftkit.config.schema import SourceConfig
+from sftkit.config.schema import DataConfig, SourceConfig
+from sftkit.data.reading import rows
+from sftkit.data.reading.folders import base_split
+from sftkit.data.reading.origin import find_source
 from sftkit.data.tokens import chat
+from sftkit.data.tokens.answers import HISTORY
+from sftkit.data.tokens.chat import BORDER, CUT, SPLIT_TOKENS, THINKING_OFF, TOO_LONG
+from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, MARKED, Targets
 from sftkit.data.tokens.sources import COUNTS, ROLE_COUNTS
-from sftkit.data.types import Examples
+from sftkit.data.types import Examples, Row, Tokenized
+from sftkit.errors import ConfigError, DataError
+from sftkit.runtime.script import counted
+
+ROWS_READ = 2_000
+"Rows of a source that are read again at most."
+_ALL_LEARNED = 0.95
+"""Share of targets in a source's tokens from which all of its tokens count as learned, but for marked answers; in chat
+SFT prompts are not targets."""
+SAMPLED_ANSWERS = 200
+"Answers in the conversations of the sample, which are tokenized again in both ways: about a second."
+
+
+def estimate_turns(
+    source: SourceConfig, facts: dict[str, Any], data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> dict[str, Any] | None:
+    """Return what learning the answers that are left out now would add to a source; None: nothing is left out, or
+    nothing of it was found.
+
+    Tokens and documents per answer left out are measured on conversations that are tokenized again, with split_turns
+    off and on, and multiplied by the answers left out in all of the source.
+
+    Args:
+        facts: the source as preflight.data.source_facts has it.
+
+    Returns:
+        conversations: those measured; tokens, documents: what would be added; factor: tokens then over tokens now.
+    """
+    # What the stage learns where the recipe does not say: told from the counts, as this is given no stage.
+    targets = data.targets or ("all" if facts["targets"] > _ALL_LEARNED * facts["tokens"] else "assistant")
+    excluded = facts["answers"].get(_excluded_count_name(targets), 0)
+    if data.split_turns or not excluded:
+        return None
+    # An estimate must not end at a long document.
+    too_long = "truncate" if data.too_long == "error" else data.too_long
+    tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=max_length, too_long=too_long)
+    learning = chat.Learning(targets, data.thinking)
+    found = [one for row in _sample(source) if (one := _added(row, tokenize, learning))]
+    if not found:
+        return None
+    answers, tokens, documents = (sum(numbers) for numbers in zip(*found, strict=True))
+    more = round(tokens * excluded / answers)
+    return {
+        "conversations": len(found),
+        "tokens": more,
+        "documents": round(documents * excluded / answers),
+        "factor": 1.0 + more / facts["tokens"],
+    }
+
+
+def _sample(source: SourceConfig) -> list[Row]:
+    """Return some of the first conversations with more than one answer, until they have SAMPLED_ANSWERS, at random and
+    always the same."""
+    found = _several_answers(source)
+    order = np.random.default_rng(0).permutation(len(found)).tolist()
+    # Answers in the conversations before each: the sample ends with the one that reaches SAMPLED_ANSWERS.
+    before = accumulate((found[i][1] for i in order), initial=0)
+    return [found[i][0] for i, answers in zip(order, before, strict=False) if answers < SAMPLED_ANSWERS]
+
+
+def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
+    """Return conversations with more than one answer among the first rows, and how many they have. What cannot be read
+    is left out: tokenizing has reported it."""
+    if "%" in source.split or "-" in source.split:  # a slice that would read the whole file for its total
+        source = replace(source, split=base_split(source.split))
+    found: list[tuple[Row, int]] = []
+    with suppress(OSError, ConfigError, DataError):
+        for raw in islice(find_source(source).rows(), ROWS_READ):
+            with suppress(DataError):
+                row = rows.parse(raw)
+                messages = row.messages if isinstance(row.messages, list) else []
+                answers = [m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"]
+                if len(answers) > 1:
+                    found.append((row, len(answers)))
+    return found
+
+
+def _added(row: Row, tokenize: Callable[..., Tokenized], learning: chat.Learning) -> tuple[int, int, int] | None:
+    """Return (answers left out now, tokens that would be added, documents that would be added) of a conversation; None:
+    it leaves out none, or would be refused."""
+    excluded = _excluded_count_name(learning.targets)
+    try:
+        off = tokenize(row, learning=replace(learning, split_turns=False))
+        if not off.counts[excluded]:
+            return None
+        on = tokenize(row, learning=replace(learning, split_turns=True))
+    except DataError:
+        return None
+    # One less for each document: its last token is only ever a target, so it takes no position.
+    tokens, before = (sum(len(example.ids) - 1 for example in one.examples) for one in (on, off))
+    return off.counts[excluded], tokens - before, len(on.examples) - len(off.examples)
+
+
+def _excluded_count_name(targets: Targets) -> str:
+    """Return the name of the count of answers that split_turns would add: of a conversation that is learned whole,
+    those whose reasoning is dropped."""
+    return "reasoning_left_out" if targets == "all" else HISTORY
+
+
+_WORDS = {
+    CONTEXT: "given in a prompt",
+    MARKED: "marked by the data (weight, train)",
+    EARLIER: "in earlier turns (data.targets=last_turn)",
+    HISTORY: "rendered differently once they are history",
+    BORDER: "share a token with their prompt",
+    TOO_LONG: "in documents that are too long",
+}
+"Why an answer is context only."
+COST_PCT = 10.0
+"Share of a source's tokens from which the cost of split_turns is worth a warning."
+
+
+def answers_line(source: dict[str, Any]) -> str | None:
+    """Return one line about the answers of a source; None: it has none, or all are learned.
+
+    Args:
+        source: as preflight.data.source_facts returns it, with `split_turns`.
+    """
+    answers = source["answers"]
+    if not answers:
+        return None
+    skipped = [f"{answers[name]:,} {words}" for name, words in _WORDS.items() if answers[name]]
+    if answers[CUT]:
+        skipped.append(f"{answers[CUT]:,} learned in part, cut at data.max_length")
+    if answers["reasoning_left_out"]:
+        skipped.append(f"the reasoning of {answers['reasoning_left_out']:,} is left out")
+    if answers[SPLIT_TOKENS]:
+        skipped.append(
+            f"{counted(answers[SPLIT_TOKENS], 'token')} in documents of their own for answers that the chat template "
+            "renders differently once they are history (data.split_turns)"
+        )
+    if not skipped:
+        return None
+    learned = f"{answers['answers_learned']:,} of {counted(answers['answers'], 'answer')} learned"
+    return f"{source['name']}: {learned}; {', '.join(skipped)}"
+
+
+def answer_warnings(source: dict[str, Any]) -> list[str]:
+    """Return what a person should decide on about the answers of a source."""
+    answers, name = source["answers"], source["name"]
+    if not answers:
+        return []
+    texts = []
+    if answers[HISTORY]:
+        texts.append(
+            f"source {name}: {answers[HISTORY]:,} of {counted(answers['answers'], 'answer')} context only, as the "
+            "chat template renders answers differently once they are history. data.split_turns=true learns each "
+            f"after its own prompt, {_split_turns_text(source)}"
+        )
+    if answers["reasoning_left_out"]:
+        texts.append(
+            f"source {name}: the reasoning before {counted(answers['reasoning_left_out'], 'answer')} is not in the "
+            "text that is trained on: either data.thinking=off drops it, or the chat template drops it from history "
+            "(data.split_turns=true keeps it)"
+        )
+    if answers[THINKING_OFF]:
+        texts.append(
+            f"source {name}: {answers[THINKING_OFF]:,} of {counted(source['rows'], 'conversation')} trained with "
+            "thinking turned off, as they have no reasoning; the chat template's default is on. Turn thinking off "
+            "when you use the model, or make that the default of chat, evaluation and servers: "
+            "model.chat_template_args.enable_thinking=false"
+        )
+    if answers[SPLIT_TOKENS] * 100.0 > COST_PCT * source["tokens"]:
+        share = 100.0 * answers[SPLIT_TOKENS] / source["tokens"]
+        texts.append(
+            f"source {name}: {share:.0f} % of its tokens are in separate documents for earlier answers, which the "
+            "chat template renders differently once they are history. data.split_turns=false saves them, and learns "
+            "only the last answers"
+        )
+    return texts
+
+
+def _split_turns_text(source: dict[str, Any]) -> str:
+    """Return what data.split_turns=true would cost, where it could be estimated (turns.py)."""
+    found = source["split_turns"]
+    if not found:
+        return "for more tokens"
+    more = f"{counted(found['tokens'], 'token')} more, in {counted(found['documents'], 'further document')}"
+    return (
+        f"for about {found['factor']:.2f} times the tokens of this source ({more}; estimated from "
+        f"{counted(found['conversations'], 'conversation')})"
+    )
 
 
 def source_facts(examples: Examples) -> list[dict[str, Any]]:

@@ -1,39 +1,112 @@
-"""Check that a recipe's inputs exist: data with columns that its stage learns from, the model, the run before. No
+"""Check before a run starts that one of its evaluations will write the metric that checkpoint.best names. No torch.
+
+Check that a recipe's inputs exist: data with columns that its stage learns from, the model, the run before. No
 torch.
 
 Launcher, chain and scripts read a recipe with these rules, so that whatever is missing stands in one report with
 whatever is wrong in the recipe. They look at first records and file names; what shows only when it is loaded is found
 by the run.
+
+Refuse what the engine of a recipe cannot do on the processes of a launch, or with a model of this config, before
+anything is loaded. No torch.
+
+What the config leaves to the defaults of transformers, and a model whose config is not there yet, is left to the
+engines, which ask the same rules (config.launch_rules).
+
+The flags of scripts/inspect_data.py, besides recipe and key=value. No torch.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from sftkit.config.chat_templates import CHAT_TEMPLATES
-from sftkit.config.paths import similar_paths
-from sftkit.config.rule import Get, Problem, Rule, Unusable
-from sftkit.config.rules import STEP_PATH
-from sftkit.config.schema import SourceConfig
-from sftkit.config.stages import STAGE_SCRIPTS
-from sftkit.data.reading import conversation, hub, readers, rows
-from sftkit.data.reading.bad_rows import BadRows, until_broken
+from sftkit.config.commands import Parser, path_or_id, similar_paths, whole_number
+from sftkit.config.load import read_command_line
+from sftkit.config.rules import (
+    STEP_PATH,
+    Get,
+    OfLaunch,
+    Problem,
+    Rule,
+    Unusable,
+    graph_mesh_problems,
+    no_experts,
+    passes_off_gpu,
+    split_problems,
+    unshared_experts,
+)
+from sftkit.config.schema import Config, ModelConfig, SourceConfig, TrainConfig, num_stages, source_label
+from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS, stage_of_recipe
+from sftkit.config.terminal import print_text
+from sftkit.config.topology import Topology, idle_pipeline, topology_of
+from sftkit.data.demo.builtin import FAMILIES
+from sftkit.data.reading import conversation, readers, rows
+from sftkit.data.reading import origin as hub
+from sftkit.data.reading.findings import BadRows, until_broken
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.files import check_model_files, check_unquantized, json_object
-from sftkit.preflight import evaluated
-from sftkit.rundir.manifest import read_manifest
+from sftkit.models.files import GATED, check_model_files, check_unquantized, fields_of, json_object
+from sftkit.rundir.manifest import WEIGHTS, read_manifest
 from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
-from sftkit.rundir.provenance import WEIGHTS
 from sftkit.runtime.hub import find_model
+from sftkit.runtime.launcher import may_have_gpu
+from sftkit.runtime.script import first_of
+
+OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "token_f1", "low", "high"))
+"What a captioning run writes of the captions of its data.val (evals/scoring.py)."
+
+
+def best(get: Get, stage: str | None) -> Iterator[Problem]:
+    """Refuse a run that names, in checkpoint.best, a metric which it never writes: it would train to its end and keep
+    no best checkpoint."""
+    wanted, tasks = get("checkpoint.best"), get("eval.tasks")
+    validation = get("data.val")
+    if wanted is None or get("eval.every") is None or not (tasks or validation):  # the last two have rules of their own
+        return
+    names = validation_metrics(validation)
+    of_others = get("eval.backend") == "lm_eval" and tasks  # whose names are known when it has run
+    names += [] if of_others else task_metrics(tasks, get("eval.format"))
+    if stage == "caption" and validation:
+        names += OF_CAPTIONS
+    if wanted not in names and not (of_others and wanted.startswith("eval/")):
+        yield "checkpoint.best", _unknown(wanted, names)
+
+
+def validation_metrics(sources: Sequence[dict]) -> list[str]:
+    """Return the names that evals.validation.validate gives the values of validation sources, those of
+    all together first."""
+    prefixes = ["val", *(f"val/{source_label(SourceConfig(**source))}" for source in sources)] if sources else []
+    return [f"{prefix}/{metric}" for prefix in prefixes for metric in ("loss", "bpb")]
+
+
+def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
+    """Return the names that evals.results.values_of gives the values of our tasks."""
+    names = []
+    for task in tasks:
+        metrics = METRICS_IN_CHAT.get(task, TASK_METRICS[task]) if format == "chat" else TASK_METRICS[task]
+        names += [f"eval/{task}/{metric}" for metric in (*metrics, "low", "high")]
+        if task == "families":
+            names += [f"eval/{family}/{metric}" for family in FAMILIES for metric in metrics]
+    return [*names, "eval/centred_mean"] if tasks else []
+
+
+def _unknown(wanted: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(wanted, names, n=1)
+    meant = f' Did you mean "{near[0]}"?' if near else ""
+    return f'"{wanted}" is no metric that an evaluation of this run writes: {first_of(names, 8)}.{meant}'
+
 
 FIRST_ROWS = 100
 "Rows at the beginning of a source that are looked at."
@@ -75,7 +148,7 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
             known.
     """
     first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
-    last = _resume, _eval_data, partial(evaluated.best, stage=stage)
+    last = _resume, _eval_data, partial(best, stage=stage)
     return [*first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
 
 
@@ -261,3 +334,126 @@ def _eval_data(get: Get) -> Iterator[Problem]:
 
 def _missing(path: str, kind: str, there: Callable[[Path], bool]) -> str | None:
     return None if there(Path(path)) else f"{path}: no such {kind} (looked in {Path.cwd()}){similar_paths(path)}"
+
+
+def start_rules(stage: str) -> list[Rule | OfLaunch]:
+    """Return rules for a script that trains a stage: for its inputs, and for the processes that have been started."""
+    return [*input_rules(stage), *launch_rules(here=True)]
+
+
+def launch_rules(*, here: bool = False) -> list[OfLaunch]:
+    """Return rules for the processes of a launch.
+
+    Args:
+        here: they are on this machine, whose GPU counts where the launcher names no device.
+    """
+    return [OfLaunch(_pipeline), OfLaunch(partial(_graph, here=here))]
+
+
+def _pipeline(get: Get, topology: Topology) -> Iterator[Problem]:
+    if get("train.engine") != "pipeline" or topology.stages == 1:
+        return
+    fields = _text_config(get)
+    # A model with an encoder is refused for more than its stages, when it is loaded.
+    if "model_type" not in fields or fields.get("is_encoder_decoder") or "encoder" in fields:
+        return
+    layers = fields.get("num_hidden_layers")
+    yield from split_problems(
+        get("train.pipeline_schedule"),
+        get("train.pipeline_layers"),
+        topology.stages,
+        fields["model_type"],
+        layers if isinstance(layers, int) else None,
+    )
+
+
+def _graph(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
+    if get("train.engine") != "graph":
+        return
+    topology = replace(topology, on_cpu=topology.on_cpu or (here and not may_have_gpu()))
+    if topology.on_cpu:
+        yield from passes_off_gpu(get("graph.passes"), get("attention.backend"), "cpu")
+    yield from graph_mesh_problems(topology)
+    if get("graph.token_dispatcher") != "alltoall":
+        return
+    model_type = _text_config(get).get("model_type")
+    yield from no_experts(model_type) if model_type in GATED else unshared_experts(topology)
+
+
+def _text_config(get: Get) -> Mapping[str, Any]:
+    """Return the fields of the model's config, those of its text part on top; none where they cannot be read."""
+    path, revision, scratch = (get(f"model.{name}") for name in ("path", "revision", "scratch"))
+    fields = fields_of(ModelConfig(path=path, revision=revision, scratch=scratch)) or {}
+    inner = fields.get("text_config")
+    return {**fields, **inner} if isinstance(inner, dict) else fields
+
+
+def parse(description: str | None) -> tuple[Config, argparse.Namespace]:
+    """Return the Config that the words ask for, and the flags. Prints problems and exits with code 2 if there are any.
+
+    The flags are recipe, stage (None: by the recipe's name), preview (documents), html and json (files or None),
+    gpu_gib (None: this machine's) and topology.
+    """
+    parser = Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser.add_argument(
+        "--stage",
+        choices=tuple(STAGE_SCRIPTS),
+        help="what it learns is shown; by the recipe's name: base*.yaml, mid*.yaml, caption*.yaml, otherwise sft",
+    )
+    documents, gpus = whole_number("documents", 0, ", say 3"), whole_number("GPUs", 1, ", say 8")
+    parser.add_argument(
+        "--preview", metavar="N", type=documents, default=3, help="documents to show with their masks; 3"
+    )
+    parser.add_argument("--html", metavar="FILE", type=new_file, help="all of it as one HTML file, without network")
+    parser.add_argument(
+        "--json", metavar="FILE", type=new_file, help="the numbers: what training writes to preflight.json"
+    )
+    parser.add_argument("--gpu-gib", metavar="GIB", type=size, help="memory of the GPU that it will run on; this one's")
+    parser.add_argument(
+        "--config_file", metavar="FILE", type=Path, help="accelerate config that it will be launched with; one process"
+    )
+    parser.add_argument("--num_processes", metavar="N", type=gpus, help="GPUs of that launch; those of the file")
+    flags, sys.argv[1:] = parser.parse_known_args()
+    if flags.num_processes and not flags.config_file:
+        parser.error("--num_processes needs --config_file, say accelerate_configs/fsdp2.yaml")
+
+    def launched(train: TrainConfig) -> Topology:
+        one = not flags.config_file
+        return Topology() if one else topology_of(flags.config_file, flags.num_processes, num_stages(train))
+
+    try:
+        # Once with the defaults, so that a file that cannot be read is an error of the flag, not of the recipe.
+        launched(TrainConfig())
+    except ConfigError as error:
+        parser.error(str(error))
+    stage = flags.stage or stage_of_recipe(sys.argv[1] if len(sys.argv) > 1 else "")
+    text = f"{description}\n{parser.format_help().strip()}"
+    # Without a launch it is not known yet over which processes it will run.
+    of_launch = launch_rules() if flags.config_file else []
+    cfg = read_command_line(text, [*data_rules(stage), *of_launch], launched)  # what is left: recipe, key=value
+    flags.topology = launched(cfg.train)
+    file = flags.config_file
+    if file and (warning := idle_pipeline(file, cfg.train.engine, flags.topology)):
+        print_text(warning, level="warning")
+    flags.recipe = sys.argv[1]
+    return cfg, flags
+
+
+def size(word: str) -> float:
+    """Return a GPU's GiB, more than 0, from a word."""
+    try:
+        gib = float(word)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word}: GiB of a GPU, more than 0, say 80")
+    return gib
+
+
+def new_file(word: str) -> Path:
+    """Return a path in a folder that exists from a word."""
+    path = Path(path_or_id(word))
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"{word} is a folder" if path.is_dir() else f"{word}: there is no folder {path.parent}"
+        raise argparse.ArgumentTypeError(f"{what}; name a file in a folder that exists")
+    return path

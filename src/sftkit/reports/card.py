@@ -11,12 +11,24 @@ from typing import Any
 
 import yaml
 
-from sftkit.models.auto_classes import CAPTIONS, TEXT_TO_TEXT
+from sftkit.models.files import CAPTIONS, TEXT_TO_TEXT
+from sftkit.reports.collect import EVALUATION_COLUMNS, is_part, latest_evaluations
 from sftkit.reports.components import columns, value_text
 from sftkit.reports.details import SOURCES
-from sftkit.reports.evaluated import EVALUATION_COLUMNS, is_part, latest_evaluations
-from sftkit.reports.files import Report, Rows, applies, dicts, drawable_number, mapping, passed
-from sftkit.reports.numbers import NONE, duration, format_interval, format_value, parameters
+from sftkit.reports.values import (
+    NONE,
+    Report,
+    Rows,
+    applies,
+    dicts,
+    drawable_number,
+    duration,
+    format_interval,
+    format_value,
+    mapping,
+    parameters,
+    passed,
+)
 from sftkit.rundir.names import DOES_NOT_APPLY
 
 PIPELINES = {CAPTIONS: "image-to-text", TEXT_TO_TEXT: "text2text-generation"}

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import axis_texts, format_interval, format_value, log_ticks, ticks
+from sftkit.reports.values import Html, axis_texts, el, format_interval, format_value, join, log_ticks, ticks
 
 Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0

@@ -1,35 +1,239 @@
-"""Everything that report.html shows, as one dictionary: report.json."""
+"""Reads the settings of a run, compares them with the defaults or another run's, and finds
+where its model comes from.
+
+Reads the evaluations of a run from its files: values of tasks by step, and sample answers.
+
+Everything that report.html shows, as one dictionary: report.json.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sftkit.config.commands import first_run
+from sftkit.config.keys import key_table
+from sftkit.config.yaml import parse
 from sftkit.errors import ConfigError
-from sftkit.models.auto_classes import auto_class
-from sftkit.reports.compare import compare_curves, incomparable, known, steady
-from sftkit.reports.evaluated import evaluations, final_evaluation, newest_samples
-from sftkit.reports.experts import load_of
-from sftkit.reports.files import (
+from sftkit.models.files import auto_class
+from sftkit.reports.compare import compare_curves, incomparable, known, own_words, steady
+from sftkit.reports.details import load_of
+from sftkit.reports.values import (
     Rows,
     checkpoint,
+    clean,
     dicts,
     drawable_number,
+    format_value,
     mapping,
     on_cpu,
     read_json,
     read_rows,
     stored_parameters,
 )
-from sftkit.reports.numbers import format_value
-from sftkit.reports.pays import own_words
-from sftkit.reports.settings import changed, differences, hub_datasets, origin, read_settings
 from sftkit.rundir import names
-from sftkit.rundir.killed import as_killed
+from sftkit.rundir.names import CONFIG, EVALUATIONS, FINAL, RECIPE, RESULTS, STEP_DIRS, step_name, step_of
+from sftkit.rundir.status import as_killed
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DATA_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DATA_FILE = re.compile(r"\.(jsonl|json|parquet|csv|txt)(\.gz)?$")
+
+
+def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return config.yaml as a nested dictionary; what cannot be read is said in `notes`, never raised."""
+    try:
+        # By the parser of recipes, which has limits: a config.yaml may come from anybody.
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        notes.append(f"{path.name} is not there")
+        return {}
+    problems: list[str] = []
+    try:
+        settings = mapping(clean(parse(text, path.name, problems).plain()))
+    except RecursionError:
+        settings, problems = {}, ["nested too deeply"]
+    notes.extend(f"{path.name}: {problem}" for problem in problems[:3])
+    return settings
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and their values.
+
+    A list of plain values is one value; a list of mappings has a number for each.
+    """
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _flat(item, f"{key}.{name}" if key else str(name))
+    elif dicts(value):
+        for index, item in enumerate(value):
+            yield from _flat(item, f"{key}.{index}")
+    else:
+        yield key, value
+
+
+def changed(settings: dict[str, Any]) -> Rows:
+    """Return the settings that differ from their default, as {"key", "value", "default"}; default null
+    also where there is none."""
+    rows = []
+    for key, value in _flat(settings):
+        # Lists of mappings are numbered in a recipe; the table of keys has one entry, N, for all of them.
+        known = key_table().get(re.sub(r"\.\d+(?=\.|$)", ".N", key))
+        default = known.default if known is not None else None
+        if known is None or known.required or _text(value) != _text(default):
+            rows.append({"key": key, "value": value, "default": default})
+    return rows
+
+
+def differences(settings: dict[str, Any], other: dict[str, Any]) -> Rows:
+    """Return the settings of two runs that differ, as {"key", "value", "other"}; run.dir is left out."""
+    mine, its = dict(_flat(settings)), dict(_flat(other))
+    keys = [key for key in dict.fromkeys([*mine, *its]) if key != "run.dir"]
+    return [
+        {"key": key, "value": mine.get(key), "other": its.get(key)}
+        for key in keys
+        if key not in mine or key not in its or _text(mine[key]) != _text(its[key])
+    ]
+
+
+def _text(value: Any) -> str:
+    """Return a value as text that is the same for equal values."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def origin(settings: dict[str, Any]) -> str | None:
+    """Return the hub model that this run, or the run that it goes on from, started with; None: it was made from scratch
+    or from a local folder."""
+    # Runs go on from runs: ten back at most, as a folder may name itself.
+    for _ in range(10):
+        path = mapping(settings.get("model")).get("path")
+        if not isinstance(path, str):
+            return None
+        folder = os.path.expanduser(path)  # os.path, not pathlib: it takes any text, however long or odd
+        files = (os.path.join(folder, name) for name in (CONFIG, RECIPE))
+        recipe = next((file for file in files if os.path.isfile(file)), None)
+        if recipe is None:
+            local = os.path.exists(folder) or path.startswith(("runs/", ".", "~", "/"))
+            return path if not local and _HUB_ID.fullmatch(path) else None
+        settings = read_settings(Path(recipe), [])
+    return None
+
+
+def hub_datasets(settings: dict[str, Any]) -> list[str]:
+    """Return the hub ids of the training data."""
+    paths = [source.get("path") for source in dicts(mapping(settings.get("data")).get("train"))]
+    ids = [path for path in paths if isinstance(path, str) and _DATA_ID.fullmatch(path) and not _DATA_FILE.search(path)]
+    return list(dict.fromkeys(path for path in ids if not os.path.exists(path)))
+
+
+EvaluationTable = dict[tuple[float, str, str], dict[str, Any]]
+"""(step, task, metric) -> an evaluation."""
+_MAX_EVALUATIONS, _MAX_SAMPLES, _MAX_TEXT = 20, 10, 4000
+_BOUNDS = ("low", "high", "chance")
+_MEANS = ("centred_mean", "families")
+EVALUATION_COLUMNS = ["task", "metric", "value", "95 % interval", "chance", "examples", "step"]
+
+
+def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
+    """Return every evaluation of every task, by step: from evals/step-*/results.json, and
+    evals.jsonl for what is not there."""
+    table: EvaluationTable = {}
+    told: set[tuple[float, str, str]] = set()
+    for path in sorted((run_dir / EVALUATIONS).glob(f"{STEP_DIRS}/{RESULTS}")):
+        of_step = step_of(path.parent.name)
+        for row in dicts(read_json(path, notes)) if of_step is not None else []:
+            told |= _keep_task(table, float(of_step or 0), row)
+    # evals.jsonl has less of a value (no interval of parts, no examples), so it only fills what results.json lacks.
+    for row in rows:
+        step = drawable_number(row.get("step"))
+        for name, value in row.items():
+            prefix, _, rest = name.partition("/")
+            task, _, metric = rest.partition("/")
+            if prefix != "eval" or metric in _BOUNDS or not task or step is None or drawable_number(value) is None:
+                continue
+            if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
+                continue
+            # low and high stand beside a task, not beside a metric: with several metrics nobody could say
+            # whose they are.
+            alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
+            bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
+            _keep(table, step, {"task": task, "metric": metric or "mean", "value": value} | bounds)
+    return [table[key] for key in sorted(table)]
+
+
+def final_evaluation(run_dir: Path, last_step: float, notes: list[str]) -> Rows:
+    """Return what scripts/evaluate.py has found of the run's last checkpoint; nothing, with a note, if
+    it was of an earlier one."""
+    table: EvaluationTable = {}
+    for row in dicts(read_json(run_dir / FINAL / RESULTS, notes, optional=True)):
+        model = str(mapping(row.get("settings")).get("model") or step_name(round(last_step)))
+        if step_of(Path(model).name) == last_step:
+            _keep_task(table, last_step, row)
+        else:
+            notes.append(f"{FINAL}: {row.get('task')} is of {model}, not of step {last_step:.0f}, and is left out")
+    return [row | {"final": True} for _, row in sorted(table.items())]
+
+
+def _keep_task(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> set[tuple[float, str, str]]:
+    """Keep a task and its parts.
+
+    Returns what evals.jsonl has of it too: (step, task or part, metric) of all its metrics.
+    """
+    task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
+    # The task itself counts more than a part of another one that has its name.
+    evaluations.pop((step, task, metric), None)
+    _keep(evaluations, step, row)
+    metrics = {name.partition("/")[::2]: value for name, value in mapping(row.get("metrics")).items()}
+    for (kind, part), value in metrics.items():
+        if part and kind == metric:
+            _keep(evaluations, step, {"task": part, "metric": kind, "value": value})
+    return {(step, part or task, kind) for kind, part in metrics}
+
+
+def _keep(evaluations: EvaluationTable, step: float, row: dict[str, Any]) -> None:
+    """Add an evaluation, unless there is one of this step, task and metric."""
+    task, metric = str(row.get("task", "?")), str(row.get("metric", "?"))
+    numbers = {key: drawable_number(row.get(key)) for key in ("value", "stderr", "low", "high", "chance", "examples")}
+    others = {"settings": mapping(row.get("settings")), "metrics": mapping(row.get("metrics"))}
+    made = {"step": int(step), "task": task, "metric": metric} | numbers | others
+    evaluations.setdefault((step, task, metric), made)
+
+
+def latest_evaluations(evaluation_rows: Rows) -> Rows:
+    """Return the newest evaluation of each task and metric: means first, then tasks, then
+    what is only a part of one."""
+    newest = {(row["task"], row["metric"]): row for row in evaluation_rows}
+    return [newest[key] for key in sorted(newest, key=lambda key: (is_part(newest[key]), key[0] not in _MEANS, key))]
+
+
+def standing(report: dict[str, Any]) -> Rows:
+    """Return what stands for the model: its final evaluation, and for other tasks the newest one."""
+    return latest_evaluations([*report["evaluations"], *report["final"]])
+
+
+def is_part(row: dict[str, Any]) -> bool:
+    """Return whether an evaluation is a part of another, such as one family: it has no interval and no chance."""
+    return row["low"] is None and row["chance"] is None and row["task"] not in _MEANS
+
+
+def newest_samples(rows: Rows) -> Rows:
+    """Return [{"step", "samples": [...]}], newest first: the last evaluations, the first samples of
+    each, texts cut to a length."""
+    by_step: dict[float, Rows] = {}
+    keys = ("prompt", "reference", "answer", "stop")
+    for row in rows:
+        step = drawable_number(row.get("step"))
+        if step is not None:
+            texts = {key: str(row[key])[:_MAX_TEXT] for key in keys if row.get(key)}
+            by_step.setdefault(step, []).append(texts)
+    steps = sorted(by_step, reverse=True)[:_MAX_EVALUATIONS]
+    return [{"step": int(step), "samples": by_step[step][:_MAX_SAMPLES]} for step in steps]
+
 
 Curve = list[list[float | None]]
 """[step, value or null] in order of the steps."""

@@ -8,9 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from sftkit.reports.charts import PLAIN_AXIS, WIDE, Series, ValueAxis, is_log, line_chart, line_class
-from sftkit.reports.files import Rows, applies, drawable_number, passed
-from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import NONE, format_value
+from sftkit.reports.values import NONE, Html, Rows, applies, drawable_number, el, format_value, join, passed
 from sftkit.rundir.names import DOES_NOT_APPLY
 
 _ICONS = {True: "M2 6.5 5 9.5 10.5 3", False: "M2.5 2.5 9.5 9.5M9.5 2.5 2.5 9.5", None: "M2.5 6H9.5"}

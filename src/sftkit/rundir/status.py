@@ -1,8 +1,15 @@
-"""Write run_status.json: how the run stands or ended, for people and requeue scripts; which rank failed first, and of
-what."""
+"""The error that ended a rank: in words, and whether it is only what another rank's end did to this one.
+
+Write run_status.json: how the run stands or ended, for people and requeue scripts; which rank failed first, and of
+what.
+
+Tell of a run that was killed what it could not tell itself, from its directory: for the launcher, the next start and
+the report. No torch.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -23,10 +30,61 @@ import psutil
 from sftkit.config.commands import invocation, typed
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError, DataError, RunError
-from sftkit.rundir.failure import Failure, describe_error, is_full_disk, is_symptom
-from sftkit.rundir.files import read_object, replace_shared
-from sftkit.rundir.lock import boot_id, process_start
-from sftkit.rundir.names import ERRORS, STATUS, error_file, error_files, step_dirs
+from sftkit.rundir.files import UNREADABLE, read_object, replace_shared
+from sftkit.rundir.lock import at_work, boot_id, process_start
+from sftkit.rundir.names import ERRORS, METRICS_FILE, STATUS, error_file, error_files, latest_checkpoint, step_dirs
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error that ended a rank."""
+
+    rank: int
+    step: int
+    "the step it was in; 0: before the first"
+    phase: str
+    error: str
+    time: float
+    symptom: bool = False
+    "it saw only what another rank, whose own error is the cause, did to it"
+    start_id: str = ""
+    "of the start that it ended; see RunStatus.start_id"
+
+    def __str__(self) -> str:
+        where = f"at step {self.step}" if self.step else "before the first step"
+        return f"rank {self.rank} failed {where} ({self.phase}): {self.error}"
+
+
+# What torch.distributed and its backends write when another rank is gone, in lower case.
+_SYMPTOMS = ("closed by peer", "reset by peer", "broken pipe", "gloo", "nccl", "socket", "tcpstore", "connection")
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Libraries in Rust and C++ say it in words: of the system, or the number of its error.
+_FULL_WORDS = (*map(os.strerror, _FULL), *(f"(os error {number})" for number in _FULL), "PytorchStreamWriter failed")
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Return whether an error says that a disk is full, or a quota or limit of the size of files is reached."""
+    return (isinstance(error, OSError) and error.errno in _FULL) or any(mark in str(error) for mark in _FULL_WORDS)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the message of an error, with its class where the error is not made for users."""
+    text = str(error).strip()
+    if is_full_disk(error) and not isinstance(error, ConfigError | DataError | RunError):
+        return (
+            f"a disk is full, or a quota or limit of file sizes is reached: {text}. Free some space or take "
+            "a run.dir on another disk, then start again with train.resume=auto"
+        )
+    named = isinstance(error, ConfigError | DataError | RunError)
+    return text if named and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def is_symptom(error: BaseException) -> bool:
+    """Return whether an error says that another rank is gone, and nothing about this one."""
+    return isinstance(error, RuntimeError | OSError) and any(mark in str(error).lower() for mark in _SYMPTOMS)
+
 
 Outcome = Literal["running", "finished", "stopped", "preempted", "failed"]
 _BEAT_BYTES = 192
@@ -380,3 +438,100 @@ def _replace(path: Path, values: dict[str, Any]) -> None:
         with path.open("r+") as file:  # not truncated first: its blocks are all that there is
             file.write(text)
             file.truncate()
+
+
+_TAIL = 1 << 16
+"Bytes at the end of METRICS_FILE in which its last line is looked for."
+
+
+def killed_by(code: int) -> signal.Signals | None:
+    """Return the signal that killed a process of this exit code (128 + the signal's number).
+
+    Returns:
+        None: no signal did, or it was one that asks for a stop (runtime.signals.SIGNALS).
+    """
+    queues = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU}
+    asked = {*queues, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+    return next((number for number in signal.Signals if number == code - 128 and number not in asked), None)
+
+
+def where_it_was(run_dir: Path) -> str:
+    """Return the newest step that a run has logged and its newest checkpoint, in words."""
+    step, checkpoint = last_step(run_dir), None
+    with suppress(OSError):
+        checkpoint = latest_checkpoint(run_dir)
+    logged = "no step was logged" if step is None else f"newest logged step {step}"
+    return f"{logged}, {f'newest checkpoint {checkpoint}' if checkpoint else 'no checkpoint'}"
+
+
+def how_to_go_on(run_dir: Path, resume: str, start: str) -> str:
+    """Return what to do next, in words: resume from the newest checkpoint or, without one, start again.
+
+    Args:
+        resume: command that resumes from the newest checkpoint.
+        start: command that started the run.
+    """
+    with suppress(OSError):
+        if latest_checkpoint(run_dir) is not None:
+            return f"resume from there: {resume}"
+    return f"start it again: {start}"
+
+
+def last_step(run_dir: Path) -> int | None:
+    """Return the step of the last whole line of METRICS_FILE; None without one."""
+    try:
+        # From the end, backwards: the file may be large, and its last line a half one.
+        with (run_dir / METRICS_FILE).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with suppress(*UNREADABLE):
+            return int(json.loads(line)["step"])
+    return None
+
+
+def as_killed(run_dir: Path, status: dict[str, Any]) -> dict[str, Any]:
+    """Return the status; if it says `running` but the run is gone, `killed`, with what is known of the end."""
+    # "Not known" is not "gone": the lock may be of another machine, whose processes are not seen from here.
+    if status.get("status") != "running" or at_work(run_dir) is not False:
+        return status
+    resume, start = (str(status.get(name) or "") for name in ("resume", "start"))
+    text = f"killed (kill -9, out of memory, or the machine went down): {where_it_was(run_dir)}"
+    step = last_step(run_dir)
+    next_one = f"; {how_to_go_on(run_dir, resume, start)}" if resume and start else ""
+    values = {"status": "killed", "step": status.get("step") if step is None else step, "error": text + next_one}
+    return status | values
+
+
+def report_killed(run_dir: Path, number: signal.Signals, cause: str, earlier: str | None, words: list[str]) -> str:
+    """Return the message about a run that was killed. Write it to run_status.json too, unless a surviving rank
+    has done so.
+
+    Args:
+        number: the signal that killed it.
+        cause: what has likely sent the signal, in words (runtime.oom.likely_cause).
+        earlier: status.newest_start before the run was started.
+        words: script and arguments that started it.
+    """
+    status = read_status(run_dir)
+    # The launcher can be killed alone: then the run goes on, and nothing of it may be overwritten.
+    if at_work(run_dir):
+        return f"error: the launcher was killed by {number.name}: {cause}\n{run_dir}: the run itself is still at work"
+    who = "the run"
+    # What is there is of an earlier run.
+    if status.get("start_id") == earlier:
+        end = f"It had not begun to train. Start it again: {start_command(words)}"
+        return f"error: {who} was killed by {number.name}: {cause}\n{end}"
+    # Nobody was left to write the end. Where a rank was, it knows more than the exit code does.
+    if status.get("status") == "running":
+        step = last_step(run_dir)
+        values = {"status": "failed", "error": f"killed by {number.name}: {cause}", "time": round(time.time(), 3)}
+        values |= {} if step is None else {"step": step}
+        with suppress(OSError):
+            replace_shared(run_dir / STATUS, json.dumps(status | values, indent=1))
+    elif status.get("first_failing_rank") is not None:
+        who = f"rank {status['first_failing_rank']}"
+    where = f"{run_dir}: {where_it_was(run_dir)}; {how_to_go_on(run_dir, resume_command(words), start_command(words))}"
+    return f"error: {who} was killed by {number.name}: {cause}\n{where}"

@@ -12,8 +12,7 @@ from typing import Literal
 
 from huggingface_hub import constants
 
-from sftkit.config.commands import program_path
-from sftkit.config.paths import similar_paths
+from sftkit.config.commands import program_path, similar_paths
 from sftkit.errors import ConfigError
 from sftkit.rundir.names import resolve
 

@@ -1,30 +1,126 @@
-"""Open a run directory: check that the ranks are one run and the only one in it, and write down what is about to start.
+"""All ranks of a run must be the same run: recipe, versions and data are compared before anything is trained.
+
+Random states of a process, so that a resumed run draws the numbers that the uninterrupted one would have drawn.
+
+Open a run directory: check that the ranks are one run and the only one in it, and write down what is about to start.
 
 What it writes is in a folder of its own until this start has done a step (rundir/attempt.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
 
 from sftkit.config.terminal import print_text
+from sftkit.config.yaml import flattened
 from sftkit.errors import ConfigError
 from sftkit.rundir import attempt, lock
-from sftkit.rundir.failure import describe_error, is_full_disk
 from sftkit.rundir.files import replace_text
-from sftkit.rundir.killed import where_it_was
+from sftkit.rundir.lock import pid_scope
 from sftkit.rundir.names import CONFIG, ENVIRONMENT
-from sftkit.rundir.status import RunStatus, read_status
-from sftkit.runtime.consistency import assert_same_on_ranks, neighbours, recipe_identity
-from sftkit.runtime.hardware import environment
+from sftkit.rundir.status import RunStatus, describe_error, is_full_disk, read_status, where_it_was
+from sftkit.runtime.hardware import environment, installed_version
 from sftkit.runtime.launcher import check_launcher
 from sftkit.runtime.signals import end_process
 from sftkit.runtime.start import PATIENCE_SECONDS, Runtime
+
+
+def assert_same_on_ranks(rt: Runtime, what: dict[str, str]) -> None:
+    """Check that named values are the same on all ranks; every rank must call it.
+
+    Args:
+        what: name -> this rank's value.
+
+    Raises:
+        ConfigError: on every rank, with each name that differs and who has which value.
+    """
+    if differences := differing_values(rt.gathered(what)):
+        text = "the ranks of this run differ; start all of them from the same checkout and recipe:"
+        raise ConfigError("\n  ".join((text, *differences)))
+
+
+def differing_values(values: list[dict[str, str]]) -> list[str]:
+    """Return a line for each name whose value is not the same on all ranks.
+
+    Args:
+        values: of each rank, name -> value.
+    """
+    lines = []
+    for name in sorted(set().union(*values)):
+        ranks: dict[str, list[str]] = {}
+        for rank, of_rank in enumerate(values):
+            ranks.setdefault(of_rank.get(name, "not there"), []).append(str(rank))
+        if len(ranks) > 1:
+            who = (f"{value} on rank{'s' * (len(of) > 1)} {', '.join(of)}" for value, of in ranks.items())
+            lines.append(f"{name}: {'; '.join(who)}")
+    return lines
+
+
+def neighbours(rt: Runtime) -> dict[int, int]:
+    """Return rank -> process id of the ranks on this machine and in this container, which this process can see; every
+    rank must call it."""
+    scope = pid_scope()
+    return {rank: pid for rank, (place, pid) in enumerate(rt.gathered((scope, os.getpid()))) if place == scope}
+
+
+def recipe_identity(recipe: str) -> dict[str, str]:
+    """Return what must be the same on all ranks before data is read: the resolved recipe, by key, and the versions."""
+    # The versions too: another torch would compute another loss, and only on some ranks.
+    ours = installed_version("sftkit") or "not installed"  # run from its sources
+    settings = {key: repr(value) for key, value in flattened(yaml.safe_load(recipe))}
+    return {"sftkit": ours, "torch": torch.__version__, **settings}
+
+
+def data_identity(lengths: np.ndarray) -> dict[str, str]:
+    """Return what the plan of every epoch follows from: number and lengths of the training documents.
+
+    Args:
+        lengths: int64 [D], positions of each document.
+    """
+    # Lengths alone, as plans follow from them; all tokens would be gigabytes to read at each start.
+    digest = hashlib.sha256(np.ascontiguousarray(lengths).tobytes()).hexdigest()
+    return {"training documents": f"{len(lengths):,} (sha256 of their lengths {digest[:16]})"}
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of Python's, numpy's and torch's generators, in types
+    that torch.load(weights_only=True) takes."""
+    # numpy's keys as a tensor, since weights_only refuses its arrays. Of GPUs the one that this rank computes on: the
+    # others are other ranks'.
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restore the generators from what `random_state` returned, bit for bit."""
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def random_key(*numbers: int) -> int:
+    """Return 64 bits that depend on all numbers; the same on every rank and after a resume."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest())
 
 
 def open_run(run_dir: str, resume: str | None, recipe: str, rt: Runtime) -> Path:

@@ -1,4 +1,14 @@
-"""Accelerator -> Runtime: ranks, device, precision, the few collectives that training needs, and stop signals."""
+"""One width of vector instructions for the CPU kernels that Inductor writes and for those that it finds
+in its cache.
+
+Gloo groups that do not crash with two collectives in flight.
+
+One assembler for the Triton kernels of a process and of its compile workers.
+
+An attribute with another value for some time.
+
+Accelerator -> Runtime: ranks, device, precision, the few collectives that training needs, and stop signals.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +19,23 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+import torch._inductor.config
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin, broadcast_object_list
+from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 from transformers.utils import logging as transformers_logging
 
 from sftkit.config.schema import RunConfig, TrainConfig, num_stages
@@ -31,13 +45,112 @@ from sftkit.errors import ConfigError, RunError, Stopped
 from sftkit.rundir.attempt import is_attempt, leaves_nothing, withdraw
 from sftkit.rundir.lock import RunLock
 from sftkit.rundir.status import RunStatus, report
-from sftkit.runtime.gloo import use_one_worker_per_group
 from sftkit.runtime.hardware import device_name, gpu_unavailable_reason, num_cores
 from sftkit.runtime.launcher import check_group, check_variables, config_file_of_launcher
-from sftkit.runtime.ptxas import use_ptxas_of_workers
+from sftkit.runtime.script import counted
 from sftkit.runtime.signals import SIGNALS, Stopping, end_process
-from sftkit.runtime.vectors import name_vector_width
-from sftkit.runtime.words import counted
+
+BITS = {"AVX512": 512, "AVX2": 256}
+
+
+def name_vector_width() -> None:
+    """Tell Inductor the width of the CPU's vectors, which it takes itself where nobody does.
+
+    Inductor writes loops over as many elements as a vector holds, and keeps the text in TORCHINDUCTOR_CACHE_DIR under a
+    key without that number (torch 2.11 and 2.13). A CPU of another width that shares the folder compiles this text for
+    its own vectors: of 12 elements written for AVX-512, code for AVX2 leaves the last 4 as they were, without a word.
+    A width that is named is in the key. No upstream issue is known.
+    """
+    # For the process, and never put back: kernels are written at any time of it.
+    cpp = torch._inductor.config.cpp
+    if cpp.simdlen is None:
+        cpp.simdlen = BITS.get(torch.backends.cpu.get_cpu_capability())
+
+
+@cache
+def use_one_worker_per_group() -> None:
+    """Give each gloo group that this process makes from now on one worker thread; torch gives it two.
+
+    Both note the name of what they run in one std::string of the group without a lock (ProcessGroupGloo::runLoop,
+    torch 2.11 to 2.13). A name of over 15 letters is on the heap, such as that of coalesced all-gathers, which every
+    functional all-gather is: two of them in flight free it twice, and the process dies with "malloc(): unaligned
+    tcache chunk detected" some seconds later. No option of init_process_group reaches the number of threads. No
+    issue is known.
+
+    The replaced `__init__` is never put back: groups are made at any time of the process.
+    """
+    group: Any = getattr(dist, "ProcessGroupGloo", None)
+    if group is None:  # a build without gloo
+        return
+    plain = group.__init__
+
+    def with_one_worker(
+        self: object, store: dist.Store, rank: int, size: int, timeout: Any = timedelta(minutes=30), **fields: Any
+    ) -> None:
+        # Private: the options of a gloo group have no public names, and init_process_group takes none
+        # (pytorch/pytorch#88330). What torch would fill in is filled in the same way, but for the number of threads.
+        if isinstance(fields.get("options", timeout), group._Options):  # the caller chose its options
+            plain(self, store, rank, size, *([] if "options" in fields else [timeout]), **fields)
+            return
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        devices = [group.create_device(interface=name) for name in interfaces if name]
+        options = group._Options()
+        options._devices = devices or [group.create_default_device()]
+        options._timeout, options._threads = timeout, 1
+        for name, value in fields.items():  # torch 2.15: enable_reconfigure
+            setattr(options, name, value)
+        plain(self, store, rank, size, options)
+
+    group.__init__ = with_one_worker
+
+
+def use_ptxas_of_workers() -> None:
+    """Assemble this process's Triton kernels with the ptxas that torch's compile workers take. Call it before the first
+    kernel: Triton asks for the version once.
+
+    That version is in the key of Triton's cache. Workers of torch 2.11 take torch/bin/ptxas (CUDA 13.0 in a wheel for
+    CUDA 13), the process takes Triton's own (12.8), so that max-autotune found none of the kernels that workers had
+    compiled for it, and compiled them again one by one: 5 to 20 s for a matrix product on an H200, which are 0.6 s now.
+    In torch 2.13 both take Triton's, and this does nothing: pytorch/pytorch#163988, which says that only this function
+    finds it, put the program into wheels, and #174716 took it out again.
+    """
+    # Private: what the workers call, and without a public name. It sets TRITON_PTXAS_PATH, for this process and all
+    # that it starts.
+    _set_triton_ptxas_path()
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Give an attribute of an object or module another value within the context."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def replaced_in_each(name: str, values: Mapping[Any, object]) -> Iterator[None]:
+    """Give an attribute of each object another value within the context; afterwards one that its class had alone is
+    its class's again.
+
+    Args:
+        values: object -> value.
+    """
+    # vars, not getattr: a value of the class must not become the object's own.
+    before = {owner: vars(owner)[name] for owner in values if name in vars(owner)}
+    try:
+        for owner, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner in values:
+            if owner in before:
+                setattr(owner, name, before[owner])
+            else:
+                delattr(owner, name)
+
 
 T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(minutes=60)

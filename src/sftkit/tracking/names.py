@@ -1,12 +1,145 @@
-"""Every name in metrics.jsonl and evals.jsonl: its unit, and which value stands for a whole run.
-Formulas: docs/metrics.md."""
+"""A check that a run makes of itself; proof.json and the report show them.
+
+The outcome of a step, on the device.
+
+The progress of a run since its first step, over all its starts: curves can be drawn over it as over `step`.
+
+Every name in metrics.jsonl and evals.jsonl: its unit, and which value stands for a whole run.
+Formulas: docs/metrics.md.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sftkit.models.structure import Work, train_flops
+from sftkit.objectives.objective import Totals
+from sftkit.rundir.names import DOES_NOT_APPLY
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check, ready to show."""
+
+    name: str
+    ok: bool | None
+    "None: it does not apply here, or could not be made"
+    found: str
+    expected: str
+    how: str
+    "what was compared with what"
+
+
+def does_not_apply(reason: str) -> str:
+    """Return what a check has found that has nothing to check in this run."""
+    return f"{DOES_NOT_APPLY}: {reason}"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of a step, equal on all ranks, in one small vector, so that one copy brings them to the host."""
+
+    vector: Tensor
+    "fp32 [11], the same on every rank"
+
+    @classmethod
+    def of(cls, stop: Tensor, nonfinite: Tensor, skipped: Tensor, verdict: Tensor | None = None) -> Flags:
+        """Combine the flags, each 0-d, with `verdict`, fp32 [2, 4], from Spikes.judge; None: not compared."""
+        flags = torch.stack([stop, nonfinite, skipped.to(stop.dtype)]).float()
+        return cls(torch.cat([flags, flags.new_zeros(8) if verdict is None else verdict.flatten()]))
+
+    @property
+    def stop(self) -> Tensor:
+        """Return the number of ranks that request a stop, 0-d."""
+        return self.vector[0]
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """Return the number of ranks whose loss is not finite, 0-d; 1 if only the gradient norm is not."""
+        return self.vector[1]
+
+    @property
+    def skipped(self) -> Tensor:
+        """Return 1 if the update was skipped, 0-d."""
+        return self.vector[2]
+
+    @property
+    def verdict(self) -> Tensor:
+        """Return what Spikes.judge found: [2, 4]."""
+        return self.vector[3:].view(2, 4)
+
+
+NUM_FLAGS = 11
+
+
+class StepOutcome(NamedTuple):
+    """The results of a step as tensors on the device; the host has waited for none of them."""
+
+    sums: Totals
+    "this rank's, over its micro-batches"
+    grad_norm: Tensor
+    "fp32 0-d, global gradient norm before clipping, the same on every rank"
+    flags: Flags
+    losses: Tensor
+    "fp32 (float64 of a model in float64) [A], the sum that is minimised in each of this rank's micro-batches"
+
+
+PROGRESS = "progress"
+"Name of the progress in the state of a checkpoint."
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts of all ranks together."""
+
+    tokens: int = 0
+    targets: int = 0
+    pairs: int = 0
+    "(query, key) pairs, summed over layers: see Meter"
+    seconds: float = 0.0
+    "time in steps, without evaluation, checkpoints and warm-up"
+    is_whole: bool = True
+    "False: it goes on from a checkpoint of an earlier version, which has only the tokens"
+    encoded: int = 0
+    "inputs of an encoder"
+
+    def plus(self, tokens: int, targets: int, pairs: int, seconds: float, encoded: int = 0) -> Progress:
+        """Return the progress after so much more."""
+        counts = (self.tokens + tokens, self.targets + targets, self.pairs + pairs, self.seconds + seconds)
+        return Progress(*counts, self.is_whole, self.encoded + encoded)
+
+    def axes(
+        self, orig_model: PreTrainedModel, *, counts_attention: bool, encoder_positions: int = 0
+    ) -> dict[str, float | None]:
+        """Return train/tokens, train/flops and train/seconds; None for what is not known.
+
+        Args:
+            counts_attention: False: not all work of this model can be counted.
+            encoder_positions: positions of one input of its encoder; 0: it has none.
+        """
+        flops = train_flops(orig_model, Work(self.tokens, self.targets, self.pairs, self.encoded, encoder_positions))
+        return {
+            "train/tokens": self.tokens,
+            "train/flops": flops if self.is_whole and counts_attention else None,
+            "train/seconds": self.seconds if self.is_whole else None,
+        }
+
+
+def progress_of(resumed: Mapping[str, Any]) -> Progress:
+    """Return how far a run was at the checkpoint that it goes on from; `resumed`: what Checkpoints.resume returned."""
+    if PROGRESS in resumed:
+        return Progress(**resumed[PROGRESS])
+    # Of an earlier version: it has the tokens alone, so the counts are whole only where no step was done.
+    return Progress(tokens=resumed.get("tokens", 0), is_whole=resumed["step"] == 0)
+
 
 Summary = Literal["last", "min", "max", "mean"]
 

@@ -19,16 +19,12 @@ from typing import Any, Literal
 from sftkit.config.schema import LogConfig
 from sftkit.config.terminal import Level
 from sftkit.errors import CheckpointError, NonFiniteError, RecompileError, ReplicaError, SpikeError
-from sftkit.rundir.files import append_all_or_nothing
+from sftkit.rundir.files import append_all_or_nothing, drop_evals_after, drop_rows_after, read_metric_rows, read_results
 from sftkit.rundir.names import EVALS, EVALUATIONS, EVENTS, METRICS_FILE, RESULTS, SAMPLES, evaluation_dir
-from sftkit.runtime.console import output_console
-from sftkit.runtime.progress import TrainingBar
+from sftkit.runtime.script import TrainingBar, output_console
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.dashboard.ending import begun, ending_of
-from sftkit.tracking.dashboard.identity import identity
-from sftkit.tracking.dashboard.records import preflight_of, proof_of, record_table, shortened
-from sftkit.tracking.dashboard.remote import DashboardWriter, first_line, open_dashboard
-from sftkit.tracking.rows import drop_evals_after, drop_rows_after, read_metric_rows, read_results
+from sftkit.tracking.dashboard.remote import DashboardWriter, first_line, identity, open_dashboard
+from sftkit.tracking.dashboard.services import begun, ending_of, preflight_of, proof_of, record_table, shortened
 
 log = logging.getLogger(__name__)
 CompileEvent = Literal["recompile", "fallback", "graph_break", "cuda_graph", "hook"]
@@ -98,7 +94,7 @@ class Tracker:
         """Keep what the files and the dashboard need.
 
         Args:
-            settings: the recipe, and what was resolved, for the dashboard: see train/about.py.
+            settings: the recipe, and what was resolved, for the dashboard: see train/assemble.py.
         """
         self._rt, self._run_dir, self._step = rt, run_dir, resume.step
         self._config, self._settings, self._open_window = config, settings, resume.open_window

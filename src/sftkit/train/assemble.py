@@ -1,4 +1,6 @@
-"""The assembly of a run, the same for all stages. A stage script calls these functions in order and adds what is
+"""The config of a run on a dashboard: the recipe, the value of each `auto`, and the environment.
+
+The assembly of a run, the same for all stages. A stage script calls these functions in order and adds what is
 special to the stage; each function takes what the previous one returns.
 """
 
@@ -7,62 +9,90 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.checkpoint import Checkpoints
-from sftkit.checkpoint.compatibility import run_identity
-from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint
-from sftkit.checkpoint.weight_files import check_saved_names
+from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint, run_identity
+from sftkit.checkpoint.states import check_saved_names
 from sftkit.compile.modules import check_options, named_parts
-from sftkit.config.graph_passes import environment_of_passes
 from sftkit.config.load import to_yaml
-from sftkit.config.pipeline_split import stages_fit
-from sftkit.config.schema import Config
+from sftkit.config.schema import Config, source_label
+from sftkit.config.tables import environment_of_passes
+from sftkit.config.topology import stages_fit
 from sftkit.data.batches import loader
+from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import DocumentLengths, make_layout
-from sftkit.data.batches.shard import RankRows, row_shard
-from sftkit.data.tokens.prompts import check_prompted_targets
+from sftkit.data.tokens.chat import check_prompted_targets
 from sftkit.data.types import Tokenized
 from sftkit.engine.blocks import Blocks
-from sftkit.engine.engine import Engine, Training
+from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.engine.reference import Reference
 from sftkit.errors import ConfigError
-from sftkit.evals.samples import sample_rows
-from sftkit.evals.suite import Suite
+from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
-from sftkit.models import padding
+from sftkit.models import vocabulary
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.rope import check_rope
 from sftkit.models.routing import coefficient
-from sftkit.models.structure import positions
+from sftkit.models.structure import count_parameters, positions
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
 from sftkit.preflight import analysis as preflight
 from sftkit.preflight.analysis import PlannedModel
-from sftkit.reports.write import try_report
-from sftkit.rundir.files import replace_text
-from sftkit.rundir.names import CONFIG, RECIPE
-from sftkit.rundir.provenance import write_provenance
+from sftkit.reports.page import try_report
+from sftkit.rundir.files import read_object, replace_text
+from sftkit.rundir.manifest import write_provenance
+from sftkit.rundir.names import CONFIG, ENVIRONMENT, RECIPE
 from sftkit.rundir.status import effective_resume
 from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.remote import dashboard_name
+from sftkit.tracking.meter import is_open
 from sftkit.tracking.tracker import ResumePoint, Tracker
-from sftkit.tracking.window import is_open
-from sftkit.train.about import about_run
+from sftkit.train.end import prompt_check, write_summary
 from sftkit.train.loop import train
 from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
-from sftkit.train.proof import prompt_check
-from sftkit.train.summary import write_summary
-from sftkit.verify.validation import validation_check
+from sftkit.verify.counts import validation_check
+
+
+def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
+    """Return the recipe by its sections, with `resolved` and `environment` beside them."""
+    rt, layout, parameters = run.rt, batches.layout, count_parameters(orig_model)
+    environment = read_object(run.dir / ENVIRONMENT) if rt.is_main else {}
+    # What was chosen or counted before the first step.
+    resolved = {
+        "stage": run.stage,
+        "model_type": orig_model.config.model_type,
+        "parameters": parameters.total,
+        "parameters_at_work": parameters.body + parameters.head,
+        "dtype": str(orig_model.dtype).removeprefix("torch."),
+        "precision": rt.precision,
+        "attention": setup.attention,
+        "attention_why": setup.attention_reason,
+        "optimizer": setup.optimizer,
+        "memory_plan": setup.memory_plan,
+        "checkpoint_bytes": round(setup.checkpoint_bytes),
+        "topology": rt.topology.describe(),
+        "processes": rt.world_size,
+        "layout": layout.kind,
+        "max_length": layout.max_length,
+        "row_length": layout.row_lengths[-1],
+        "shapes": [f"{rows}x{length}" for rows, length in layout.shapes],
+        "accumulation": layout.accumulation,
+        "sources": [source_label(source) for source in run.cfg.data.train],
+        "documents": len(batches.examples),
+        "tokens": int(batches.examples.lengths.sum()),
+    }
+    return {**asdict(run.cfg), "resolved": resolved, "environment": environment}
 
 
 @contextmanager
@@ -102,7 +132,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     # First refuse what the recipe alone shows to be wrong, before weights are loaded.
     check_options(cfg.compile)
     if cfg.train.engine == "graph":
-        from sftkit.graph.distribute import check_device  # experimental, as below
+        from sftkit.graph.engine import check_device  # experimental, as below
 
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
     # Empty, on the meta device, where ranks hold parts only: the weights are read when the model is sharded.
@@ -114,7 +144,7 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     max_length, resolved = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
     rt.print(resolved)
-    for line in filter(None, (describe_added_tokens(orig_model, tokenizer), padding.describe_padding(orig_model))):
+    for line in filter(None, (describe_added_tokens(orig_model, tokenizer), vocabulary.describe_padding(orig_model))):
         rt.print(line)
     return LoadedModel(orig_model, tokenizer, max_length)
 

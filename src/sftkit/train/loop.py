@@ -1,31 +1,236 @@
-"""The only training loop. It takes things and functions, never a stage name."""
+"""Batches on the device before they are needed: copied on a stream of their own, two steps ahead.
+
+Measure and watch the steps, and log lines about them.
+
+The beginning of a start: before its first step, and right after it, when it claims the run directory.
+
+The only training loop. It takes things and functions, never a stage name.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from sftkit.config.schema import Config
-from sftkit.data.batches.loader import Batches
-from sftkit.engine.engine import Engine
+import torch
+
+from sftkit.config.schema import Config, OptimConfig
+from sftkit.data.batches.loader import Batches, StepBatches
+from sftkit.engine.engine import Engine, WarmUp
 from sftkit.engine.replicas import Replicas
-from sftkit.optim.schedule import learning_rate
-from sftkit.runtime.consistency import assert_same_on_ranks, data_identity
+from sftkit.optim.protocol import learning_rate
+from sftkit.rundir.names import step_dir
+from sftkit.rundir.status import RunStatus
+from sftkit.runtime.open import assert_same_on_ranks, claim_run_dir, data_identity
+from sftkit.runtime.signals import Deadline
 from sftkit.runtime.start import Runtime, garbage_collected_between_steps
 from sftkit.runtime.watchdog import Watchdog
-from sftkit.tracking.trace import Trace
-from sftkit.train import proof
-from sftkit.train.begin import begin_writing, open_status, start_summary, warm_up_engine
-from sftkit.train.due import due_after
-from sftkit.train.evaluation import evaluate_at, first_evaluation, record_evaluation
-from sftkit.train.monitor import Monitor, log_window
+from sftkit.tracking.health import ExpertLoad, Health
+from sftkit.tracking.meter import Meter, Window, resume_window
+from sftkit.tracking.names import Check, StepOutcome
+from sftkit.tracking.step_clock import Trace
+from sftkit.train import end
+from sftkit.train.end import Trained, write_end
 from sftkit.train.parts import TrainServices
-from sftkit.train.prefetch import on_device
-from sftkit.train.saves import LoopPosition, checkpoint_state, finish_checkpoint_on_error, report_saves
-from sftkit.train.summary import Trained, write_end
-from sftkit.verify.counts import FirstWindow
+from sftkit.train.saves import (
+    Evaluation,
+    LoopPosition,
+    checkpoint_state,
+    due_after,
+    evaluate_at,
+    finish_checkpoint_on_error,
+    first_evaluation,
+    record_evaluation,
+    report_saves,
+)
+from sftkit.verify.counts import FirstWindow, flops_check, rates_check
 from sftkit.verify.update import FirstUpdate
+
+AHEAD = 2
+
+
+def on_device(steps: Iterable[StepBatches], device: torch.device) -> Iterator[StepBatches]:
+    """Yield the same steps with their micro-batches on the device. Pinned batches are copied
+    while earlier steps compute."""
+    if device.type != "cuda":
+        yield from steps
+        return
+    # On the compute stream a copy would begin only after the steps that are queued there.
+    stream = torch.cuda.Stream(device)
+    waiting: deque[tuple[StepBatches, torch.cuda.Event]] = deque()
+    for step in steps:
+        with torch.cuda.stream(stream):
+            moved = replace(step, micro_batches=[batch.to(device) for batch in step.micro_batches])
+        waiting.append((moved, stream.record_event()))
+        # A step is handed out when the copies of the next ones are launched, so that they run while it computes.
+        if len(waiting) > AHEAD:
+            yield _arrived(*waiting.popleft())
+    while waiting:
+        yield _arrived(*waiting.popleft())
+
+
+def _arrived(step: StepBatches, copied: torch.cuda.Event) -> StepBatches:
+    """Let the compute stream, not the host, wait for the copy; its memory is not reused before that stream is done."""
+    current = torch.cuda.current_stream()
+    current.wait_event(copied)
+    for batch in step.micro_batches:
+        for tensor in batch.tensors():
+            tensor.record_stream(current)
+    return step
+
+
+class Monitor:
+    """Meter, health and load of experts, which all see the same steps. Every rank has one and calls
+    the same methods."""
+
+    def __init__(self, cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> None:
+        """Begin to measure; a resumed run restores its counts and the window of steps that are not logged yet."""
+        model = engine.model
+        self.meter = Meter(model.orig_model, model.objective, batches, rt)
+        self.health = Health(cfg.numerics, rt, batches, model.objective, services.tracker)
+        self.expert_load = ExpertLoad(model.routing, rt)
+        if line := resume_window(services.resumed, self.meter, self.health, rt, cfg.log.every):
+            rt.print(line)
+
+    def add(self, step: int, step_batches: StepBatches, outcome: StepOutcome) -> None:
+        """Add a step that has been launched."""
+        self.meter.add(step_batches, outcome)
+        self.health.add(step, step_batches, outcome)
+
+    def read_flags(self, *, wait: bool) -> bool:
+        """Check the steps whose flags have arrived; `wait`: all steps.
+
+        Returns:
+            whether a rank requests a stop
+
+        Raises:
+            NumericsError: see Health.read_flags.
+        """
+        stopped, skipped_divisor = self.health.read_flags(wait=wait)
+        self.meter.add_skipped(skipped_divisor)
+        return stopped
+
+    def open_window(self) -> Window:
+        """Return the window of steps that no line has reported yet, for a checkpoint. Waits for the device."""
+        return {"meter": self.meter.window(), "health": self.health.window()}
+
+
+def log_window(
+    monitor: Monitor, engine: Engine, services: TrainServices, status: RunStatus, values: Mapping[str, float | None]
+) -> dict[str, float | None]:
+    """Close the window of steps since the last line, and log it; every rank calls it. Waits for the device.
+
+    Args:
+        values: of the last step.
+
+    Returns:
+        the metrics of the line
+    """
+    assert status.total_steps is not None
+    tracker, checkpoints = services.tracker, services.checkpoints
+    # Each of these exchanges sums with the other ranks, so their order must be the same on all.
+    loads = monitor.expert_load.read(status.step, checkpoints.run_dir)
+    report = engine.report()
+    metrics = {**monitor.meter.read(), **values, **loads, **report.metrics}
+    metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()} | monitor.health.read()
+    tracker.log_metrics(status.step, status.total_steps, metrics)
+    for kind, texts in report.events:
+        tracker.new_events(kind, status.step, texts)
+    return metrics
+
+
+def open_status(rt: Runtime, services: TrainServices, total_steps: int, max_minutes: float | None) -> RunStatus:
+    """Return the status of the run, at the step that this start resumes from; start the time limit of the main rank.
+
+    Args:
+        max_minutes: train.max_minutes.
+    """
+    status = rt.open_status(rt.output_dir(services.checkpoints.run_dir))
+    status.step, status.total_steps = services.resumed["step"], total_steps
+    # One clock decides: the other ranks learn of its stop from the flags of a step.
+    if max_minutes is not None and rt.is_main:
+        rt.stopping.deadline = Deadline(max_minutes, save_seconds=services.resumed.get("save_seconds"))
+    return status
+
+
+def warm_up_engine(
+    engine: Engine, batches: Batches, services: TrainServices, status: RunStatus, rt: Runtime, optim: OptimConfig
+) -> tuple[WarmUp, list[Check]]:
+    """Warm up the engine, make all checks that need no step, and write them to proof.json.
+
+    Raises:
+        ConfigError: the run cannot work like this.
+    """
+    status.at(status.step, "warm-up")
+    ready = engine.warm_up(rt.print)
+    checks = [
+        *ready.checks,
+        *services.data_checks,
+        *services.check_validation(),
+        rates_check(status.total_steps or 1, optim),
+        flops_check(engine.model),
+        end.mask_check(batches.examples, end.eos_token_ids_of(engine.model.orig_model)),
+        end.resume_check(status.step, services.checkpoints.resumed_from),
+    ]
+    # A failed check only warns here: what makes training wrong for certain, the engine has refused. None: not checked.
+    end.reported(checks, rt)
+    # A start that has nothing left to train leaves the proof of the one that trained.
+    if rt.is_main and status.step != status.total_steps:
+        end.write_proof(status.run_dir, checks)
+    return ready, checks
+
+
+def start_summary(status: RunStatus, ready: WarmUp, evaluation: Evaluation, run_dir: Path) -> Trained:
+    """Return the summary of a start before its first step.
+
+    Args:
+        evaluation: the one before the first step, empty without one.
+    """
+    assert status.total_steps is not None
+    return Trained(
+        status.step,
+        status.total_steps,
+        warm_up_seconds=ready.seconds,
+        compiled=ready.compiled,
+        evals=evaluation.metrics,
+        samples=evaluation.samples,
+        evals_at_start={} if status.step else evaluation.metrics,
+        checkpoint=str(step_dir(run_dir, status.step)) if status.step else "",
+    )
+
+
+def begin_writing(
+    rt: Runtime, services: TrainServices, step: int, evaluation: Evaluation, axes: dict[str, float | None]
+) -> float:
+    """Claim the run directory and begin to write in it, after the first step of this start, or if no step is
+    left to do.
+
+    Args:
+        step: that this start resumed from, or 0. evaluation: of that step, empty if there was none. axes: see
+            Meter.axes.
+
+    Returns:
+        the seconds that this took.
+    """
+    started = time.perf_counter()
+    # In this order: the directory becomes ours, checkpoints of steps that are trained again go aside, and only
+    # then lines are appended after the resumed step. A start that fails before its first step thus changes nothing
+    # of an earlier run.
+    claim_run_dir(rt)
+    services.checkpoints.archive_later_steps(step)
+    services.tracker.open()
+    for problem in services.checkpoints.skipped_checkpoints:
+        services.tracker.record_event("checkpoint_fallback", step, problem)  # printed when it was found
+    if evaluation.metrics or evaluation.samples:
+        record_evaluation(services, step, evaluation, axes)
+    # No rank goes on before the directory is as the main rank leaves it.
+    rt.barrier()
+    return time.perf_counter() - started
 
 
 def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: TrainServices) -> Trained:
@@ -69,11 +274,11 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         # (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
         tracker.start_progress(step, total_steps)
-        closing_checks = partial(proof.closing_checks, monitor.meter, batches, engine)
+        closing_checks = partial(end.closing_checks, monitor.meter, batches, engine)
         # Left in the reverse order: an error first lets the checkpoint that is being written finish, then the engine
         # adds what to do about it, and last it goes into proof.json.
         with (
-            proof.write_proof_on_error(status, rt, checks, closing_checks),
+            end.write_proof_on_error(status, rt, checks, closing_checks),
             engine.guarded(),
             finish_checkpoint_on_error(checkpoints, report_ended_saves),
             batches.workers_named(),
@@ -105,10 +310,10 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 if step == start_step + 1:
                     grad_norm = float(outcome.grad_norm)  # waits until the device has done the step
                     pausing = time.perf_counter()
-                    checks += proof.reported(update.checks(grad_norm, lr), rt)
+                    checks += end.reported(update.checks(grad_norm, lr), rt)
                     begin()
                     if rt.is_main:
-                        proof.write_proof(status.run_dir, checks)
+                        end.write_proof(status.run_dir, checks)
                     pause = time.perf_counter() - pausing
                     monitor.meter.paused(pause)
                     started += pause
@@ -127,7 +332,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 if due.log:
                     values = {"train/lr": lr, "train/epoch": step_batches.epoch}
                     trained.metrics = log_window(monitor, engine, services, status, values)
-                    checks += proof.reported(window.check(trained.metrics), rt)
+                    checks += end.reported(window.check(trained.metrics), rt)
                     collect(1)  # young objects only, and here, where the ranks have just waited for each other
 
                 # Compare replicas: every so many steps, and before they are kept, which is a pause. The device has
@@ -167,10 +372,10 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         checkpoints.finish()
         report_ended_saves()
         rt.check_run_dir(checkpoints.run_dir)
-        logits = proof.logits_of(orig_model)
+        logits = end.logits_of(orig_model)
         checks += closing_checks(None)
         if rt.is_main and not already_done:
-            proof.write_proof(status.run_dir, checks, logits)
+            end.write_proof(status.run_dir, checks, logits)
         write_end(status, rt, stopped=stopped)
     trained.step, trained.stopped = step, stopped
     progress = monitor.meter.progress

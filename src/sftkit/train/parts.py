@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
-from sftkit.checkpoint.writer import SaveEnd
+from sftkit.checkpoint.save import SaveEnd
 from sftkit.config.schema import Config
 from sftkit.data.batches.loader import Batches
-from sftkit.data.tokens.prompts import PromptedTargets
+from sftkit.data.tokens.chat import PromptedTargets
 from sftkit.data.types import Examples, Row
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.checks import Check
+from sftkit.tracking.names import Check
 from sftkit.tracking.tracker import Tracker
 
 Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]

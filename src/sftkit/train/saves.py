@@ -1,23 +1,144 @@
-"""The state of the loop in a checkpoint, all that a resume needs besides weights, optimizer and random states;
-and what it reports about saves."""
+"""Decide what is due after a step: by the recipe, or because training ends early at that step.
+
+An evaluation in the loop: the one before the first step, and those after a step.
+
+The state of the loop in a checkpoint, all that a resume needs besides weights, optimizer and random states;
+and what it reports about saves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from sftkit.config.schema import DataConfig
+from sftkit.config.schema import CheckpointConfig, Config, DataConfig, EvalConfig, LogConfig
 from sftkit.data.batches.loader import Batches
-from sftkit.errors import NumericsError
+from sftkit.engine.engine import Engine
+from sftkit.errors import ConfigError, NumericsError, Stopped
+from sftkit.rundir.files import has_row
+from sftkit.rundir.names import EVALS
 from sftkit.rundir.status import RunStatus
 from sftkit.runtime.signals import save_seconds
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.progress import PROGRESS, Progress
+from sftkit.tracking.meter import WINDOW, Window
+from sftkit.tracking.names import PROGRESS, Progress
 from sftkit.tracking.tracker import Tracker
-from sftkit.tracking.window import WINDOW, Window
-from sftkit.train.parts import Saves, TrainServices
+from sftkit.train.parts import Evaluate, Saves, TrainServices
+
+
+@dataclass(frozen=True)
+class Due:
+    """The actions after a step, in this order."""
+
+    window: bool
+    """keep the open window for the checkpoint, before a line that only a stop makes due would close it: a resumed run
+    then writes the same lines as an uninterrupted one"""
+    log: bool
+    save: bool
+    wait_for_save: bool
+    "wait until the checkpoint is published"
+    evaluate: bool
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Return whether the weights of this step are saved or evaluated."""
+        return self.save or self.evaluate
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the host is about to wait for the device."""
+        return self.log or self.keeps_weights
+
+    def if_stopped(self) -> Due:
+        """Return what is due if training ends early at this step: a line and a checkpoint, no evaluation."""
+        return Due(window=not self.log, log=True, save=True, wait_for_save=True, evaluate=False)
+
+
+def due_after(step: int, total_steps: int, log: LogConfig, checkpoint: CheckpointConfig, eval: EvalConfig) -> Due:
+    """Return what follows a step, as the recipe says."""
+    last = step == total_steps
+    logs = last or step % log.every == 0
+    saves = last or bool(checkpoint.every and step % checkpoint.every == 0)
+    evaluates = evaluation_due(eval, step, total_steps)
+    return Due(window=(saves or evaluates) and not logs, log=logs, save=saves, wait_for_save=last, evaluate=evaluates)
+
+
+def evaluation_due(eval: EvalConfig, step: int, total_steps: int) -> bool:
+    """Return whether a step is followed by an evaluation."""
+    return step == total_steps or bool(eval.every and step % eval.every == 0)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The results of an evaluation; empty if there was none."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    "sample answers"
+    stopped: bool = False
+    "a stop was requested meanwhile, so it has found nothing"
+
+
+def first_evaluation(
+    cfg: Config, status: RunStatus, rt: Runtime, engine: Engine, services: TrainServices
+) -> Evaluation:
+    """Evaluate before the first step of this start, if that is due; every rank calls it.
+
+    Args:
+        status: at the step that this start goes on from.
+
+    Raises:
+        ConfigError: the time of train.max_minutes is up.
+    """
+    step, run_dir = status.step, services.checkpoints.run_dir
+    assert status.total_steps is not None
+    stopped, evaluation = rt.stop_requested(), Evaluation()
+    if not stopped and first_evaluation_due(cfg.eval, step, status.total_steps, rt, run_dir):
+        evaluation = evaluate_at(step, status, engine, services.evaluate)
+        stopped = evaluation.stopped
+    if stopped:  # a signal would have ended the process
+        raise ConfigError(
+            f"train.max_minutes={cfg.train.max_minutes:g}: the time was up before the first step, so nothing was "
+            "trained. Allow more time than loading, compiling and the first evaluation take"
+        )
+    return evaluation
+
+
+def first_evaluation_due(eval: EvalConfig, step: int, total_steps: int, rt: Runtime, run_dir: Path) -> bool:
+    """Return whether an evaluation comes before the first step of this start: at step 0 if eval.at_start says so; later
+    if the resumed step lacks its own, because a stop cut it short or because the checkpoint is another run's."""
+    if step == 0:
+        return eval.at_start
+    if not evaluation_due(eval, step, total_steps):
+        return False
+    # One rank reads the file for all: each must decide alike, and only the main rank's disk is sure to have it.
+    return not (rt.resumes and rt.from_main(lambda: has_row(run_dir / EVALS, step)))
+
+
+def evaluate_at(step: int, status: RunStatus, engine: Engine, evaluate: Evaluate) -> Evaluation:
+    """Evaluate the weights after a step; every rank calls it."""
+    status.at(step, "evaluation")
+    with engine.evaluating():
+        try:
+            return Evaluation(*evaluate(step))
+        except Stopped:
+            return Evaluation(stopped=True)
+
+
+def record_evaluation(
+    services: TrainServices, step: int, evaluation: Evaluation, axes: dict[str, float | None]
+) -> None:
+    """Log an evaluation, and let it choose the best checkpoint.
+
+    Args:
+        axes: see Meter.axes.
+    """
+    services.tracker.log_evals(step, evaluation.metrics, evaluation.samples, axes)
+    services.checkpoints.evaluated(step, evaluation.metrics)
+
 
 DATA_KEYS = ("thinking", "split_turns", "targets", "too_long")
 "Keys of the recipe's data section that say what is learned from a document."

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sftkit.config.optimizers import OPTIMIZERS
 from sftkit.config.schema import OptimConfig
+from sftkit.config.tables import OPTIMIZERS
 from sftkit.engine.engine import Engine
 from sftkit.models.structure import decoder_blocks
-from sftkit.ops.dtensor import as_sharded, local, local_part, local_region
+from sftkit.ops.tensors import as_sharded, local, local_part, local_region
 from sftkit.optim.protocol import Optimizer
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.checks import Check
+from sftkit.tracking.names import Check
 
 UPDATE_SAMPLE = 512
 "Maximum number of elements of a parameter, or of this rank's shard, that are compared."

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from sftkit.data.batches.epoch import FULL_ROW, RowShard
 from sftkit.data.batches.pack import BatchShape
-from sftkit.data.batches.shard import FULL_ROW, RowShard
 from sftkit.data.types import EncoderInputs, Examples
 
 IGNORE = -100  # torch.nn.functional.cross_entropy's ignore_index

@@ -1,4 +1,11 @@
-"""The global batches of an epoch, and which of them each step of a run takes: the plans of its epochs, one after the
+"""Which rows of a global batch a process computes, and which positions of each.
+
+Which rank computes which row: in each micro-batch every rank gets about the same attention work.
+
+The rows of a step all have the same length, so the work that grows with positions (the linear layers) is equal on all
+ranks already. What differs is attention, whose cost is quadratic in the length of a document.
+
+The global batches of an epoch, and which of them each step of a run takes: the plans of its epochs, one after the
 other, also if batch size or seed was changed in the middle of an epoch.
 
 A pure function of lengths, layout and plan segments (seeds and batch sizes), equal on every rank, so that a resume
@@ -7,15 +14,206 @@ needs only the step number.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
+from typing import Literal
 
 import numpy as np
 
-from sftkit.data.batches import balance
+from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout, PlanSegment, pack
+from sftkit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """The positions of each row that one of `num_shards` processes sharing the rows computes."""
+
+    kind: Literal["full", "columns", "chunks"]
+    """columns (tensor parallel): the index-th of num_shards equal chunks, embedded and projected here; attention sees
+    all. chunks (context parallel): numbers index and 2 num_shards - 1 - index of 2 num_shards chunks, as late queries
+    see more keys."""
+    index: int
+    num_shards: int
+
+    @property
+    def multiple(self) -> int:
+        """Return what the length of every row must be a multiple of."""
+        return 2 * self.num_shards if self.kind == "chunks" else self.num_shards
+
+    def columns(self, row_length: int) -> np.ndarray:
+        """Return the positions of a row that belong to this shard, in its order: int64 [T / num_shards]."""
+        assert row_length % self.multiple == 0, f"rows of {row_length} in {self.multiple} chunks"
+        chunks = np.arange(row_length).reshape(self.multiple, -1)
+        at = [self.index, self.multiple - 1 - self.index] if self.kind == "chunks" else [self.index]
+        return chunks[at].ravel()
+
+
+FULL_ROW = RowShard("full", 0, 1)
+
+
+def row_shard(topology: Topology, rank: int) -> RowShard:
+    """Return which positions of its group's rows a rank computes."""
+    index = rank % topology.ranks_per_row
+    if topology.context > 1:
+        return RowShard("chunks", index, topology.context)
+    return RowShard("columns", index, topology.tensor) if topology.tensor > 1 else FULL_ROW
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """Which rows of a global batch a process computes, and which positions of each."""
+
+    rank: int = 0
+    "number of its group; the layout.world_size groups of processes hold different rows"
+    shard: RowShard = FULL_ROW
+    "the positions of each row that this process of its group computes"
+
+
+ALL_ROWS = RankRows()
+"The rows of a single process."
+
+
+def check_row_shard(layout: Layout, shard: RowShard) -> None:
+    """Refuse a layout with a row that does not split evenly.
+
+    Raises:
+        ConfigError: it does not; with the setting that decides the row length and the nearest values that do.
+    """
+    multiple = shard.multiple
+    each = "two for each of {} context" if shard.kind == "chunks" else "one for each of {} tensor"
+    split = f"{multiple} chunks of equal length ({each.format(shard.num_shards)}-parallel processes)"
+    lengths = layout.row_lengths
+    if layout.kind == "bucketed":  # a longer document of the validation data takes a row of max_length
+        lengths = tuple(sorted({*lengths, layout.max_length}))
+    uneven = [length for length in lengths if length % multiple]
+    if layout.kind == "bucketed" and uneven:
+        better = sorted({-(-length // multiple) * multiple for length in lengths})
+        raise ConfigError(
+            f"data.bucket_lengths: rows of {', '.join(map(str, uneven))} positions do not split into {split}: take "
+            f"data.bucket_lengths={better} and data.max_length={better[-1]}, or data.layout=packed"
+        )
+    if layout.dynamic and layout.pad_multiple % multiple:
+        wanted = _nearest(layout.pad_multiple, multiple, multiple)
+        raise ConfigError(
+            f"data.pad_multiple: rows of a multiple of {layout.pad_multiple} positions do not split into {split}: take "
+            f"{wanted}, with a multiple of it as data.max_length"
+        )
+    if uneven:
+        packed = layout.kind == "packed"
+        setting, least = ("data.row_length", layout.max_length) if packed else ("data.max_length", multiple)
+        wanted = _nearest(uneven[0], multiple, least)
+        raise ConfigError(f"{setting}: rows of {uneven[0]} positions do not split into {split}: take {wanted}")
+
+
+def _nearest(number: int, multiple: int, least: int) -> str:
+    """Format the multiples just below and above a number that is none, at least `least`, for messages."""
+    below = number // multiple * multiple
+    return f"{below} or {below + multiple}" if below >= least else str(below + multiple)
+
+
+def row_pairs(
+    lengths: np.ndarray, rows: Sequence[tuple[int, ...]], row_lengths: np.ndarray | int, max_doc_length: int
+) -> np.ndarray:
+    """Return the (query, key) pairs that causal attention computes in each row, int64 [R]: of its
+    documents and its padding.
+
+    Kernels see padding as documents of at most max_doc_length positions (`collate`), so it costs like them.
+
+    Args:
+        lengths: int [D], positions of each document. rows: R rows of document indices.
+        row_lengths: int [R], or one for all.
+    """
+    docs = np.fromiter(chain.from_iterable(rows), np.int64)
+    row = np.repeat(np.arange(len(rows)), np.fromiter(map(len, rows), np.int64, len(rows)))
+    # float64 sums are exact: below 2**53 for rows of up to 10**8 positions
+    pairs = np.bincount(row, weights=_pairs(lengths[docs]), minlength=len(rows)).astype(np.int64)
+    used = np.bincount(row, weights=lengths[docs], minlength=len(rows)).astype(np.int64)
+    whole, rest = np.divmod(row_lengths - used, max_doc_length)
+    of_rows: np.ndarray = pairs + whole * _pairs(max_doc_length) + _pairs(rest)
+    return of_rows
+
+
+def assign_rows(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
+    """Assign rows to every rank in every micro-batch, so that all ranks have about the same work, in each micro-batch
+    and in the step.
+
+    Rows of similar cost go into the same micro-batch of all ranks, the most expensive first: ranks that exchange
+    weights or gradients wait for the slowest one in each. Within it the next most expensive row goes to the cheapest
+    share that has room; the most expensive share goes to the rank with the least work so far.
+
+    Args:
+        costs: int [A * W * B] of the rows of a step: A micro-batches, W ranks, B rows.
+
+    Returns:
+        int64 [A, W, B], indices into costs, each once; one rank: in order.
+    """
+    if ranks == 1:
+        return np.arange(len(costs)).reshape(accumulation, 1, -1)
+    # Stable sorts: with equal costs every rank must still come to the same assignment.
+    descending = np.argsort(-costs, kind="stable").reshape(accumulation, -1)
+    assigned = np.empty((accumulation, ranks, len(costs) // (accumulation * ranks)), np.int64)
+    totals = np.zeros(ranks, np.int64)
+    for micro, rows in enumerate(descending):
+        shares = _even_shares(costs, rows, ranks)
+        most_expensive_first = np.argsort(-costs[shares].sum(1), kind="stable")
+        assigned[micro, np.argsort(totals, kind="stable")] = shares[most_expensive_first]
+        totals += costs[assigned[micro]].sum(1)
+    return assigned
+
+
+def skew(costs: np.ndarray, assigned: np.ndarray) -> float:
+    """Return the largest work of a rank over the mean of all, 1.0 if all have the same; takes
+    `assign_rows`'s costs and result."""
+    by_rank = costs[assigned].sum((0, 2))
+    return float(by_rank.max() / by_rank.mean())
+
+
+def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.ndarray:
+    """Return equally many rows for each share, int64 [W, B]: each row goes to the lightest
+    share that still has room."""
+    room = len(descending) // shares
+    assigned: list[list[int]] = [[] for _ in range(shares)]
+    # A heap of (work so far, share), from which a share drops out when it is full.
+    lightest = [(0, share) for share in range(shares)]
+    for row, cost in zip(descending.tolist(), costs[descending].tolist(), strict=True):
+        total, share = heapq.heappop(lightest)
+        assigned[share].append(row)
+        if len(assigned[share]) < room:
+            heapq.heappush(lightest, (total + cost, share))
+    return np.array(assigned)
+
+
+def causal_pairs(lengths: np.ndarray, window: int | None = None, *, chunked: bool = False) -> np.ndarray:
+    """Return the (query, key) pairs of causal attention in each document: the sum over its positions i of min(i + 1,
+    window) or, with chunks, of i % window + 1.
+
+    Args:
+        lengths: int [D], positions of each document. window: most keys a query sees, itself included; None: all.
+        chunked: a query sees no key of the chunk before its own; chunks have `window` positions.
+
+    Returns:
+        int64 [D].
+    """
+    if window is None:
+        return _pairs(lengths)
+    if chunked:
+        whole, rest = np.divmod(lengths, window)
+        chunks: np.ndarray = whole * _pairs(window) + _pairs(rest)
+        return chunks
+    ramp = np.minimum(lengths, window)
+    pairs: np.ndarray = _pairs(ramp) + (lengths - ramp).astype(np.int64) * window
+    return pairs
+
+
+def _pairs(lengths: np.ndarray | int) -> np.ndarray:
+    """Return n (n + 1) / 2 of each length n, int64: the pairs without a window."""
+    wide = np.asarray(lengths, np.int64)
+    return wide * (wide + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -40,15 +238,15 @@ class GlobalBatch:
     def rank_skew(self, layout: Layout) -> float:
         """Return the (query, key) pairs of the busiest rank in this step, divided by the mean of all
         ranks; 1.0: all the same."""
-        return balance.skew(*self._assigned_rows(layout))
+        return skew(*self._assigned_rows(layout))
 
     def _assigned_rows(self, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         """Return (costs of the rows, empty ones that fill the last micro-batch included; rows of
         each rank), as `assign_rows` does."""
         count = layout.micro_rows(self.row_length) * layout.accumulation * layout.world_size
-        empty = balance.row_pairs(np.zeros(0, np.int64), [()], self.row_length, layout.max_doc_length)
+        empty = row_pairs(np.zeros(0, np.int64), [()], self.row_length, layout.max_doc_length)
         costs = np.concatenate([self.pairs, np.repeat(empty, count - len(self.rows))])
-        return costs, balance.assign_rows(costs, layout.accumulation, layout.world_size)
+        return costs, assign_rows(costs, layout.accumulation, layout.world_size)
 
 
 def plan_epoch(
@@ -92,7 +290,7 @@ def _global_batches(
     row_lengths = [row_length] * len(batches)
     if layout.dynamic:
         row_lengths = [layout.padded(max(int(lengths[i]) for row in batch for i in row)) for batch in batches]
-    pairs = balance.row_pairs(lengths, rows, np.repeat(row_lengths, size), layout.max_doc_length).tolist()
+    pairs = row_pairs(lengths, rows, np.repeat(row_lengths, size), layout.max_doc_length).tolist()
     return [
         GlobalBatch(t, batch, tuple(pairs[j * size : (j + 1) * size]))
         for j, (t, batch) in enumerate(zip(row_lengths, batches, strict=True))

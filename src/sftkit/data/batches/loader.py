@@ -17,14 +17,13 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sftkit.config.schema import DataConfig, source_label
 from sftkit.data.batches.collate import Batch, collate
-from sftkit.data.batches.epoch import GlobalBatch, Order, with_segment
+from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
-from sftkit.data.batches.shard import ALL_ROWS, RankRows, check_row_shard
 from sftkit.data.tokens import sources
-from sftkit.data.tokens.cache import tokenizer_fingerprint
+from sftkit.data.tokens.sources import tokenizer_fingerprint
 from sftkit.data.types import Examples, Tokenized, listed
 from sftkit.errors import WorkerError
-from sftkit.runtime.oom import OomKills, likely_cause, oom_kills
+from sftkit.runtime.script import OomKills, likely_cause, oom_kills
 from sftkit.runtime.signals import ignore_signals
 
 

@@ -1,4 +1,17 @@
-"""Small chat tasks with exact answers, made on this machine: conversations of one or two problems for
+"""Which side of the split an item is on: a hash of what it is decides, so that no held-out item is in training.
+
+Documents out of Python's standard library: real English and Python for base training.
+
+Help topics, docstrings and short functions; files are parsed, never imported.
+
+Pictures that determine their caption, so that learning can be measured: a grid of colours, named one
+after the other.
+
+Each colour has a level of red, of green and of blue, and its name spells them: bakapa would be black, which stands for
+nothing. A caption has as many tokens as its words and the end: 90 % have 5 to 32, 9 % 33 to 64 and 1 % 65 to 256.
+Trained on such captions a tokenizer of 1,024 entries has a token for each word.
+
+Small chat tasks with exact answers, made on this machine: conversations of one or two problems for
 mid-training and SFT.
 
 A problem is a family and its operands; their hash decides whether it is held out, so no held-out problem occurs in
@@ -7,14 +20,169 @@ training in any phrasing, under any system message, in any turn.
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import re
+import sysconfig
+import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cache
+from itertools import product, tee
+from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from sftkit.data.demo.split import Split, is_heldout_split, stable_hash
+import numpy as np
+
 from sftkit.data.types import JsonObject
+from sftkit.errors import ConfigError
+
+Split = Literal["train", "heldout"]
+
+
+def is_heldout_split(split: str) -> bool:
+    """Return whether a split is the held-out one; raises ValueError for an unknown split."""
+    if split not in ("train", "heldout"):
+        raise ValueError(f'split: "{split}" is not one of train, heldout.')
+    return split == "heldout"
+
+
+def stable_hash(text: str) -> int:
+    """Return 64 bits that are the same in every process, unlike hash()."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big")
+
+
+SKIPPED_FOLDERS = re.compile(
+    r"tests?|idle_test|idlelib|(site|dist)-packages|lib2to3|turtledemo|ensurepip|encodings|pydoc_data|_pyrepl|config-.*"
+)
+
+
+LONGEST_WHOLE_FUNCTION = 30
+"Lines; of a longer function only the signature and docstring are taken."
+
+
+SHORTEST_DOCUMENT = 120
+"Characters."
+
+
+def docs(split: Split) -> Iterator[str]:
+    """Yield documents of English and Python in a fixed order, without duplicates; every 50th (by hash) is held out."""
+    heldout = is_heldout_split(split)
+    return (text for text in copy(_all_docs()) if (stable_hash(text) % 50 == 0) == heldout)
+
+
+@cache
+def _all_docs() -> Iterator[str]:
+    """Return an iterator over both splits. It is never advanced itself, so each copy begins at the first document; what
+    one copy has read is kept for the others."""
+    return tee(_read_docs(), 1)[0]
+
+
+def _read_docs() -> Iterator[str]:
+    """Yield every text once."""
+    seen: set[str] = set()
+    for text in _every_text():
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _every_text() -> Iterator[str]:
+    yield from (text.strip() for _, text in sorted(_help_topics().items()))
+    # Sorted, as the order of a folder's files depends on the file system.
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if not any(map(SKIPPED_FOLDERS.fullmatch, path.relative_to(root).parts)):
+            yield from _documents_of_file(path)
+
+
+def _help_topics() -> dict[str, str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        return {}
+    return topics
+
+
+def _documents_of_file(path: Path) -> Iterator[str]:
+    """Yield the module's docstring, then one document per documented top-level class or function."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in old modules
+            module = ast.parse(source)
+    except (OSError, SyntaxError, ValueError):
+        return
+    lines = source.split("\n")  # as ast counts them; splitlines would also split at form feeds
+    chunks = [(ast.get_docstring(module) or "",), *(_chunks(node, lines) for node in module.body)]
+    for text in map("\n\n".join, chunks):
+        if len(text) >= SHORTEST_DOCUMENT:
+            yield textwrap.dedent(text).strip()
+
+
+def _chunks(node: ast.AST, lines: list[str]) -> Sequence[str]:
+    """Return the source of a documented function, or of a class's head and its documented methods;
+    nothing for anything else."""
+    if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return ()
+    own, is_class = [], isinstance(node, ast.ClassDef)
+    if ast.get_docstring(node, clean=False) is not None:
+        last_line = node.end_lineno or node.lineno
+        if is_class or last_line - node.lineno >= LONGEST_WHOLE_FUNCTION:
+            last_line = node.body[0].end_lineno or node.lineno
+        own = ["\n".join(lines[node.lineno - 1 : last_line])]
+    return own + [chunk for child in node.body if is_class for chunk in _chunks(child, lines)]
+
+
+PICTURES = {"train": 40_000, "heldout": 2_000}
+PREFIX = "builtin:pictures/"
+LENGTHS = ((0.90, 5, 32), (0.99, 33, 64), (1.00, 65, 256))
+"(share of the captions up to here, fewest tokens, most tokens)"
+SIDES = (6, 8, 16)
+"Cells along a side of the grid; a picture has the smallest grid that holds its caption."
+LEVELS = np.array([0, 85, 170, 255], dtype=np.uint8)
+NAMES = tuple(map("".join, product(("ba", "de", "fi", "go"), ("ka", "le", "mi", "no"), ("pa", "re", "si", "tu"))))
+"Names of the 64 colours; the first is black."
+
+
+def pictures(split: Split) -> Iterator[dict[str, str]]:
+    """Yield rows in a fixed order, the same on every machine: the name of a picture and its caption."""
+    for number in range(PICTURES[split]):
+        caption = " ".join(NAMES[colour] for colour in _colours(split, number))
+        yield {"image": f"{PREFIX}{split}/{number}", "caption": caption}
+
+
+def picture(name: str, size: tuple[int, int, int]) -> np.ndarray:
+    """Make the picture of that name: uint8 [3, height, width].
+
+    Raises:
+        ConfigError: the size has not three channels.
+    """
+    channels, height, width = size
+    if channels != 3:
+        raise ConfigError(f"{PREFIX}*: these pictures have 3 channels, and the encoder takes {channels}")
+    split, number = name.removeprefix(PREFIX).split("/")
+    colours = _colours(split, int(number))
+    side = next(side for side in SIDES if side * side >= len(colours))
+    cells = np.zeros(side * side, dtype=np.int64)
+    cells[: len(colours)] = colours
+    levels = np.stack([LEVELS[cells // 16], LEVELS[cells // 4 % 4], LEVELS[cells % 4]]).reshape(3, side, side)
+    rows, columns = (np.arange(length) * side // length for length in (height, width))
+    return levels.take(columns, axis=2).take(rows, axis=1)
+
+
+def _colours(split: str, number: int) -> list[int]:
+    """Return the colours that a picture's caption names, as indices into NAMES."""
+    # Random.random() is the one method whose sequence Python promises to keep.
+    rng = Random(f"sftkit pictures {split} {number}")
+    share = rng.random()
+    min_words, max_words = next((low, high) for limit, low, high in LENGTHS if share < limit)
+    words = min_words + int(rng.random() * (max_words - min_words + 1)) - 1  # the end is a token, too
+    return [1 + int(rng.random() * (len(NAMES) - 1)) for _ in range(words)]
+
 
 T = TypeVar("T")
 

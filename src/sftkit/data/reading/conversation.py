@@ -1,6 +1,8 @@
 """What a conversation must look like before a template may render it; everything else is a DataError that says why.
 
 What is accepted on purpose though it is odd, and what is refused, stands in docs/data.md, "Odd records".
+
+Turns in the shape of ShareGPT (from, value) to messages (role, content).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from sftkit.data.reading.columns import ARGUMENTS, MARKS, check_keys, current_message, has_marker, is_empty
-from sftkit.data.reading.readers import loads, wrong_kind
+from sftkit.data.reading.readers import loads, parse_json, wrong_kind
 from sftkit.data.types import JsonObject, Row
 from sftkit.errors import DataError
 
@@ -245,3 +247,50 @@ def _strings(value: object) -> Iterable[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
+
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model"), "assistant"),
+    "function_call": "function_call",
+    **dict.fromkeys(("observation", "tool"), "tool"),
+}
+
+
+def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
+    """Convert a turn to a message; one of role and content stays as it is."""
+    if "from" not in turn or "value" not in turn:
+        if "role" in turn:
+            return turn
+        raise DataError(
+            f"{where} has the keys {', '.join(turn) or '(none)'}, expected from and value",
+            reason="malformed conversations",
+        )
+    role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+    if role is None:
+        raise DataError(
+            f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}", reason="unknown role"
+        )
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    content = turn["value"] if role != "function_call" else ""
+    for key, said in {"role": "assistant" if role == "function_call" else role, "content": content}.items():
+        if rest.get(key) not in (None, "", said, turn["from"]):
+            raise DataError(
+                f"{where}: from and value next to a {key} that says something else: keep one of the two",
+                reason="malformed conversations",
+            )
+    if role != "function_call":
+        return {**rest, "role": role, "content": content}
+    value = turn["value"]
+    if isinstance(value, str):
+        value = parse_json(value, f"{where}: function_call")
+    calls = value if isinstance(value, list) else [value]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
+    return {
+        **rest,
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }

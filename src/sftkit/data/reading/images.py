@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from sftkit.data.demo.pictures import PREFIX, picture
+from sftkit.data.demo.builtin import PREFIX, picture
 from sftkit.data.types import SHOWN, EncoderInputs
 from sftkit.errors import DataError
 from sftkit.rundir.files import own_name
 from sftkit.rundir.manifest import compare_hashes, write_hashes
-from sftkit.runtime.progress import working
-from sftkit.runtime.words import first_of
+from sftkit.runtime.script import first_of, working
 
 log = logging.getLogger(__name__)
 RESAMPLE = Image.Resampling.BILINEAR
@@ -82,7 +81,7 @@ def read_image(name: str, size: ImageSize) -> np.ndarray:
 def _key(names: Sequence[str], size: ImageSize) -> str:
     """Return a digest of all that the array depends on: names, sizes and times of files, the size of pictures, and the
     code. A file that is gone is reported when it is read."""
-    code = [Path(__file__), Path(__file__).parents[1] / "demo" / "pictures.py"]
+    code = [Path(__file__), Path(__file__).parents[1] / "demo" / "builtin.py"]
     # Sizes and times of files, not their content: to read thousands of pictures would take as long as resizing them.
     # An edit that keeps the time of the content still changes that of the file's entry.
     found = hashlib.sha256(b"".join(path.read_bytes() for path in code))

@@ -1,4 +1,7 @@
-"""Local files to raw rows: JSON lines, JSON, Parquet, CSV, TSV and text, also gzipped."""
+"""What Arrow adds to rows, taken out again.
+
+Local files to raw rows: JSON lines, JSON, Parquet, CSV, TSV and text, also gzipped.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,30 @@ from pathlib import Path
 from typing import IO, cast
 
 from sftkit.config.schema import SourceConfig
-from sftkit.data.reading.arrow import without_fill
 from sftkit.errors import DataError
-from sftkit.runtime.words import counted
+from sftkit.runtime.script import counted
+
+
+def without_fill(value: object, feature: object = None) -> object:
+    """Return a row of a table without the nulls of its structs.
+
+    A column of objects has one set of keys for all rows, so `{"x": 1}` beside `{"y": 2}` is read as
+    `{"x": 1, "y": None}`. Nulls of the source cannot be told from these and are removed too. Elements of lists stay,
+    and so do values that `datasets` keeps as JSON (its feature Json), where a null is one that somebody wrote.
+
+    Args:
+        feature: the type of the value in `datasets`; None: Arrow's own.
+    """
+    if type(feature).__name__ == "Json":
+        return value
+    if isinstance(value, dict):
+        types = feature if isinstance(feature, dict) else {}
+        return {key: without_fill(item, types.get(key)) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+        return [without_fill(item, inner) for item in value]
+    return value
+
 
 RawRow = tuple[str, object]
 "Where it is, and the row: an object, bytes of JSON that nobody has parsed yet (a broken line is one bad row), or the \

@@ -1,15 +1,18 @@
 """Turn conversations into tokens, and decide, here alone, which of them are targets: the loss mask.
 
 Targets are what the assistant says, and the end-of-turn token after it: without that token a model never stops.
+
+Check that training uses the prompts that a server would send: small conversations through a run's own tokenizing,
+compared with transformers' prompts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,10 +23,20 @@ from sftkit.data.reading.rows import require_conversation
 from sftkit.data.tokens.answers import HISTORY, Finder
 from sftkit.data.tokens.context import Tools, check_context
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
-from sftkit.data.tokens.learned import CONTEXT, EARLIER, MARKED, Targets, not_learned, without_marks
-from sftkit.data.tokens.reasoning import Thinking, check_reasoning
-from sftkit.data.tokens.rendering import Span
+from sftkit.data.tokens.loss_mask import (
+    CONTEXT,
+    EARLIER,
+    MARKED,
+    Targets,
+    Thinking,
+    check_reasoning,
+    not_learned,
+    with_reasoning,
+    without_marks,
+)
+from sftkit.data.tokens.rendering import Span, limited
 from sftkit.data.tokens.template import (
+    Template,
     render_conversation,
     renders_key,
     special_tokens_of,
@@ -320,3 +333,83 @@ def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: in
         details = f"{size}, and the first target is beyond them" if beyond else "no token of it is to be learned"
         return Tokenized([], "dropped_no_target", details=details)
     return Tokenized([example], "truncated" if is_long else None)
+
+
+_ASK = ({"role": "user", "content": "What is it?"}, {"role": "user", "content": "And then?"})
+PLAIN = ({"role": "assistant", "content": "This."}, {"role": "assistant", "content": "That."})
+_REASONED = tuple({**answer, "reasoning_content": f"Because of {i}."} for i, answer in enumerate(PLAIN))
+_LOOK = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [_LOOK]}
+RESULT = {"role": "tool", "content": "seen"}
+PROBES: dict[str, list[Message]] = {
+    "one turn": [_ASK[0], PLAIN[0]],
+    "two turns": [_ASK[0], PLAIN[0], _ASK[1], PLAIN[1]],
+    "with reasoning": [_ASK[0], _REASONED[0]],
+    "two turns with reasoning": [_ASK[0], _REASONED[0], _ASK[1], _REASONED[1]],
+    "reasoning, then none": [_ASK[0], _REASONED[0], _ASK[1], PLAIN[1]],
+    "none, then reasoning": [_ASK[0], PLAIN[0], _ASK[1], _REASONED[1]],
+    "with a tool": [_ASK[0], CALL, RESULT, PLAIN[0]],
+}
+
+
+@dataclass(frozen=True)
+class PromptedTargets:
+    """Runs of targets in the documents of PROBES."""
+
+    conversations: tuple[str, ...]
+    "those that the template can render"
+    answers: int
+    "runs of targets"
+    unasked: tuple[str, ...]
+    "conversation and text of those that no prompt leads to"
+
+
+def check_prompted_targets(tokenize: partial[Tokenized]) -> PromptedTargets | None:
+    """Check that each run of targets begins where a prompt of transformers' apply_chat_template ends, token by token,
+    with thinking requested, not requested, or as the template has it. None: the tokenizing does not learn
+    conversations by their answers.
+
+    Args:
+        tokenize: of a run, as loader.load_examples takes it.
+    """
+    learning: Learning | None = tokenize.keywords.get("learning")
+    if learning is None or learning.targets == "all":
+        return None
+    tokenizer: PreTrainedTokenizerBase = tokenize.keywords["tokenizer"]
+    template, count, rendered, unasked = template_of(tokenizer), 0, list[str](), list[str]()
+    for name, messages in PROBES.items():
+        try:
+            examples = tokenize(Row(name, messages=messages)).examples
+        except DataError:  # a template without tools or reasoning refuses such conversations, as it does in the data
+            continue
+        rendered.append(name)
+        prompts = _prompts(tokenizer, template, messages, learning.thinking)
+        # Each run of targets, as the model sees it: what stands before its first token must be a prompt,
+        # token by token.
+        for example in examples:
+            begins = np.flatnonzero(np.diff(example.is_target.astype(np.int8), prepend=0) == 1)
+            count += len(begins)
+            unasked += [
+                f"{name}: ...{tokenizer.decode(example.ids[max(begin - 8, 0) : begin + 4].tolist())}..."
+                for begin in begins
+                if example.ids[:begin].tolist() not in prompts
+            ]
+    return PromptedTargets(tuple(rendered), count, tuple(unasked))
+
+
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase, template: Template, messages: list[Message], thinking: Thinking
+) -> list[list[int]]:
+    """Return, for each answer, the token ids of the prompts that lead to it."""
+    name = template.thinking_argument
+    # Any: arguments of a template go by name, next to those of apply_chat_template itself.
+    # Any of the modes will do: with thinking=auto an answer decides by itself in which it is asked.
+    modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
+    given = with_reasoning(messages, template, thinking)
+    render: Callable[..., list[int]] = tokenizer.apply_chat_template  # type: ignore[assignment]
+    return [
+        limited(render, given[:k], add_generation_prompt=True, tokenize=True, return_dict=False, **mode)
+        for k, message in enumerate(given)
+        if message["role"] == "assistant"
+        for mode in modes
+    ]

@@ -12,9 +12,9 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig
-from sftkit.config.stages import STAGE_SCRIPTS
+from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.data.tokens import chat, text
-from sftkit.data.tokens.learned import Targets
+from sftkit.data.tokens.loss_mask import Targets
 from sftkit.data.types import Tokenized
 from sftkit.errors import ConfigError
 

@@ -14,10 +14,10 @@ from sftkit.data.reading.conversation import NO_MEDIA
 from sftkit.data.reading.rows import refuse_picture, require_source_and_texts, require_text
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.encode import CHUNK_CHARACTERS, encode
-from sftkit.data.tokens.learned import not_learned
+from sftkit.data.tokens.loss_mask import not_learned
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import ConfigError, DataError
-from sftkit.runtime.words import counted
+from sftkit.runtime.script import counted
 
 TEXT_START = "sftkit_text_start"
 "Attribute of a tokenizer, which is not saved: what models/tokenizer.py found in the config of the start model."

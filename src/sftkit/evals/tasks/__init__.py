@@ -6,9 +6,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from sftkit.config.eval_tasks import TASKS
 from sftkit.config.rules import eval_problems
 from sftkit.config.schema import EvalConfig
+from sftkit.config.tables import TASKS
 from sftkit.errors import ConfigError
 from sftkit.evals.task import Task
 from sftkit.evals.tasks import data as rows

@@ -12,7 +12,7 @@ from sftkit.errors import ConfigError
 from sftkit.evals.sandbox import check
 from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
 from sftkit.evals.task import ExampleScores, Question, Task
-from sftkit.generation.answer import Answer
+from sftkit.generation.repl import Answer
 
 CODE_BLOCK = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 

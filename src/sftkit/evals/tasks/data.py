@@ -10,7 +10,7 @@ from typing import Any
 
 from sftkit.config.schema import SourceConfig
 from sftkit.errors import ConfigError, DataError
-from sftkit.runtime.words import first_of
+from sftkit.runtime.script import first_of
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 "Kind of file -> reader of `datasets`; .jsonl, .json and .csv also with .gz."

@@ -10,7 +10,7 @@ from sftkit.errors import DataError
 from sftkit.evals.task import ExampleScores, Question, Task, each
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
-from sftkit.generation.answer import Answer
+from sftkit.generation.repl import Answer
 
 HUB = "openai/gsm8k"
 TEST = DatasetSplit(("gsm8k_test",), HUB, "main", "test")

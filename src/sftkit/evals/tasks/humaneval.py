@@ -7,7 +7,7 @@ from sftkit.evals.sandbox.programs import ProgramTests
 from sftkit.evals.task import Message, Question, Task
 from sftkit.evals.tasks import choices, code
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
-from sftkit.generation.answer import Answer
+from sftkit.generation.repl import Answer
 
 TEST = DatasetSplit(("humaneval_test", "humaneval"), "openai/openai_humaneval", split="test")
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")

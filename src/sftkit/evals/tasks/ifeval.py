@@ -10,7 +10,7 @@ from sftkit.evals.task import ExampleScores, Question, Task, each
 from sftkit.evals.tasks import choices
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
 from sftkit.evals.tasks.ifeval_rules import LANGUAGE, RULES, detects_languages
-from sftkit.generation.answer import Answer
+from sftkit.generation.repl import Answer
 
 PROMPTS = DatasetSplit(("ifeval_train", "ifeval_prompts", "ifeval"), "google/IFEval", split="train")
 MAX_NEW_TOKENS = 1280

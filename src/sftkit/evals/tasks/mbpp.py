@@ -12,7 +12,7 @@ from sftkit.evals.sandbox.programs import ProgramTests
 from sftkit.evals.task import Question, Task
 from sftkit.evals.tasks import choices, code
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
-from sftkit.generation.answer import Answer
+from sftkit.generation.repl import Answer
 
 HUB = "google-research-datasets/mbpp"
 TEST = DatasetSplit(("mbpp_test", "mbpp"), HUB, "full", "test")

@@ -14,8 +14,7 @@ from pydantic import TypeAdapter
 
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config, settings
-from sftkit.config.yaml_text import COMMAND_LINE
-from sftkit.config.yaml_tree import render_yaml
+from sftkit.config.yaml import COMMAND_LINE, render_yaml
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.plan import (
     SYNTHETIC,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sftkit.launch.hardware import nvidia_smi
+from sftkit.launch.launch import nvidia_smi
 from sftkit.runtime.hardware import device_name, git_state, installed_version, num_cores, peak_flops
 from sftkit.runtime.start import start_device
 

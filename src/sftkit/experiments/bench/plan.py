@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from sftkit.config.keys import explain_error
 from sftkit.config.schema import NonNegative, Positive, SourceConfig, TokenizerTraining, settings
-from sftkit.config.stages import STAGE_SCRIPTS
-from sftkit.config.validation_errors import explain_error
-from sftkit.config.yaml_text import KeyPath, dotted
-from sftkit.config.yaml_tree import read_tree
+from sftkit.config.tables import STAGE_SCRIPTS
+from sftkit.config.yaml import KeyPath, dotted, read_tree
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import Parallelism, Processes, wrong_processes
 

@@ -21,8 +21,7 @@ import yaml
 
 from sftkit.config.schema import Positive, TrainConfig, num_stages, settings
 from sftkit.config.topology import Topology
-from sftkit.launch.hardware import cpu_cores
-from sftkit.launch.launch import CONFIGS, Launch, command
+from sftkit.launch.launch import CONFIGS, Launch, command, cpu_cores
 from sftkit.runtime.signals import exit_on_signals
 
 SHUTDOWN_SECONDS = 5

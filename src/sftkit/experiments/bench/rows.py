@@ -19,8 +19,8 @@ from typing import Any
 
 from sftkit.experiments.bench.jobs import Job
 from sftkit.experiments.bench.plan import Steps
+from sftkit.rundir.files import MetricsLine
 from sftkit.rundir.names import GRAPHS
-from sftkit.tracking.rows import MetricsLine
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:

@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.command_line import Parser, path
-from sftkit.config.commands import program_path, running, shipped
+from sftkit.config.commands import Parser, path, program_path, running, shipped
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.jobs import Job, read_jobs

@@ -24,17 +24,16 @@ from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import graphs_of, measured_row, over_ranks, run_job
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.models.kinds import kind_of
-from sftkit.models.padding import pad_vocabulary
 from sftkit.models.structure import count_parameters, vocab_size
 from sftkit.models.tokenizer import base_tokenizer
-from sftkit.objectives.caption import Caption
-from sftkit.objectives.next_token import NextToken
+from sftkit.models.vocabulary import pad_vocabulary
+from sftkit.objectives.next_token import Caption, NextToken
 from sftkit.objectives.objective import Objective
+from sftkit.rundir.files import read_metric_rows
 from sftkit.rundir.names import METRICS_FILE
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
-from sftkit.tracking.rows import read_metric_rows
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import Training, lay_out, load_data, make_engine, set_environment
 from sftkit.train.loop import train

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); torch.compile walks arguments so
 
-from sftkit.compile.switches import compiler_switches
+from sftkit.compile.modules import compiler_switches
 from sftkit.config.schema import CompileConfig
 from sftkit.experiments.explain.numerics import difference
 from sftkit.experiments.explain.subject import ModuleCall, Subject

@@ -11,7 +11,7 @@ from torch._dynamo.exc import TorchDynamoException  # what fullgraph=True raises
 from sftkit.experiments.explain.cases import remedy_of
 from sftkit.experiments.explain.subject import Subject
 from sftkit.experiments.explain.torch_logs import Break, listening, read_message
-from sftkit.runtime.words import counted
+from sftkit.runtime.script import counted
 
 ADDS = {
     "explain": "graphs, operators and guards of one call at once; no break where no operator stands before it, no "

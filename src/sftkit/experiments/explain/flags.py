@@ -7,7 +7,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from sftkit.config.command_line import Parser, path, path_or_id, whole_number
+from sftkit.config.commands import Parser, path, path_or_id, whole_number
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config
 from sftkit.errors import ConfigError

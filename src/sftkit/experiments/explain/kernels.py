@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree  # private (pytorch/pytorch#65761); to
 
 from sftkit.compile.contract import compile_model, run_eagerly, undo_compile
 from sftkit.compile.debug import compiler_logs
-from sftkit.compile.switches import compiler_switches
+from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig
 from sftkit.experiments.explain.private import kernels_in_profile
 from sftkit.experiments.explain.profile import Step, alternately, dispatched, profiled
 from sftkit.experiments.explain.subject import Subject
 from sftkit.rundir.names import SUMMARY, compile_dir
-from sftkit.runtime.progress import working
+from sftkit.runtime.script import working
 
 TIMED_STEPS = 5
 "Steps of either way that are timed."

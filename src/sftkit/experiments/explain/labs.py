@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from sftkit.compile.debug import compiler_logs
-from sftkit.compile.switches import compiler_switches
+from sftkit.compile.modules import compiler_switches
 from sftkit.config.schema import CompileConfig
 from sftkit.experiments.explain import pays
 from sftkit.experiments.explain.cases import GRAPH_BREAK_CASES, LossByName, LossByTensor, LossByValue
@@ -24,7 +24,7 @@ from sftkit.experiments.explain.private import dispatch_keys, has_kernel
 from sftkit.experiments.explain.profile import callers
 from sftkit.experiments.explain.torch_logs import listening
 from sftkit.rundir.names import SUMMARY, compile_dir
-from sftkit.runtime.progress import working
+from sftkit.runtime.script import working
 
 
 def labs(device: torch.device, out: Path) -> dict[str, Any]:

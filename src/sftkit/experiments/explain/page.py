@@ -8,10 +8,9 @@ from typing import Any
 from sftkit.experiments.explain.kinds import KERNEL_KINDS
 from sftkit.experiments.explain.picture import PICTURE_CSS, Bar, bars
 from sftkit.reports.components import badge, folded, html_table, section
-from sftkit.reports.markup import Html, el, join
-from sftkit.reports.numbers import format_value
 from sftkit.reports.page import html_document
-from sftkit.runtime.words import counted
+from sftkit.reports.values import Html, el, format_value, join
+from sftkit.runtime.script import counted
 
 _STYLED = "matrix products", "elementwise", "reductions", "attention", "communication", "copies and lookups", "idle"
 STYLES = {kind: style for style, kind in enumerate(_STYLED)}

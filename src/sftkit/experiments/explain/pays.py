@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sftkit.experiments.explain.profile import alternately, finish
-from sftkit.reports.pays import pays_from
+from sftkit.reports.compare import pays_from
 from sftkit.runtime.hardware import device_name
 
 CALLS, LEAST_SECONDS = 10, 0.3

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sftkit.reports.markup import Html, el
-from sftkit.reports.numbers import format_value
+from sftkit.reports.values import Html, el, format_value
 
 WIDTH, LEFT, RIGHT, PITCH, THICK = 960.0, 240.0, 160.0, 34.0, 20.0
 PICTURE_CSS = """

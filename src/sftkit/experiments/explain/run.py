@@ -29,9 +29,8 @@ from sftkit.experiments.explain.words import lines_of, wrapped
 from sftkit.rundir.files import replace_shared
 from sftkit.runtime import start as runtime
 from sftkit.runtime.hardware import device_name
-from sftkit.runtime.progress import working
-from sftkit.runtime.start import quiet_libraries, start_device
-from sftkit.runtime.vectors import name_vector_width
+from sftkit.runtime.script import working
+from sftkit.runtime.start import name_vector_width, quiet_libraries, start_device
 
 DATA, PAGE = "explain.json", "explain.html"
 

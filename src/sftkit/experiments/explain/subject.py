@@ -31,14 +31,13 @@ from sftkit.models.load import (
 )
 from sftkit.models.structure import decoder, decoder_blocks, encoder, vocab_size
 from sftkit.models.tokenizer import load_tokenizer
-from sftkit.objectives.caption import Caption
-from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.objectives.next_token import NextToken
+from sftkit.objectives.next_token import Caption, NextToken
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import kernel_order, plain_implementation
 from sftkit.ops.attention_choice import Execution, choose_backend
 from sftkit.rundir.names import resolve, trained_length, unresolved_reason
+from sftkit.runtime.script import counted
 from sftkit.runtime.start import Runtime
-from sftkit.runtime.words import counted
 
 
 @dataclass(frozen=True)

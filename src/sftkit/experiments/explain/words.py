@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from sftkit.runtime.words import counted
+from sftkit.runtime.script import counted
 
 
 def lines_of(result: dict[str, Any]) -> Iterator[str]:

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from sftkit.config.optimizers import DEFAULT
 from sftkit.config.schema import CompileConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.tables import DEFAULT
 from sftkit.experiments.bench.plan import DataPlan, LognormalLengths
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TRAINED_STEPS, TopologyCase
@@ -31,7 +31,7 @@ from sftkit.experiments.patterns.recorder import Saved, recording
 from sftkit.experiments.patterns.tables import TimelinePass
 from sftkit.memory import plan as memory_plan
 from sftkit.objectives.next_token import NextToken
-from sftkit.ops.dtensor import local
+from sftkit.ops.tensors import local
 from sftkit.runtime import start as runtime
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.script import script

@@ -11,14 +11,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.optimizers import DEFAULT
+from sftkit.config.tables import DEFAULT
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout
 from sftkit.experiments.bench.plan import read_plan
 from sftkit.experiments.patterns.tables import Table
 from sftkit.launch.layouts import DATASHEET, Machines, OnPaper, choice, on_paper, shape_of_fields, ways
-from sftkit.memory.estimate import BUDGETS, GIB, EstimateInputs, Shape
-from sftkit.memory.traffic import traffic
+from sftkit.memory.estimate import BUDGETS, GIB, EstimateInputs, Shape, traffic
 
 _ROW_LENGTH = 8192
 _ROWS = {8: 64, 64: 256, 1024: 2048}

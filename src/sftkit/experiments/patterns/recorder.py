@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's notes name this path (pytorch/pytorch#110073)
 
-from sftkit.memory.traffic import ring_share
-from sftkit.ops.dtensor import local
+from sftkit.memory.estimate import ring_share
+from sftkit.ops.tensors import local
 
 _KINDS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "allreduce_": ("all_reduce", lambda args, out: args[0]),

@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sftkit.config.command_line import Parser, path
-from sftkit.config.commands import program_path, running
+from sftkit.config.commands import Parser, path, program_path, running
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import run_logged

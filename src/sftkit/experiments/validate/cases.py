@@ -10,13 +10,12 @@ from itertools import product
 from pathlib import Path
 
 from sftkit.config.commands import typed
-from sftkit.config.optimizers import DEFAULT, OPTIMIZERS
 from sftkit.config.schema import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig
+from sftkit.config.tables import DEFAULT, OPTIMIZERS
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.processes import own_caches
-from sftkit.launch.hardware import Hardware
-from sftkit.launch.launch import CONFIGS, USABLE, Launch, Needs, choose, command
-from sftkit.models.size import Replica
+from sftkit.launch.launch import CONFIGS, USABLE, Hardware, Launch, Needs, choose, command
+from sftkit.models.files import Replica
 from sftkit.runtime.launcher import signal_env
 
 _LAYOUTS = ("packed", "bucketed", "fixed", "dynamic")

@@ -27,10 +27,8 @@ def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str 
     # torch comes with these, and is not needed before all runs are done
     from accelerate import Accelerator
 
-    from sftkit.tracking.dashboard.ending import Ending
-    from sftkit.tracking.dashboard.identity import Identity, run_name
-    from sftkit.tracking.dashboard.records import RunFile, record_table
-    from sftkit.tracking.dashboard.remote import DashboardWriter, dashboard_name, open_dashboard
+    from sftkit.tracking.dashboard.remote import DashboardWriter, Identity, dashboard_name, open_dashboard, run_name
+    from sftkit.tracking.dashboard.services import Ending, RunFile, record_table
 
     # Asked first: without a dashboard neither torch's Accelerator nor a thread is needed.
     name = dashboard_name(config)

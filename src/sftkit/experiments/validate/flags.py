@@ -6,8 +6,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from sftkit.config.command_line import Parser, path, path_or_id
-from sftkit.config.commands import shipped
+from sftkit.config.commands import Parser, path, path_or_id, shipped
 from sftkit.config.load import read_config
 from sftkit.experiments.validate.cases import ValidationPlan
 

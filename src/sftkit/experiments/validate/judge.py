@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from sftkit.experiments.validate.measure import Measured, format_spread
-from sftkit.reports.pays import Pays, pays
+from sftkit.reports.compare import Pays, pays
 
 # What the criteria allow; docs/validate.md gives each in words.
 SPEEDUP = 1.3

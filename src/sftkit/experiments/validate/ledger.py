@@ -13,7 +13,7 @@ from statistics import median
 from types import NoneType
 from typing import Any
 
-from sftkit.config.secrets import secret_in
+from sftkit.config.terminal import secret_in
 from sftkit.errors import ConfigError
 from sftkit.experiments.validate.judge import (
     EVALUATION,

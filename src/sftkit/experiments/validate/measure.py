@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sftkit.rundir.files import read_object
+from sftkit.rundir.files import MetricsLine, read_metric_rows, read_object, read_results
 from sftkit.rundir.names import (
     ENVIRONMENT,
     ERRORS,
@@ -20,7 +20,6 @@ from sftkit.rundir.names import (
     STEP_DIRS,
     SUMMARY,
 )
-from sftkit.tracking.rows import MetricsLine, read_metric_rows, read_results
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from sftkit.config.terminal import visible
 from sftkit.experiments.bench.report import format_number, markdown_table
 from sftkit.experiments.validate.measure import Measured, format_spread
 from sftkit.reports.components import badge, check_table, html_table, section
-from sftkit.reports.markup import el, join
 from sftkit.reports.page import html_document
+from sftkit.reports.values import el, join
 
 _CSS = "@media (min-width: 621px) { .proof .name { width: 24%; } }"
 "What was found takes more room than the names of criteria."

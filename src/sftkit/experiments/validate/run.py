@@ -19,8 +19,7 @@ from sftkit.experiments.validate.judge import Verdict, in_time, judge, scaling, 
 from sftkit.experiments.validate.ledger import Ledger, as_in_ledger, check_portable, key_words, start_of
 from sftkit.experiments.validate.measure import Measured, format_spread, measure
 from sftkit.experiments.validate.page import html, markdown_page
-from sftkit.launch.hardware import find_hardware
-from sftkit.launch.launch import needs_of
+from sftkit.launch.launch import find_hardware, needs_of
 from sftkit.rundir.files import read_object
 
 LOGITS_TIMEOUT_SECONDS = 600

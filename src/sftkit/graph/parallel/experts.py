@@ -1,4 +1,14 @@
-"""Routed experts inside the graph, and how the tokens of tensor-parallel ranks come to the experts of their own
+"""Activations between the ranks that share rows, as operators of a graph: each the transpose of its gradient.
+
+So a gradient is that of the sum of all ranks' losses, whatever a rank computes of it: nothing has to be known of which
+values ranks have in common.
+
+Experts' matrix products as operators of static shapes: rows, each of one expert, by torch's grouped matrix product,
+which skips the rows that no expert of this rank computes.
+
+Letters: S rows, E experts of a rank, H width.
+
+Routed experts inside the graph, and how the tokens of tensor-parallel ranks come to the experts of their own
 that each has.
 
 All shapes are known when a graph is captured; it knows no sizes that depend on what a router chooses. Tokens come
@@ -20,13 +30,232 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from sftkit.graph import compat
-from sftkit.graph.parallel.exchange import add_and_scatter, exchange_counts, gather, send
-from sftkit.graph.parallel.grouped import computed, rows_in_order
+from sftkit.parallel.tensor import Activations
+
+
+def gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return the shards of all ranks of a group, joined along a dimension."""
+    return _Exchanged.apply(shard, compat.all_gather, compat.reduce_scatter, dim, group)
+
+
+def add_and_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return this rank's shard, along a dimension, of the sum over the ranks of a group."""
+    return _Exchanged.apply(tensor, compat.reduce_scatter, compat.all_gather, dim, group)
+
+
+def exchange_counts(sent: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Exchange how many rows the ranks of a group are about to send each other.
+
+    Args:
+        sent: int64 [R, E], rows of this rank for each expert of each rank.
+
+    Returns:
+        (int64 [R, E], rows of each rank for each expert of this one; int64 [2, R] on the host: rows to and from each
+        rank)
+    """
+    return _exchange_counts(sent, group.group_name)
+
+
+def send(rows: Tensor, sizes: Tensor, room: int, group: ProcessGroup, *, back: bool = False) -> Tensor:
+    """Return the rows of all ranks for this one, [room, H], by rank; 0 behind the last.
+
+    Args:
+        rows: [S, H], those for the first rank first; behind the last anything.
+        sizes: of exchange_counts. back: in the other direction, for the results of rows that were received.
+        room: rows that may come at most.
+    """
+    return _Send.apply(rows, sizes, room, group.group_name, back)
+
+
+class Exchange(Activations):
+    """Between the layers of a tensor-parallel model; in `without_sequence_parallel` every rank has all positions."""
+
+    def gather(self, positions: Tensor) -> Tensor:
+        """Gather whole rows, [B, T, H], from the ranks' columns of them, [B, C, H]."""
+        return gather(positions, 1, self.group) if self.sequence_parallel else positions
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """Return the sum of the ranks' parts of whole rows, [B, T, H]: this rank's columns of it, [B, C, H]."""
+        if self.sequence_parallel:
+            return add_and_scatter(partial, 1, self.group)
+        return _Exchanged.apply(partial, compat.all_reduce, compat.all_reduce, self.group)
+
+
+class _Exchanged(torch.autograd.Function):
+    """What a linear exchange gives; its gradient is exchanged by the transpose. `where`: further arguments of both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, exchange: Callable[..., Tensor], transpose: Callable[..., Tensor], *where: Any
+    ) -> Tensor:
+        ctx.transpose, ctx.where = transpose, where
+        return exchange(tensor, *where)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Linear, so that nothing of the forward pass has to be kept for it.
+        return ctx.transpose(gradient, *ctx.where), None, None, *(None for _ in ctx.where)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sizes: Tensor,
+        room: int,
+        group: str,
+        back: bool,  # noqa: FBT001 - as above
+    ) -> Tensor:
+        ctx.save_for_backward(sizes)
+        ctx.room, ctx.group, ctx.back = len(rows), group, back
+        return _all_to_all(rows, sizes, room, group, back)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (sizes,) = ctx.saved_tensors
+        return _all_to_all(gradient, sizes, ctx.room, ctx.group, not ctx.back), None, None, None, None
+
+
+# torch's own all-to-all has sizes that are numbers to whoever traces: a graph for each way that a router may choose.
+# Here they are a tensor, and what arrives has room for all.
+
+
+@torch.library.custom_op("sftkit::all_to_all", mutates_args=())
+def _all_to_all(
+    rows: Tensor,
+    sizes: Tensor,
+    room: int,
+    group: str,
+    back: bool,  # noqa: FBT001 - an operator takes its arguments by place
+) -> Tensor:
+    # On the host already: _exchange_counts has waited for them, once for tokens, results and the gradients of both.
+    given, taken = reversed(sizes.tolist()) if back else sizes.tolist()
+    arrived = rows.new_zeros(room, *rows.shape[1:])
+    leaving = rows[: sum(given)].contiguous()
+    dist.all_to_all_single(arrived[: sum(taken)], leaving, taken, given, group=compat.group_named(group))
+    return arrived
+
+
+@torch.library.custom_op("sftkit::all_to_all_counts", mutates_args=())
+def _exchange_counts(sent: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    received = torch.zeros_like(sent)
+    dist.all_to_all_single(received, sent.contiguous(), group=compat.group_named(group))
+    return received, torch.stack([sent.sum(1), received.sum(1)]).cpu()
+
+
+@_all_to_all.register_fake
+def _(rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:  # noqa: FBT001 - as the operator
+    return rows.new_empty(room, *rows.shape[1:])
+
+
+@_exchange_counts.register_fake
+def _(sent: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return sent.new_empty(sent.shape), sent.new_empty((2, len(sent)), device="cpu")
+
+
+def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tensor:
+    """Return what a rank's experts give, [S, H], one row for each number; 0 where the number is E.
+
+    Args:
+        experts: with this rank's gate_up_proj [E, 2 I, H] and down_proj [E, H, I].
+        hidden: [S / visits, H], each token as often as it visits experts.
+        numbers: int64 [S], of this rank's experts, or E: of none.
+    """
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    count = len(gate_up)
+    numbers, order = numbers.sort(stable=True)  # those of none are last
+    ends = torch.searchsorted(numbers, torch.arange(count, device=numbers.device), right=True).int()
+    back = order.argsort()
+    own = (numbers < count)[:, None]
+    # Rows of none are never written by the products, nor are their gradients: 0 before the first, and after the last.
+    rows = rows_in_order(hidden, order, back, visits).where(own, 0.0)
+    # Private: what transformers calls between the two products of its own experts (huggingface/transformers#42697), for
+    # which each architecture has its activation.
+    rows = grouped_product(experts._apply_gate(grouped_product(rows, gate_up, ends)), down, ends).where(own, 0.0)
+    return rows_in_order(rows, back, order, 1)
+
+
+def rows_in_order(rows: Tensor, order: Tensor, back: Tensor, visits: int) -> Tensor:
+    """Return row `order[i] // visits` at i.
+
+    Args:
+        order: int64 [S], a permutation. back: its inverse.
+    """
+    return _Ordered.apply(rows, order, back, visits)
+
+
+class _Ordered(torch.autograd.Function):
+    """Its gradient is gathered, too, by the inverse permutation: no atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, visits: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.visits = visits
+        return rows.index_select(0, order // visits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(0, back).unflatten(0, (-1, ctx.visits)).sum(1), None, None, None
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Return rows @ matrices[e].T of the rows before `ends[e]` and not before `ends[e - 1]`; of those behind
+    the last, anything.
+
+    Args:
+        rows: [S, in]. matrices: [E, out, in]. ends: int32 [E], ascending.
+    """
+    if rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, matrices.transpose(-2, -1), offs=ends)
+    return _grouped_product(rows, matrices, ends)
+
+
+# torch computes it in other precisions, but traces it in bf16 only: so it is one operator to whoever traces. No
+# issue is known.
+
+
+@torch.library.custom_op("sftkit::grouped_product", mutates_args=())
+def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(rows, matrices.transpose(-2, -1), offs=ends)
+
+
+@torch.library.custom_op("sftkit::grouped_product_backward", mutates_args=())
+def _grouped_product_backward(gradient: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows and of matrices."""
+    # The products want a row or a column of stride 1; the gradient of a sum is expanded, with strides of 0.
+    gradient = gradient.contiguous()
+    return F.grouped_mm(gradient, matrices, offs=ends), F.grouped_mm(gradient.t(), rows, offs=ends)
+
+
+@_grouped_product.register_fake
+def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), matrices.shape[1])
+
+
+@_grouped_product_backward.register_fake
+def _(gradient: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), matrices.new_empty(matrices.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_grouped_product_backward(gradient, *ctx.saved_tensors), None
+
+
+_grouped_product.register_autograd(_backward, setup_context=_save)
+
 
 _COMPUTE = "_sftkit_compute"
 "Attribute of experts: the function that computes them, of DISPATCHERS where they are shared out over a group."

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 from transformers import PreTrainedModel
 
 from sftkit.models.structure import output_projection
-from sftkit.objectives.model_with_loss import ModelWithLoss
-from sftkit.runtime.replaced import replaced_in_each
+from sftkit.objectives.objective import ModelWithLoss
+from sftkit.runtime.start import replaced_in_each
 
 _REDUCE_DTYPE = "_sftkit_reduce_dtype"
 "Attribute of a module that is sharded: the dtype of the sum of gradients over the ranks; None: their own."

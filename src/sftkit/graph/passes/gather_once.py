@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
-from sftkit.graph.buckets import HEAD, bucket_of, weight_of
-from sftkit.graph.graphs import collective, gathered_from, waits_for
+from sftkit.graph.graphs import HEAD, bucket_of, collective, gathered_from, waits_for, weight_of
 
 WeightKey = tuple[str, tuple[int, ...], str]
 "A whole weight: the parameter's name, shape and dtype."

@@ -1,17 +1,28 @@
 """Where in a graph collectives start and are waited for, so that compute hides them; what is computed
-does not change."""
+does not change.
+
+torch's own scheduler of collectives, with estimates of times that are the same on every rank.
+
+One collective for all weights of a decoder block, and for all their gradients, without a copy of either.
+
+The tensors of a bucket go into one coalesced operator, which NCCL runs as one group: each is read and written where it
+lies. Buffers that a bucket is copied into and out of would cost memory traffic in every micro-batch.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import flop_counter
 
-from sftkit.graph.buckets import bucket_of
-from sftkit.graph.graphs import collective, is_costly, source_of, waits_for
+from sftkit.graph import compat
+from sftkit.graph.graphs import bucket_of, collective, counts_of, is_costly, source_of, waits_for
 
 Positions = dict[Node, float]
 "Wanted places of nodes among the numbers of all nodes in their order."
@@ -139,3 +150,83 @@ def _sort(graph: GraphModule, index: dict[Node, int], wanted: Positions) -> None
     for before, node in pairwise(ordered):
         before.append(node)
     graph.graph.lint()
+
+
+CPU_FLOPS, CPU_BYTES = 1e11, 1e9
+"Per second: where nothing is known of the device, compute and collectives of a CPU have some order of magnitude."
+GPU_FLOPS = 5e14
+"Per second, of a matrix product in bf16 on an H100 or H200."
+
+
+def auto_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
+    """Let torch's scheduler merge and move collectives, by estimates that are the same on every rank."""
+    if counts_of(graph).collectives:
+        compat.overlap_collectives(graph, _milliseconds, for_inductor=for_inductor)
+
+
+def _milliseconds(node: Node, num_bytes: int | None) -> float | None:
+    """Return an estimate for a node, in milliseconds; None: torch's own, of a collective between GPUs.
+
+    Args:
+        num_bytes: that a collective moves, instead of those that it does.
+    """
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) and value else value  # attention gives several
+    on_gpu = isinstance(first, torch.Tensor) and first.device.type == "cuda"
+    if collective(node) is not None:
+        # Known from sizes and the group alone, so the same on every rank.
+        if on_gpu:
+            return None
+        # On a CPU torch's own estimate would ask for a GPU's bandwidth.
+        size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+        return 1e3 * (size if num_bytes is None else num_bytes) / CPU_BYTES
+    packet = getattr(node.target, "overloadpacket", node.target)  # FlexAttention has none
+    # By the number of operations, which is the same on every rank and at every start: what is measured is neither, and
+    # ranks that order collectives differently wait for each other for ever.
+    formula = flop_counter.flop_registry.get(packet)
+    if formula is None:
+        return None
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return 1e3 * formula(*args, **kwargs, out_val=value) / (GPU_FLOPS if on_gpu else CPU_FLOPS)
+
+
+def block_bucketing(graph: GraphModule, *, for_inductor: bool) -> None:
+    """Merge the collectives of each bucket; gather a bucket while the one before it is used, reduce it while the
+    next one is."""
+    for nodes in _mergeable(graph.graph):
+        _merge(graph.graph, nodes)
+    overlap_buckets(graph)
+    if for_inductor:
+        compat.keep_order(graph, order_for_inductor(graph))
+
+
+def prefetching(graph: GraphModule, *, for_inductor: bool) -> None:
+    """Move collectives as `block_bucketing` does and merge none, so that a half computes the same to the last bit."""
+    overlap_buckets(graph)
+
+
+def _mergeable(graph: Graph) -> list[list[Node]]:
+    """Return the collectives of a bucket that can be one: of one kind, one group of ranks and one dtype."""
+    found: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        bucket = bucket_of(node)
+        if bucket is not None and collective(node) is not None:
+            found.setdefault((bucket, node.target, node.args[1:], node.meta["val"].dtype), []).append(node)
+    return [nodes for nodes in found.values() if len(nodes) > 1]
+
+
+def _merge(graph: Graph, nodes: Sequence[Node]) -> None:
+    """Put one operator in the place of the last of them."""
+    # Behind the last, where all inputs are there; overlap_buckets then moves it to where it should start.
+    with graph.inserting_after(nodes[-1]):
+        inputs = [node.args[0] for node in nodes]
+        merged = graph.call_function(compat.coalesced(nodes[0].target), (inputs, *nodes[0].args[1:]))
+    merged.meta = {**nodes[0].meta, "val": [node.meta["val"] for node in nodes]}
+    last = merged
+    # Each wait keeps its own tensor: only what starts is merged.
+    for number, node in enumerate(nodes):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (merged, number))
+        last.meta = dict(node.meta)
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)

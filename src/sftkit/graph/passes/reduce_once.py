@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
-from sftkit.graph.buckets import weight_of
-from sftkit.graph.graphs import CASTS, collective, keeps_values
+from sftkit.graph.graphs import CASTS, collective, keeps_values, weight_of
 
 GradientKey = tuple[str, tuple[int, ...], str]
 "What the reductions of a weight's gradient read: the weight's name, shape and dtype."

@@ -1,14 +1,42 @@
 """The sections and panels of the wandb workspace, and which of them a run has. workspace.py
-builds the panels themselves."""
+builds the panels themselves.
+
+The project's wandb workspace as code. Only `save_view` asks a server.
+
+A wandb report that compares two runs: the speed-up as a number, losses at equal steps, what differs, every curve.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from sftkit.config.commands import install, program_path
+from sftkit.errors import ConfigError
+from sftkit.reports.collect import check_run, curves_of, machine_name, read_run
+from sftkit.reports.compare import Curves, compare_curves, speed_words
+from sftkit.reports.values import format_value
+from sftkit.rundir.files import read_metric_rows, read_object
+from sftkit.rundir.names import (
+    EVALS,
+    EVALUATIONS,
+    METRICS_FILE,
+    RESULTS,
+    SAMPLES,
+    STEP_DIRS,
+    TRAINING_STATE,
+    VALIDATION,
+    is_archived,
+    latest_checkpoint,
+)
+from sftkit.tracking.dashboard.remote import first_line, run_name
+from sftkit.tracking.dashboard.services import preflight_of, proof_of
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, regex, summary_of
 
 _DRAWN = {
@@ -211,3 +239,229 @@ def value_of_run(name: str) -> str:
     """Return where wandb's summary has the value of a name that stands for the run."""
     summary = "last" if name in RUN_VALUES else summary_of(name)
     return name if summary == "last" else f"{name}.{summary}"
+
+
+try:
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as workspaces
+except ImportError as error:
+    raise ConfigError(f"make_dashboard.py needs wandb-workspaces: {install('sftkit[dashboard]')}") from error
+
+_COLUMNS = (
+    *("run/state", "train/loss", "val/loss", "val/bpb", "eval/centred_mean", "perf/tok_per_sec", "perf/step_seconds"),
+    *("perf/mfu", "mem/peak_gib", "proof/failed", "compile/recompiles"),
+)
+"Columns of the table of runs, beside name and state."
+
+
+def workspace(entity: str, project: str, logged: Collection[str] | None = None) -> workspaces.Workspace:
+    """Return the view of all runs of a project: speed, loss and evaluation, then what must be zero, then the rest.
+
+    Args:
+        logged: names that a run of the project has, so that no panel is empty; see panels.panel_sections.
+    """
+    sections = [
+        workspaces.Section(
+            name=section.title,
+            panels=[panel_of(panel) for panel in section.panels],
+            is_open=section.is_open,
+            layout_settings=layout(section),
+        )
+        for section in panel_sections(logged)
+    ]
+    columns = [f"summary:{value_of_run(name)}" for name in _COLUMNS if has(name, logged)]
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name="sftkit",
+        sections=sections,
+        settings=workspaces.WorkspaceSettings(x_axis="step", smoothing_weight=0),
+        runset_settings=workspaces.RunsetSettings(pinned_columns=["run:displayName", "run:state", *columns]),
+    )
+
+
+def layout(section: Section) -> workspaces.SectionLayoutSettings:
+    """Return how many panels of a section stand side by side and one above the other."""
+    columns, rows = (len(section.panels), 1) if section.one_row else (3, 2)
+    return workspaces.SectionLayoutSettings(columns=columns, rows=rows)
+
+
+def panel_of(panel: Panel) -> Any:
+    """Return a panel as wandb draws it."""
+    match panel:
+        case Number((name,), title):
+            return reports.ScalarChart(title=title, metric=reports.SummaryMetric(value_of_run(name)))
+        case Shown((name,)):
+            return reports.WeavePanelSummaryTable(table_name=name, layout=reports.Layout(w=24, h=12))
+        # A pattern goes as a regular expression, so that names which appear later (a new source) are drawn too.
+        case LinePlot((name,), title, x) if is_pattern(name):
+            return reports.LinePlot(title=title, x=x, title_x=x, metric_regex=expression(name))
+        case LinePlot(names, title, x):
+            return reports.LinePlot(title=title, x=x, title_x=x, y=list(names))
+
+
+def names_of(run_dir: Path | None) -> set[str] | None:
+    """Return the names that a run has on a dashboard, with those of a validation where runs/validate has one.
+
+    Args:
+        run_dir: None: the newest under runs/ that is on wandb; what is returned is None where there is none either.
+
+    Raises:
+        ConfigError: the directory that was named holds no run.
+    """
+    run_dir = run_dir or newest_on_wandb(Path("runs"))
+    if run_dir is None:
+        return None
+    check_run(run_dir)
+    validated = any(Path("runs/validate").glob(f"*/{VALIDATION}"))
+    return logged_by(run_dir) | {name for name in (*RUN_VALUES, *TABLES) if validated and name.startswith("validate/")}
+
+
+def newest_on_wandb(root: Path) -> Path | None:
+    """Return the run directory with the newest wandb run in it: those of a validation, which are many, have none."""
+    # By wandb's own folders, not by metrics.jsonl: the panels are for runs that it has.
+    found = [path for path in root.glob("**/wandb/*run-*") if (path.parents[1] / METRICS_FILE).is_file()]
+    kept = [path for path in found if not is_archived(path)]
+    return max(kept, key=lambda path: path.stat().st_mtime).parents[1] if kept else None
+
+
+def logged_by(run_dir: Path) -> set[str]:
+    """Return the names that a run has on a dashboard, from its own files: what is in a row and not null,
+    tables, values of the run."""
+    found = {"run/state"}
+    for name in (METRICS_FILE, EVALS):
+        found |= {key for row in read_metric_rows(run_dir / name) for key, value in row.items() if value is not None}
+    for record in (proof_of(run_dir), preflight_of(run_dir)):
+        found |= {table.name for table in record.tables} | record.summary.keys()
+    found |= {"samples"} if read_metric_rows(run_dir / SAMPLES) else set()
+    return found | ({"eval/results"} if any(run_dir.glob(f"{EVALUATIONS}/{STEP_DIRS}/{RESULTS}")) else set())
+
+
+def spec(view: workspaces.Workspace | reports.Report) -> dict[str, Any]:
+    """Return what `save_view` would send, as JSON."""
+    # Private: the library has no public way to see a spec without sending it.
+    return json.loads(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+
+
+def save_view(view: workspaces.Workspace | reports.Report) -> str:
+    """Create the workspace or report on the server and return its address.
+
+    Raises:
+        ConfigError: there is no key on this machine, or the server refuses.
+    """
+    # Without a key wandb may ask for one at the terminal, and wait.
+    check_key()
+    try:
+        view.save()
+    # wandb_workspaces passes on errors of wandb, of GraphQL and of requests.
+    except Exception as error:
+        where = f"{view.entity}/{view.project}"
+        raise ConfigError(f"wandb does not take the dashboard of {where}: {first_line(error)}") from error
+    return view.url
+
+
+def check_key() -> None:
+    """Refuse to go on where there is no wandb key on this machine.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    import wandb
+
+    if not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False, verify=False)):
+        raise ConfigError(
+            f"there is no wandb key on this machine: run `{program_path('wandb')} login`, or look at the spec with "
+            "--dry-run"
+        )
+
+
+_NAME = re.compile(r"[\w .:-]{1,128}")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One of the two runs."""
+
+    name: str
+    "as the page calls it"
+    ids: tuple[str, ...]
+    "names or ids by which wandb finds it"
+    curves: Curves | None = None
+    "None: not known here"
+    machine: str | None = None
+
+
+def find_run(run: str, entity: str, project: str, *, offline: bool) -> Compared:
+    """Return a run from its directory, or by its id or name from wandb; offline without its curves then.
+
+    Raises:
+        ConfigError: no run can have that name, or there is none; no key on this machine, or no answer.
+    """
+    if (run_dir := Path(run)).is_dir():
+        # Its newest checkpoint has its id on wandb; its name there is made of the last two folders.
+        report, curves = read_run(run_dir)
+        name, folder = run_name(run_dir), latest_checkpoint(run_dir)
+        found = read_object(folder / TRAINING_STATE).get("tracker") if folder else None
+        return Compared(name, (str(found),) if found else (name,), curves, machine_name(report["environment"]))
+    if not _NAME.fullmatch(run):
+        raise ConfigError(
+            f"--report {run!r}: neither a run directory nor the id or name of a wandb run (letters, digits, space "
+            "and ._:-)"
+        )
+    return Compared(run, (run,)) if offline else _from_wandb(run, entity, project)
+
+
+def _from_wandb(run: str, entity: str, project: str) -> Compared:
+    """Return a run of wandb by its id or name."""
+    import wandb
+
+    check_key()
+    # wandb's filters call the id `name` and what a person sees `display_name`.
+    either = {"$or": [{"name": run}, {"display_name": run}]}
+    try:
+        found = next(iter(wandb.Api().runs(f"{entity}/{project}", filters=either)), None)
+        rows = [] if found is None else list(found.scan_history())
+    # wandb raises its own, requests' and plain ValueErrors; all mean that there is no answer.
+    except Exception as error:
+        raise ConfigError(f"wandb does not give {entity}/{project}/{run}: {first_line(error)}") from error
+    if found is None:
+        raise ConfigError(f"--report {run}: {entity}/{project} has no run of that name or id")
+    return Compared(run, (found.id,), curves_of(rows), machine_name(found.config.get("environment") or {}))
+
+
+def comparison(
+    entity: str, project: str, runs: tuple[Compared, Compared], logged: Collection[str] | None = None
+) -> reports.Report:
+    """Return a report of two runs of a project; `logged`: names that they have, None: not known."""
+    ids = [one for run in runs for one in run.ids]
+    # A run directory may know an id, a typed word may be either, so both fields are asked.
+    either = workspaces.Or(workspaces.Metric("ID").isin(ids), workspaces.Metric("Name").isin(ids))
+
+    def grid(shown: list[Any]) -> reports.PanelGrid:
+        return reports.PanelGrid(runsets=[reports.Runset(name="the runs", filters=either)], panels=shown)
+
+    comparer = reports.RunComparer(diff_only="split", layout=reports.Layout(w=24, h=12))
+    blocks: list[Any] = [*_numbers(*runs), reports.H1("What differs"), grid([comparer])]
+    for section in panel_sections(logged):
+        blocks += [reports.H1(section.title), grid([panel_of(panel) for panel in section.panels])]
+    blocks.append(reports.P("Names, units and formulas: docs/metrics.md of sftkit."))
+    title = f"sftkit: {' and '.join(run.name for run in runs)}"
+    return reports.Report(entity=entity, project=project, title=title[:128], width="fluid", blocks=blocks)
+
+
+def _numbers(first: Compared, second: Compared) -> list[Any]:
+    """Return the blocks at the top: how many times as fast, then both runs at equal steps, or
+    why they are not compared."""
+    if first.curves is None or second.curves is None:
+        words = "The speed-up and losses at equal steps are not here: name run directories, or leave out --dry-run."
+        return [reports.H1("Speed-up: not known"), reports.P(words)]
+    found = compare_curves(first.curves, second.curves, (first.machine, second.machine))
+    speed_up = found["speed_up"]
+    rows = [[r["name"], *(format_value(r[key]) for key in ("step", "value", "other"))] for r in found["rows"]]
+    lines = [["", "step", first.name, second.name], ["---", *["---:"] * 3], *rows]
+    return [
+        reports.H1(f"Speed-up: {'not known' if speed_up is None else format(speed_up, '.2f')}"),
+        reports.P(speed_words(found, first.name, second.name)),
+        reports.MarkdownBlock("\n".join(f"| {' | '.join(line)} |" for line in lines)),
+        *(reports.P(note) for note in found["notes"]),
+    ]

@@ -1,0 +1,433 @@
+"""Optimizer states on disk through torch.distributed.checkpoint: by parameter name, in shards that any layout reads.
+
+torch writes the index of the shards as a pickle. It is read here through an unpickler that knows the index's own
+classes and nothing else, so that no code in a checkpoint ever runs.
+
+Weights of a checkpoint as transformers' safetensors files, from a copy in host memory, gathered tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import stat
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import no_init_weights
+
+from sftkit.errors import ConfigError
+from sftkit.models.files import INDEX_FILE, SINGLE_FILE
+from sftkit.models.load import from_config
+from sftkit.models.structure import plain_class, stages_of
+from sftkit.models.vocabulary import without_padding
+from sftkit.rundir.status import describe_error
+from sftkit.runtime.script import first_of
+
+INDEX_CLASSES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "ChunkStorageMetadata",
+        "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}  # fmt: skip
+"All names in the pickle of an index besides torch's dtypes; the private ones are what torch's writer puts there."
+
+
+class HostShard(NamedTuple):
+    """A copy in host memory of the part of a tensor that this rank writes."""
+
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    "where the part begins in the whole tensor"
+    size: torch.Size
+    "shape of the whole tensor"
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to host memory, where later updates of `tensor` do not reach it.
+
+    From a GPU it goes to pinned memory on the current stream, behind the update that made the values and at the speed
+    of the bus; it is complete after `copies_done`. torch keeps the pinned memory for the next checkpoint.
+    """
+    source = tensor.detach()
+    if not source.is_cuda:
+        return source.clone(memory_format=torch.contiguous_format)
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+
+
+def copies_done(device: torch.device) -> None:
+    """Wait for the copies that `to_host` has queued."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def snapshot_states(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int) -> dict[str, HostShard]:
+    """Copy what this rank writes: its own shards of DTensors, and its share of the tensors that all ranks hold alike.
+
+    Nothing is copied twice over the ranks: of a replicated shard the first replica is the writer.
+
+    Args:
+        tensors: the same names in the same order on every rank.
+    """
+    mine = {}
+    for position, (name, tensor) in enumerate(tensors.items()):
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            # A rank without a part of a short dimension writes nothing; a tensor that is empty as a whole has an entry.
+            if _writes_shard(tensor) and (local.numel() or not tensor.numel()):
+                # Where a local shard lies in the whole tensor: documented for writers of checkpoints
+                # (pytorch/pytorch#144100).
+                (chunk,) = tensor.__create_chunk_list__()
+                mine[name] = HostShard(to_host(local), tuple(chunk.offsets), tensor.shape)
+        # In turn, so that all ranks share the writing of what they hold alike.
+        elif position % world_size == rank:
+            mine[name] = HostShard(to_host(tensor), (0,) * tensor.dim(), tensor.shape)
+    return mine
+
+
+def _writes_shard(tensor: DTensor) -> bool:
+    """Return whether this rank is the first of those that hold the same shard."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and all(
+        at == 0 or not place.is_replicate() for place, at in zip(tensor.placements, coordinate, strict=True)
+    )
+
+
+class _HostShardPlanner(dcp.DefaultSavePlanner):
+    """Plans the writing of each HostShard, which has left the device mesh of the tensor that it comes from."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan to write each shard at its place; torch's own plan would ask the tensors for their device mesh."""
+        self.plan = SavePlan([_write_item(name, shard) for name, shard in self.state_dict.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].tensor
+
+
+def _write_item(name: str, shard: HostShard) -> WriteItem:
+    """Return torch's description of a shard: its name, its place in the whole tensor, dtype and shape."""
+    offsets = torch.Size(shard.offsets)
+    chunk = ChunkStorageMetadata(offsets=offsets, sizes=shard.tensor.size())
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=shard.tensor.dtype), size=shard.size)
+    return WriteItem(index=MetadataIndex(name, offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessGroup | None, rank: int) -> list[Path]:
+    """Write this rank's shards; every rank of `group` calls it (None: a process alone).
+
+    Returns:
+        the files that this rank wrote.
+    """
+    with warnings.catch_warnings():
+        # A process alone: torch warns that it may not be meant, even with no_dist. No issue is known (torch
+        # 2.11 to 2.13).
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(
+            dict(shards),
+            storage_writer=dcp.FileSystemWriter(folder),
+            planner=_HostShardPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+            no_dist=group is None,
+        )
+    # torch's own names, which no function tells: files of a rank begin with __RANK_, and the coordinator, rank 0,
+    # writes the index.
+    return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the index; refuse any other name, which could be code."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in INDEX_CLASSES:
+            return super().find_class(module, name)
+        raise ConfigError(
+            f"names {module}.{name}, which is not part of an index of optimizer states: the checkpoint was tampered "
+            f"with"
+        )
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader of a folder of states, without its plain unpickling:
+    https://github.com/pytorch/pytorch/issues/189308.
+
+    Shards it reads with weights_only=True.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read and check the index: only known classes, only files of this folder, no extensions."""
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+        # A pickle that was made up may raise anything while it is read.
+        except Exception as error:
+            raise ConfigError(f"{path}: {describe_error(error)}; resume from another checkpoint") from None
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise ConfigError(f"{path}: not an index of optimizer states; resume from another checkpoint")
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path or info.relative_path == "..":
+                raise ConfigError(f"{path}: {info.relative_path!r} leads out of the folder")
+            if info.transform_descriptors:
+                raise ConfigError(
+                    f"{path}: asks for the extensions {info.transform_descriptors}, which sftkit never uses"
+                )
+        # as torch's own read_metadata does
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+def load_states(
+    tensors: dict[str, torch.Tensor], folder: Path, elsewhere: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Read states into `tensors`, in place; each rank reads the parts that it holds, by itself.
+
+    Args:
+        elsewhere: whether a state of that name is another rank's alone.
+
+    Raises:
+        ConfigError: names, shapes or dtypes are not those of the checkpoint, or a file in it is not what it should be.
+    """
+    reader = SafeReader(folder)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+        _check_fit(tensors, {name: there for name, there in saved.items() if not elsewhere(name)}, folder)
+    except ConfigError:
+        raise
+    except Exception as error:  # known classes, with fields of other types than theirs
+        raise ConfigError(f"{folder}: {describe_error(error)}; resume from another checkpoint") from None
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        # Each rank reads by itself: torch warns as above.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+        # A BaseException, which nobody above would take for an error, with a traceback over many lines.
+        except dcp.CheckpointException as error:
+            inner = next(iter(error.failures.values()))[0]
+            raise ConfigError(f"{folder}: {type(inner).__name__}: {inner}; resume from another checkpoint") from None
+        except Exception as error:
+            raise ConfigError(f"{folder}: {describe_error(error)}; resume from another checkpoint") from None
+
+
+def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], folder: Path) -> None:
+    """Refuse states that do not fit: torch would skip what is only in the checkpoint, and cast another dtype."""
+    problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
+    problems += [f"{name} is only in the checkpoint" for name in saved if name not in tensors]
+    for name in tensors.keys() & saved.keys():
+        there, here = saved[name], tensors[name]
+        if not isinstance(there, TensorStorageMetadata):
+            problems.append(f"{name} is no tensor in the checkpoint")
+        elif there.size != here.shape or there.properties.dtype != here.dtype:
+            problems.append(
+                f"{name} is {there.properties.dtype} {list(there.size)} in the checkpoint, "
+                f"{here.dtype} {list(here.shape)} in this run"
+            )
+    if problems:
+        raise ConfigError(
+            f"{folder}: optimizer states do not fit: {first_of(sorted(problems), between='; ')}. Resume with the "
+            "model, optim.name and train.precision of the checkpoint, or start from its weights with model.path"
+        )
+
+
+MAX_FILE_BYTES = 5 * 10**9
+
+
+@dataclass
+class WeightSnapshot:
+    """What this rank writes, copied from the live model."""
+
+    full: dict[str, torch.Tensor] | None
+    "every tensor, for save_pretrained; only on the main rank"
+    files: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    "file name -> its tensors, of a sharded model"
+    index: dict[str, object] | None = None
+    "model.safetensors.index.json, if this rank writes it"
+
+    def num_bytes(self) -> int:
+        """Return the bytes of the tensors that this rank writes."""
+        return sum(t.nbytes for tensors in (self.full or {}, *self.files.values()) for t in tensors.values())
+
+
+def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) -> WeightSnapshot:
+    """Copy what this rank will write; every rank calls it, and shards are gathered in the same order on all.
+
+    A model that is not sharded is copied by the main rank. Of a sharded one each rank keeps the files that fall to it,
+    so none ever holds the whole model; unless the class stores its tensors in another form than it trains them (experts
+    of a mixture in one tensor): only the whole model can be converted, so the main rank keeps all of it. Padding of the
+    vocabulary is left out. Stages of a pipeline each write files of their own.
+    """
+    tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
+    stages = stages_of(orig_model)
+    is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    if not is_sharded or stored_in_another_form(orig_model):
+        return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
+    # Planned by all before anything is gathered: each then gathers a tensor once and keeps it only if the file
+    # is its own.
+    sizes = {
+        name: t[0].numel() * saved_rows[id(t)] if id(t) in saved_rows else t.numel() for name, t in tensors.items()
+    }
+    num_bytes = {name: numel * tensors[name].element_size() for name, numel in sizes.items()}
+    writers = {name: stages.writer(name) for name in tensors} if stages else {}
+    plan = plan_files(num_bytes, MAX_FILE_BYTES, writers)
+    files = {}
+    for position, (file, names) in enumerate(plan.items()):
+        writer = writers.get(names[0], position % world_size)
+        held = {name: tensors[name] for name in names if not tensors[name].is_meta}
+        if (kept := _gathered(held, saved_rows, keep=writer == rank)) is not None:
+            files[file] = kept
+    totals = {"total_parameters": sum(sizes.values()), "total_size": sum(num_bytes.values())}
+    index = {"metadata": totals, "weight_map": {name: file for file, names in plan.items() for name in names}}
+    return WeightSnapshot(None, files, index if rank == 0 and len(plan) > 1 else None)
+
+
+def _gathered(
+    tensors: dict[str, torch.Tensor], saved_rows: dict[int, int], *, keep: bool
+) -> dict[str, torch.Tensor] | None:
+    """Copy tensors to host memory, gathered from their shards; None without `keep`. All ranks
+    gather, those that keep copy.
+
+    Args:
+        saved_rows: id of a tensor -> how many of its rows are saved, where that is not all.
+    """
+    kept = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if keep:
+            kept[name] = to_host(full[: saved_rows.get(id(tensor))])
+    return kept if keep else None
+
+
+def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads."""
+    tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
+    # Private since huggingface/transformers#8737: what save_pretrained leaves out; shards are written without
+    # save_pretrained.
+    ignored = set(orig_model._keys_to_ignore_on_save or ())
+    names: dict[int, str] = {}
+    state = orig_model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if id(tensor) not in names or names[id(tensor)] in tied_away:
+            names[id(tensor)] = name
+    kept = set(names.values()) - ignored
+    return {name: tensor for name, tensor in state.items() if name in kept}
+
+
+def check_saved_names(orig_model: PreTrainedModel) -> None:
+    """Reject a model whose checkpoints plain transformers would load as another one: it drops tensors that the class in
+    config.json does not have, and draws those at random that are not there, with a warning only.
+
+    No collective; the class is built without memory.
+
+    Raises:
+        ConfigError: tensors that are missing, unexpected or of another shape.
+    """
+    plain, config = plain_class(orig_model), copy.deepcopy(orig_model.config)
+    name = plain.__name__
+    with torch.device("meta"), no_init_weights():
+        fresh: Any = plain(config) if orig_model.is_remote_code() else from_config(config, orig_model.dtype)
+    fresh.tie_weights()
+    if type(fresh).__name__ != name:
+        raise ConfigError(
+            f"checkpoints could not be loaded: config.json names {name}, and transformers makes a "
+            f"{type(fresh).__name__} of it. Train a model of a class of transformers"
+        )
+    rows = without_padding(orig_model)
+    saved = {
+        key: (rows.get(id(tensor), tensor.shape[0]), *tensor.shape[1:]) if tensor.ndim else ()
+        for key, tensor in saved_tensors(orig_model).items()
+    }
+    expected = {key: tuple(tensor.shape) for key, tensor in saved_tensors(fresh).items()}
+    problems = {
+        "hold what it does not have,": sorted(saved.keys() - expected.keys()),
+        "lack": sorted(expected.keys() - saved.keys()),
+        "have another shape of": sorted(key for key in saved.keys() & expected.keys() if saved[key] != expected[key]),
+    }
+    if found := [f"{verb} {first_of(names)}" for verb, names in problems.items() if names]:
+        raise ConfigError(
+            f"checkpoints could not be loaded as {name}, the class in their config.json: they {'; '.join(found)}. "
+            "Something has added, removed or replaced modules of the model: take them out, or merge them into its "
+            "weights"
+        )
+
+
+def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
+    """Return whether save_pretrained renames or reshapes tensors of this class on their way to the file."""
+    # Private: set by from_pretrained, how it changed tensors of the checkpoint, which save_pretrained reverses
+    # (huggingface/transformers#42396).
+    conversions = getattr(orig_model, "_weight_conversions", None)
+    # Undocumented, but without another way: of a model that is not from a checkpoint, what transformers would do
+    # for its class.
+    if conversions is None:
+        conversions = get_model_conversion_mapping(orig_model, add_legacy=False)
+    return bool(conversions)
+
+
+def plan_files(
+    num_bytes: dict[str, int], max_bytes: int, writers: Mapping[str, int] | None = None
+) -> dict[str, list[str]]:
+    """Return file name -> names of its tensors, in order. A file is larger than `max_bytes` only if a single tensor is.
+
+    Args:
+        writers: of each tensor the rank that writes it, one for all of a file; empty or None: any rank.
+    """
+    groups: list[list[str]] = [[]]
+    size, writers = 0, writers or {}
+    for name, count in num_bytes.items():
+        last = groups[-1]
+        if last and (size + count > max_bytes or writers.get(name) != writers.get(last[0])):
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += count
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    # The names of transformers, by which from_pretrained and servers find them.
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
+    """Write config.json, generation_config.json and the code of remote models: save_pretrained writes these alone when
+    it gets no weights. It also deletes numbered weight files that it finds (huggingface/transformers#16947), so this
+    comes before any rank writes one."""
+    orig_model.save_pretrained(folder, state_dict={})
+
+
+def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder: Path) -> None:
+    """Write this rank's files; the main rank also the index, and with a whole model its configuration."""
+    written = [folder / name for name in snapshot.files]
+    if snapshot.full is not None:
+        orig_model.save_pretrained(folder, state_dict=snapshot.full, max_shard_size=MAX_FILE_BYTES)
+        written = [*folder.glob("*.safetensors")]
+    for name, tensors in snapshot.files.items():
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    # safetensors makes files that only their owner may read (safetensors #782): they get the mode that others have.
+    for path in written:
+        path.chmod(stat.S_IMODE((folder / "config.json").stat().st_mode))
+    if snapshot.index is not None:
+        (folder / INDEX_FILE).write_text(json.dumps(snapshot.index, indent=2))

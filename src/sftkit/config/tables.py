@@ -1,0 +1,327 @@
+"""The chat templates that a recipe may name, and the tokens that each needs.
+
+The names of the tasks that a recipe may ask for, and what a recipe has to know of them.
+
+Every name of graph.passes as facts without torch: at which stage it runs, what it needs, what it excludes, where
+its code is.
+
+A pass is a function in graph/passes/ and its entry in PASSES.
+
+Every value of optim.name as facts without torch: what it keeps, what it needs, where its code is.
+
+An optimizer is a file in optim/ whose `build` returns an optim.protocol.Optimizer, and its entry in OPTIMIZERS.
+
+The stages of training, by name: which script runs each. No torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {"chatml": ("<|im_start|>", "<|im_end|>")}
+"Name, which is that of its file, data/tokens/NAME.jinja -> the tokens that begin and end its turns."
+
+
+TASKS = (
+    *("mmlu", "arc_easy", "arc_challenge", "hellaswag", "piqa", "openbookqa", "boolq"),
+    *("truthfulqa_mc1", "truthfulqa_mc2"),
+    *("gsm8k", "humaneval", "mbpp", "ifeval"),
+)
+"Published tasks, in the order in which messages list them."
+EVAL_TASKS = ("families", *TASKS)
+"What eval.tasks takes with backend sftkit; families: the held-out built-in ones."
+CODE = ("humaneval", "mbpp")
+"Tasks that run what the model writes."
+WITHOUT_SHOTS = ("truthfulqa_mc1", "truthfulqa_mc2", "humaneval", "ifeval")
+"Tasks that take no few-shot examples."
+TASK_METRICS: dict[str, tuple[str, ...]] = {
+    "families": ("acc",),
+    **dict.fromkeys(("mmlu", "boolq", "truthfulqa_mc1"), ("acc",)),
+    **dict.fromkeys(("arc_easy", "arc_challenge", "hellaswag", "piqa", "openbookqa"), ("acc", "acc_norm")),
+    "truthfulqa_mc2": ("mc2",),
+    "gsm8k": ("exact_match", "exact_match_flexible"),
+    **dict.fromkeys(CODE, ("pass_at_1",)),
+    "ifeval": ("prompt_strict", "inst_strict", "prompt_loose", "inst_loose"),
+}
+"Task -> the metrics that it is judged by."
+METRICS_IN_CHAT = {task: ("acc",) for task, metrics in TASK_METRICS.items() if "acc" in metrics} | {
+    "gsm8k": ("exact_match",)
+}
+"The same with eval.format chat, of tasks that are judged otherwise there."
+
+
+STAGES = ("joint", "fork", "split", "regions", "codegen", "replay")
+"""In this order. joint: a pass over the captured forward-backward graph, before it is split; fork: what makes several
+graphs of a half, for micro-batches at different places of a step; split: a pass over each half; regions: what puts
+compiled code in the place of parts of a half; codegen: what makes code of a half, in place of an operator after the
+other; replay: what is called in place of that code."""
+
+
+CHECKPOINTING = frozenset({"full_checkpointing", "selective_checkpointing"})
+"Passes that choose which activations are kept."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Facts about a pass that are known without importing its code."""
+
+    name: str
+    stage: str
+    "one of STAGES"
+    fn: str
+    "module:function, of the signature of its stage (graph/passes/apply.py)"
+    summary: str
+    "for --help"
+    requires: tuple[str, ...] = ()
+    "passes that must come before it"
+    conflicts: tuple[str, ...] = ()
+    "passes that it does not go with"
+
+
+PASSES = {
+    spec.name: spec
+    for spec in (
+        Pass(
+            name="reshard_after_forward",
+            stage="joint",
+            fn="sftkit.graph.passes.regions:reshard_after_forward",
+            summary="weights are gathered again in the backward pass and not kept for it",
+            conflicts=("gather_once",),
+        ),
+        Pass(
+            name="full_checkpointing",
+            stage="joint",
+            fn="sftkit.graph.passes.regions:full_checkpointing",
+            summary="of a decoder block what goes in is kept for the backward pass, the rest is computed again",
+            conflicts=("selective_checkpointing",),
+        ),
+        Pass(
+            name="selective_checkpointing",
+            stage="joint",
+            fn="sftkit.graph.passes.regions:selective_checkpointing",
+            summary="the outputs of its matrix products and attention are kept, too",
+            conflicts=("full_checkpointing",),
+        ),
+        Pass(
+            name="gather_once",
+            stage="fork",
+            fn="sftkit.graph.passes.gather_once:fork",
+            summary="the first micro-batch of a step gathers the weights for all of them",
+            conflicts=("reshard_after_forward", "cuda_graphs"),
+        ),
+        Pass(
+            name="reduce_once",
+            stage="fork",
+            fn="sftkit.graph.passes.reduce_once:fork_backward",
+            summary="gradients are summed whole, and reduced by the last micro-batch of a step for all of them",
+            conflicts=("cuda_graphs",),
+        ),
+        Pass(
+            name="prefetching",
+            stage="split",
+            fn="sftkit.graph.passes.order:prefetching",
+            summary="the weights of a decoder block are gathered while the block before it computes, one by one",
+            conflicts=("auto_bucketing", "block_bucketing", "full_inductor"),
+        ),
+        Pass(
+            name="auto_bucketing",
+            stage="split",
+            fn="sftkit.graph.passes.order:auto_bucketing",
+            summary="collectives are merged and moved to where an estimate of times hides them behind compute",
+            conflicts=("prefetching", "block_bucketing"),
+        ),
+        Pass(
+            name="block_bucketing",
+            stage="split",
+            fn="sftkit.graph.passes.order:block_bucketing",
+            summary="those of a decoder block are merged, and gathered while the block before it computes",
+            conflicts=("prefetching", "auto_bucketing"),
+        ),
+        Pass(
+            name="regional_inductor",
+            stage="regions",
+            fn="sftkit.graph.passes.regions:regional_inductor",
+            summary="runs of a decoder block's operators between collectives are compiled by Inductor, FlexAttention "
+            "among them",
+            conflicts=("full_inductor",),
+        ),
+        Pass(
+            name="full_inductor",
+            stage="codegen",
+            fn="sftkit.graph.passes.regions:full_inductor",
+            summary="both halves are compiled by Inductor, split so that it recomputes what it fuses, as "
+            "train.memory says",
+            conflicts=("prefetching", "regional_inductor"),
+        ),
+        Pass(
+            name="cuda_graphs",
+            stage="replay",
+            fn="sftkit.graph.passes.apply:Recorder",
+            summary="both halves are recorded as CUDA graphs and replayed; on a GPU",
+            conflicts=("gather_once", "reduce_once"),
+        ),
+    )
+}
+"Every pass, in the order of --help."
+
+
+def problems(names: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with a list of passes: an unknown name, one named twice, a wrong order, a missing
+    requirement, two that do not go together."""
+    for name in dict.fromkeys(names):
+        if name not in PASSES:
+            hint = f'. Did you mean "{near[0]}"?' if (near := difflib.get_close_matches(name, PASSES, n=1)) else ""
+            yield f'"{name}" is not one of {", ".join(PASSES)}{hint}'
+        elif names.count(name) > 1:
+            yield f'"{name}" is named twice: leave one out'
+    # Order and conflicts are judged of the names that are known: each unknown one has its problem above.
+    known = [PASSES[name] for name in dict.fromkeys(names) if name in PASSES]
+    for at, spec in enumerate(known):
+        before = [other.name for other in known[:at]]
+        yield from (f"{spec.name} needs {other} before it" for other in spec.requires if other not in before)
+        clashes = [other for other in spec.conflicts if other in before]
+        yield from (f"{spec.name} does not go with {other}: leave one out" for other in clashes)
+    in_order = sorted(known, key=lambda spec: STAGES.index(spec.stage))
+    conflicts = {other for spec in known for other in spec.conflicts}
+    if known != in_order and conflicts.isdisjoint(names):  # the list that is named is a possible one
+        early, late = next(pair for pair in zip(known, in_order, strict=True) if pair[0] != pair[1])
+        yield f"{late.name} must come before {early.name}: write [{', '.join(spec.name for spec in in_order)}]"
+
+
+def environment_of_passes(names: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables that must be set before the process group is made. NCCL would register the
+    buffers of CUDA graphs, which fails with expandable segments of the allocator."""
+    return {"NCCL_GRAPH_REGISTER": "0"} if "cuda_graphs" in names else {}
+
+
+def describe_passes() -> str:
+    """Compose the help of graph.passes from the table."""
+    return f"Applied in this order. {'; '.join(f'{spec.name}: {spec.summary}' for spec in PASSES.values())}."
+
+
+BYTES = {"bf16": 2, "fp32": 4}
+"Bytes of a weight, a gradient and an activation in each precision."
+DEFAULT = "adamw"
+"The optimizer of optim.name=auto if it fits in memory."
+FALLBACK = "adamw_sr"
+"The optimizer of auto if that one does not fit; it needs no package and can be sharded."
+
+
+class Extra(NamedTuple):
+    """A package that an optimizer needs beside those of every installation."""
+
+    package: str
+    name: str
+    "of the extra of sftkit that brings it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """Facts about an optimizer that are known without importing its code."""
+
+    name: str
+    code: str
+    "module:function, an optim.protocol.Build"
+    summary: str
+    "for --help"
+    state_bytes: Mapping[str, float]
+    "Per parameter of bf16 and of fp32 weights. No fp32: it rounds weights to bf16, so a model in fp32 is refused."
+    elsewhere: str | None = None
+    "The optimizer of all parameters that are not matrices of a decoder block; None: it updates all parameters itself."
+    saves_memory: bool = False
+    "Whether its update is AdamW's with smaller states, so that auto and the advice on memory may take it instead."
+    extra: Extra | None = None
+    unshardable: str | None = None
+    "Why its states cannot be sharded; None: they can."
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Return whether it rounds weights to bf16; it then refuses a model in fp32."""
+        return "fp32" not in self.state_bytes
+
+    def state_width(self, precision: str, *, block_matrix: bool = True) -> float:
+        """Return the bytes of optimizer state per parameter.
+
+        Args:
+            precision: of the weights. The few tensors that a model in bf16 keeps in fp32 count as bf16 where the
+                optimizer rounds weights.
+            block_matrix: whether the parameter is a matrix of a decoder block.
+        """
+        if self.elsewhere is not None and not block_matrix:
+            return OPTIMIZERS[self.elsewhere].state_width(precision)
+        return self.state_bytes.get(precision, self.state_bytes["bf16"])
+
+    def training_width(self, precision: str, *, block_matrix: bool = True) -> float:
+        """Return the bytes per parameter of weight, gradient and optimizer states."""
+        return 2 * BYTES[precision] + self.state_width(precision, block_matrix=block_matrix)
+
+
+OPTIMIZERS = {
+    spec.name: spec
+    for spec in (
+        OptimizerSpec(
+            name="adamw",
+            code="sftkit.optim.adamw:build",
+            summary="fp32 master weights and states, of which bf16 weights are stochastically rounded copies",
+            state_bytes={"bf16": 4 + 8, "fp32": 8},  # a master; two moments
+        ),
+        OptimizerSpec(
+            name="adamw_sr",
+            code="sftkit.optim.adamw_sr:build",
+            summary="all bf16, stochastically rounded",
+            state_bytes={"bf16": 4},
+            saves_memory=True,
+        ),
+        OptimizerSpec(
+            name="adamw8bit",
+            code="sftkit.optim.adamw8bit:build",
+            summary="torchao's 8-bit states, stochastically rounded",
+            state_bytes={"bf16": 2 * (1 + 4 / 256)},  # for each moment a byte, and an fp32 scale per block of 256
+            saves_memory=True,
+            extra=Extra("torchao", "fp8"),
+            unshardable="keeps states in blocks that cannot be cut anew for other numbers of ranks",
+        ),
+        OptimizerSpec(
+            name="muon",
+            code="sftkit.optim.muon:build",
+            summary="Muon on the matrices of the blocks, AdamW on the rest, for training from scratch",
+            state_bytes={"bf16": 4 + 4, "fp32": 4},  # a master; one momentum
+            elsewhere="adamw",
+        ),
+    )
+}
+"Every optimizer, in the order of --help and of the advice on memory."
+
+
+def describe_optimizers() -> str:
+    """Compose the help of optim.name from the table."""
+    clauses = [f"{spec.name}: {spec.summary} ({_bytes_in_bf16(spec)})" for spec in OPTIMIZERS.values()]
+    auto = f"auto: {DEFAULT} where it fits in memory, else {FALLBACK}"
+    return f"{'; '.join([*clauses, auto])}. Bytes are per parameter in bf16, with its gradient."
+
+
+def _bytes_in_bf16(spec: OptimizerSpec) -> str:
+    """Format bytes per parameter: `16 bytes`, `about 6 bytes`, `12 to 16 bytes`."""
+    widths = sorted({spec.training_width("bf16", block_matrix=block_matrix) for block_matrix in (True, False)})
+    about = "" if all(width == round(width) for width in widths) else "about "
+    return f"{about}{' to '.join(f'{width:.0f}' for width in widths)} bytes"
+
+
+CHAIN = ("base", "mid", "sft")
+"The stages that follow one another."
+STAGE_SCRIPTS = {"base": "base_train.py", "mid": "mid_train.py", "sft": "chat_sft.py", "caption": "caption_train.py"}
+"Name -> file of the script."
+
+
+def stage_of_script(script: str) -> str | None:
+    """Return the stage that a script runs, by its file name; None for a script that is not one of sftkit's."""
+    return next((stage for stage, name in STAGE_SCRIPTS.items() if Path(script).name == name), None)
+
+
+def stage_of_recipe(recipe: str) -> str:
+    """Return the stage of a recipe by how its file name begins (base.yaml, mid_long.yaml); sft if it names none."""
+    return next((stage for stage in STAGE_SCRIPTS if Path(recipe).name.startswith(stage)), "sft")

@@ -1,0 +1,462 @@
+"""YAML text to trees of values that know where they came from: YAML 1.2 scalars, within the limits of a recipe.
+
+Suggest recipes for a path that is not one. No torch.
+
+Recipe files as trees of values: `extends`, overrides of the command line, output.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from sftkit.config.commands import ROOT, expanded, shipped, shipped_recipes
+from sftkit.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+COMMAND_LINE = "command line"
+Scalar = bool | int | float | str | None
+Plain: TypeAlias = "dict[str, Plain] | list[Plain] | Scalar"
+"A value as JSON has it."
+
+
+@dataclass
+class Node:
+    """A value of a recipe and the file (or the command line) that it was written in."""
+
+    value: dict[str, Node] | list[Node] | Scalar
+    origin: str
+
+    def plain(self) -> Plain:
+        """Return the value without places, as json.dumps takes it."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def child(self, key: str | int) -> Node | None:
+        """Return the node at a key of a mapping or an index of a list; None if it is not there."""
+        if isinstance(self.value, dict):
+            return self.value.get(key) if isinstance(key, str) else None
+        if isinstance(self.value, list) and isinstance(key, int) and key < len(self.value):
+            return self.value[key]
+        return None
+
+    def find(self, keys: KeyPath) -> Node | None:
+        """Return the node at `keys`; None if it is not there."""
+        node: Node | None = self
+        for key in keys:
+            node = None if node is None else node.child(key)
+        return node
+
+    def nearest(self, keys: KeyPath) -> Node:
+        """Return the node at `keys`, or the last one on the way there."""
+        node = self
+        for key in keys:
+            child = node.child(key)
+            if child is None:
+                break
+            node = child
+        return node
+
+
+def dotted(keys: Sequence[str | int]) -> str:
+    """Join keys as a person writes them; a line break in a key is written out, as it would
+    begin a new line of a report."""
+    return ".".join(str(key) for key in keys).replace("\n", "\\n")
+
+
+def keys_of(key: str) -> KeyPath:
+    """Split a dotted key; its numbers are places in lists."""
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
+def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of every leaf of nested mappings."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flattened(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+MAX_RECIPE_BYTES = 64 * 1024
+"The most bytes of a recipe file with those that it extends; also of the words of the command line."
+MAX_VALUES = 5_000
+"The most values of a file, of a word, and of the recipe that they make; an alias counts as all that it stands for."
+MAX_LEVELS = 32
+MAX_CHARACTERS = 10_000
+"The most characters of one value."
+MAX_KEY_CHARACTERS = 200
+"The most characters of a key."
+MAX_FILES = 16
+"The most files that extend one another."
+
+
+class _TooMuch(Exception):
+    """More than a recipe may hold; the message says of what."""
+
+
+def check_size(values: int, levels: int) -> None:
+    """Raise _TooMuch for more values or levels than a recipe may hold."""
+    if values > 2 * MAX_VALUES:  # keys are values too while they are read
+        raise _TooMuch(f"more than {MAX_VALUES:,} values, aliases written out")
+    if levels > MAX_LEVELS:
+        raise _TooMuch(f"nested more than {MAX_LEVELS} levels deep")
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """Only YAML 1.2's plain scalars: 2e-5 is a float; no, on, 12:30 and 2024-01-01 are text. And only so many."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own attribute)
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._composed = self._level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a node, within the limits on values and levels. An alias counts as one here; `_Conversion` counts
+        what it stands for."""
+        # While PyYAML composes, not after: a text of some KiB can stand for more nodes than memory holds.
+        self._composed += 1
+        self._level += 1
+        check_size(self._composed, self._level)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+):
+    RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def parse(text: str, origin: str, problems: list[str], name: str = "") -> Node:
+    """Parse YAML text to a tree. What is wrong with the text is appended to `problems`, as of the setting `name` where
+    it is the value of one."""
+    place = f"{origin}: {name}" if name else origin
+    try:
+        root = yaml.compose(text, Loader=RecipeLoader)
+        return Node(None, origin) if root is None else _Conversion(origin, place, problems).convert(root, (), ())
+    except yaml.YAMLError as error:
+        # Not str(error): it quotes the line, and the line may hold a secret.
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None and not name else ""
+        problems.append(f"{place}: {line}not valid YAML: {getattr(error, 'problem', None) or 'unreadable characters'}")
+    except _TooMuch as error:
+        problems.append(f"{place}: {error}")
+    return Node({}, origin)
+
+
+class _Conversion:
+    """YAML nodes to Nodes of one place, within the limits of a recipe."""
+
+    def __init__(self, origin: str, place: str, problems: list[str]) -> None:
+        self.origin, self.place, self.problems, self.values = origin, place, problems, 0
+
+    def convert(self, node: yaml.Node, keys: KeyPath, parents: tuple[int, ...]) -> Node:
+        """Convert a node that stands at `keys`; `parents`: ids of the nodes around it, which
+        show a circle of aliases."""
+        self.values += 2
+        check_size(self.values, len(keys))
+        if id(node) in parents:
+            return self._problem(keys, "an alias that contains itself")
+        # The way down, not all nodes seen: the same alias twice is no circle.
+        parents = (*parents, id(node))
+        if isinstance(node, yaml.MappingNode):
+            return Node(self._mapping(node, keys, parents), self.origin)
+        if isinstance(node, yaml.SequenceNode):
+            return Node([self.convert(item, (*keys, i), parents) for i, item in enumerate(node.value)], self.origin)
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind not in ("null", "bool", "int", "float", "str"):
+            tag = repr(node.tag[:MAX_KEY_CHARACTERS])
+            return self._problem(keys, f"the YAML tag {tag} is not allowed: plain values only")
+        if len(node.value) > MAX_CHARACTERS:
+            return self._problem(keys, f"{len(node.value):,} characters, and a value has {MAX_CHARACTERS:,} at most")
+        try:
+            return Node(_scalar(kind, node.value), self.origin)
+        except ValueError:
+            return self._problem(keys, _INVALID[kind])
+
+    def _problem(self, keys: KeyPath, text: str) -> Node:
+        self.problems.append(": ".join(filter(None, (self.place, dotted(keys), text))))
+        return Node(None, self.origin)
+
+    def _mapping(self, node: yaml.MappingNode, keys: KeyPath, parents: tuple[int, ...]) -> dict[str, Node]:
+        lines: dict[str, int] = {}
+        values: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode) or len(key_node.value) > MAX_KEY_CHARACTERS:
+                self._problem(keys, f"line {line}: a key must be a word of {MAX_KEY_CHARACTERS} characters at most")
+                continue
+            key = key_node.value
+            if key in lines:
+                where = f"lines {lines[key]} and {line}" if line != lines[key] else f"line {line}"
+                self._problem((*keys, key), f"given twice, in {where}")
+            lines[key] = line
+            values[key] = self.convert(value_node, (*keys, key), parents)
+        return values
+
+
+_INVALID = {
+    "int": "not a whole number of at most 64 bits",
+    "float": "not a valid number",
+    "str": "half of a character, which no text can hold",
+}
+
+
+def _scalar(kind: str, text: str) -> Scalar:
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        # The digits are counted first: Python refuses to read more than 4,300 of them, with an error of its own.
+        if len(text.lstrip("+-0")) > 19 or not -(2**63) <= int(text) < 2**63:
+            raise ValueError
+        return int(text)
+    if kind == "float":
+        number = float(text)
+        return number if math.isfinite(number) else text  # 1e999 is no number that a setting can take
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")  # "\ud83d\ude00", as JSON writes a character
+
+
+ALIKE = 0.65
+"The least likeness (0 to 1) of two recipe names, or two folder names, at which one is suggested for the other."
+SIBLINGS = 0.6
+"The least likeness of two files in one folder."
+_MAX_NAMES = 8
+"The most recipes that a message lists."
+
+
+def in_folder(folder: Path) -> str:
+    """Return what is wrong with a folder in the place of a recipe."""
+    found = sorted(folder.glob("*.yaml")) or sorted(folder.glob("*/*.yaml"))
+    if not found:
+        return f"{_shown(folder)}: a folder without recipes in it; name a recipe, a .yaml file"
+    more = f" and {len(found) - _MAX_NAMES} more" if len(found) > _MAX_NAMES else ""
+    listed = ", ".join(map(_shown, found[:_MAX_NAMES]))
+    return f"{_shown(folder)}: a folder; name one of the recipes in it: {listed}{more}"
+
+
+def similar_recipes(path: Path) -> str:
+    """Return a sentence that names recipes like a missing path; empty if none is like it."""
+    score = {recipe: _alike(path, recipe) for recipe in _there(path)}
+    best = max(score.values(), default=0.0)
+    found = sorted({f'"{_shown(recipe)}"' for recipe, value in score.items() if value == best}) if best else []
+    return f". Did you mean {' or '.join(found[:_MAX_NAMES])}?" if found else ""
+
+
+def _shown(path: Path) -> str:
+    """Return a path as it is typed; a file that came with sftkit is recipes/x/sft.yaml wherever it lies."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def _there(path: Path) -> list[Path]:
+    """Return the recipes beside a path, else in the folders beside its folder, and those that came with sftkit."""
+    beside = path.parent.glob("*.yaml") if path.parent.is_dir() else path.parent.parent.glob("*/*.yaml")
+    return [*beside, *Path("recipes").glob("*/*.yaml"), *(ROOT / "recipes").glob("*/*.yaml")]
+
+
+def _alike(path: Path, recipe: Path) -> float:
+    """Return how like a recipe a missing path is, from 0 to 1: it may be a misspelling, or name the recipe's folder."""
+    stem, parent = _ratio(path.stem, recipe.stem), _ratio(path.parent.name, recipe.parent.name)
+    # Three ways to miss a recipe: another file of the folder, the folder in place of the file, both misspelt.
+    sibling = stem if recipe.parent == path.parent and stem >= SIBLINGS else 0.0
+    folder = _ratio(path.name.removesuffix(recipe.suffix), recipe.parent.name)
+    both = (parent + stem) / 2 if min(parent, stem) >= ALIKE else 0.0
+    return max(sibling, folder if folder >= ALIKE else 0.0, both)
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
+
+
+def merge(base: Node, top: Node) -> Node:
+    """Merge `top` over `base`: mappings key by key, anything else is replaced."""
+    if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
+        return top
+    merged = dict(base.value)
+    for key, node in top.value.items():
+        merged[key] = merge(merged[key], node) if key in merged else node
+    return Node(merged, top.origin)
+
+
+def read_tree(path: Path, problems: list[str], chain: tuple[Path, ...] = (), room: int = MAX_RECIPE_BYTES) -> Node:
+    """Read a recipe file merged over the files that it `extends`, which may have `room` bytes together. Problems are
+    appended to `problems`."""
+    origin = str(path)
+    text = _read_text(path, problems, chain[-1] if chain else None, room)
+    tree = parse(text, origin, problems)
+    if tree.value is None:
+        tree.value = {}
+    if not isinstance(tree.value, dict):
+        problems.append(f"{origin}: a recipe is a mapping of sections (run, model, data, ...)")
+        return Node({}, origin)
+    if "extends" not in tree.value:
+        return tree
+    chain = (*chain, path)
+    try:
+        base_path = _extended(chain, tree.value.pop("extends").value)
+    except ConfigError as error:
+        problems.append(f"{origin}: extends: {error}")
+        return tree
+    return merge(read_tree(base_path, problems, chain, room - len(text.encode())), tree)
+
+
+def _extended(chain: tuple[Path, ...], base: object) -> Path:
+    """Return the path of the file that the last of these recipes extends: relative to the recipe if it exists, else
+    recipes/... of the current folder or of those that came with sftkit, as on the command line.
+
+    Raises:
+        ConfigError: it is no path, or one that must not follow the others.
+    """
+    if not isinstance(base, str):
+        raise ConfigError("must be the path of one recipe, relative to this file")
+    # Beside the recipe first: a copy of recipes/ that somebody changed must not extend the shipped one.
+    found = shipped(expanded(base))
+    path = Path(os.path.normpath(chain[-1].parent / expanded(base)))
+    if not os.path.exists(path) and os.path.isfile(found):
+        path = Path(found)
+    if len(chain) > MAX_FILES:
+        raise ConfigError(f"more than {MAX_FILES} files that extend one another")
+    if os.path.realpath(path) in map(os.path.realpath, chain):
+        raise ConfigError(f"files extend one another in a circle: {' -> '.join(map(str, (*chain, path)))}")
+    return path
+
+
+def _read_text(path: Path, problems: list[str], extended_by: Path | None, room: int) -> str:
+    """Return the text of a recipe, empty where there is none that can be read."""
+    try:
+        if path.is_dir():
+            problems.append(in_folder(path))
+        elif not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait, reading a device would not end
+            problems.append(f"{path}: not a regular file, which a recipe must be")
+        else:
+            with open(path, "rb") as file:
+                content = file.read(room + 1)
+            if len(content) <= room:
+                return content.decode("utf-8-sig")
+            together = " together with the files that extend it" if extended_by else ""
+            problems.append(f"{path}: more than {MAX_RECIPE_BYTES // 1024} KiB{together}, which no recipe has")
+    except FileNotFoundError:
+        where = f"{extended_by}: extends: no such file: {path}" if extended_by else f"{path}: no such file"
+        meant = similar_recipes(path)
+        problems.append(where + meant)
+        if "recipes" in path.parts and not meant:
+            folders = sorted({str(Path(recipe).parent) for recipe in shipped_recipes()})
+            problems.append(f"recipes that came with sftkit are in {', '.join(folders)}")
+    except UnicodeDecodeError:
+        problems.append(f"{path}: not UTF-8 text")
+    except OSError as error:
+        problems.append(f"{path}: cannot be read: {error.strerror}")
+    return ""
+
+
+def apply_override(tree: Node, word: str, problems: list[str]) -> None:
+    """Set one `key.sub=value` of the command line in the tree; the value is YAML."""
+    name, equals, text = word.partition("=")
+    if word.startswith("-"):
+        problems.append(f'{COMMAND_LINE}: {word}: no such option. Settings have no dashes: "{name.lstrip("-")}=..."')
+        return
+    if len(name) > MAX_KEY_CHARACTERS:
+        too_long = f"a key of {len(name):,} characters, {MAX_KEY_CHARACTERS} at most"
+        problems.append(f"{COMMAND_LINE}: {name[:20]}...: {too_long}")
+        return
+    if not equals or not name:
+        problems.append(f"{COMMAND_LINE}: {word}: is not key=value")
+        return
+    # A value with a problem is not set: it would be reported once more as wrong.
+    before = len(problems)
+    value = parse(text, COMMAND_LINE, problems, name)
+    if len(problems) == before:
+        _set(tree, value, name, problems)
+
+
+def _set(tree: Node, value: Node, name: str, problems: list[str]) -> None:
+    """Set a value at a dotted key."""
+    # Mappings on the way are made, items of lists are not: an index past the end is more likely a mistake.
+    node, keys = tree, keys_of(name)
+    for i, part in enumerate(keys):
+        inside, last = node.value, i == len(keys) - 1
+        if isinstance(inside, dict):
+            key = str(part)
+            if last:
+                inside[key] = value
+            elif key not in inside or inside[key].value is None:
+                inside[key] = Node({}, COMMAND_LINE)
+            node = inside[key]
+        elif isinstance(inside, list):
+            if not isinstance(part, int) or part >= len(inside):
+                many = f"a list of {len(inside)}: index it with 0 to {len(inside) - 1}" if inside else "an empty list"
+                problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is {many}")
+                return
+            if last:
+                inside[part] = value
+            node = inside[part]
+        else:
+            problems.append(f"{COMMAND_LINE}: {name}: {dotted(keys[:i])} is a plain value and has no keys")
+            return
+
+
+def render_yaml(value: dict[str, Plain], comment: Callable[[KeyPath], str] = lambda keys: "") -> str:
+    """Render YAML text, one line per leaf, each with its comment. It reads the same under YAML 1.1 and 1.2."""
+    lines = list(_lines(value, (), ""))
+    width = min(72, max((len(text) for text, keys in lines if keys), default=0))
+    notes = [(text, comment(keys) if keys else "") for text, keys in lines]
+    return "".join((f"{text:<{width}}  # {note}" if note else text) + "\n" for text, note in notes)
+
+
+def _lines(value: dict[str, Plain] | list[Plain], keys: KeyPath, indent: str) -> Iterator[tuple[str, KeyPath]]:
+    """Yield (line, keys of its leaf), with () as keys of a line that only opens a block."""
+    entries: Iterable[tuple[str | int, Plain]] = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in entries:
+        here = (*keys, key)
+        lead = f"{indent}{_text(key)}:" if isinstance(value, dict) else f"{indent}-"
+        if isinstance(item, (dict, list)) and not _is_short(item):
+            inner = list(_lines(item, here, indent + "  "))
+            if isinstance(value, dict):
+                yield lead, ()
+            else:  # the first key of a list item stands beside its dash
+                inner[0] = (lead + inner[0][0][len(lead) :], inner[0][1])
+            yield from inner
+        else:
+            yield f"{lead} {_flow(item)}", here
+
+
+def _is_short(item: dict[str, Plain] | list[Plain]) -> bool:
+    return not item or (isinstance(item, list) and not any(isinstance(entry, (dict, list)) for entry in item))
+
+
+def _flow(item: Plain) -> str:
+    if isinstance(item, list):
+        return "[" + ", ".join(_text(entry) for entry in item) + "]"
+    return "{}" if item == {} else _text(item)
+
+
+_PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*(?::[\w./@+-]+)*", re.ASCII)
+
+
+def _text(scalar: object) -> str:
+    if isinstance(scalar, str):
+        # Plain only if both versions of YAML read it as this text; `no`, `1e3` and `12:30` are quoted.
+        same_in_1_2 = _PLAIN.fullmatch(scalar) and parse(scalar, "", []).value == scalar
+        if same_in_1_2 and isinstance(yaml.safe_load(scalar), str):  # and in YAML 1.1
+            return scalar
+        return yaml.safe_dump(scalar, default_style='"', width=math.inf, allow_unicode=True).strip()
+    return yaml.safe_dump(scalar).removesuffix("...\n").strip()

@@ -1,0 +1,250 @@
+"""Places in a rendered conversation: special tokens, marks, what an answer must contain, and the errors if
+it does not.
+
+Which messages of a conversation are learned: what the data says of each, and what the recipe asks for.
+
+The reasoning before an answer: where published data keeps it, and which arguments the template gets for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, REASONING, TRUTH_MARKS
+from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of
+from sftkit.data.reading.readers import wrong_kind
+from sftkit.data.tokens.rendering import Span
+from sftkit.data.tokens.template import Template
+from sftkit.data.types import Row
+from sftkit.errors import DataError
+
+
+def within(span: Span, marks: list[Span]) -> list[Span]:
+    """Return the parts of a span that are marked. The end-of-turn token, which some marks leave out,
+    belongs to the last one."""
+    start, end = span
+    parts = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
+    return [*parts[:-1], (parts[-1][0], end)] if parts else []
+
+
+def end_of_marked(text: str, span: Span, end_tokens: tuple[str, ...]) -> int:
+    """Return the end of a marked span: with the end-of-turn token if the marks leave it out, without whitespace
+    after that token."""
+    start, end = span
+    trimmed = start + len(text[start:end].rstrip())
+    if text[start:trimmed].endswith(end_tokens):
+        return trimmed
+    for token in end_tokens:
+        following = re.compile(r"\s*" + re.escape(token)).match(text, end)
+        if following:
+            return following.end()
+    return end
+
+
+def required_texts(message: Message) -> list[str]:
+    """Return the strings that the rendered answer must contain: its text and the names of the tools it calls."""
+    return [p for p in (answer_core(message), *(function_of(c)["name"] for c in message.get("tool_calls", ()))) if p]
+
+
+def common_prefix(texts: list[str]) -> str:
+    """Return what all texts begin with."""
+    first, last = min(texts), max(texts)  # in the order of the alphabet, so all others share what these two do
+    return first[: next((i for i, (x, y) in enumerate(zip(first, last, strict=False)) if x != y), len(first))]
+
+
+FAULTS = {
+    "template refuses it": "the chat template refuses this conversation: {error}",
+    "template does not render the answer": "messages[{k}]: the chat template does not render {missing!r} as part of "
+    "this answer, so it could not be learned. Use a template that renders it (tool calls need a template that knows "
+    "them): model.chat_template",
+    "template does not render the reasoning": "messages[{k}]: the chat template does not render the reasoning of this "
+    "answer, so it could not be learned. Set data.thinking=off to leave reasoning out, or take a template that "
+    "renders it: model.chat_template",
+    "template opens a thinking block before an answer without reasoning": "messages[{k}]: the chat template opens a "
+    "thinking block before every answer, and this one has no reasoning. Set data.thinking=learn_empty to learn that "
+    "the block is closed at once, or take a template that does not open it: model.chat_template",
+    "template renders the prompt differently": "messages[{k}]: the prompt that the chat template makes for this "
+    "answer is not how it renders the conversation: after {shared!r} the prompt has {prompt!r}, the conversation "
+    "{text!r}. Use a template with {{% generation %}} marks: model.chat_template",
+    "marked answer cannot be found": "messages[{k}]: this answer is marked as not to be learned, but the chat template "
+    "renders it differently in the middle of a conversation, so it cannot be located: remove the record",
+    "no end-of-turn token": "messages[{k}]: no end-of-turn token {token!r} after this answer",
+    "template marks no answer": "messages[{k}]: the chat template marks no part of this answer",
+    "template cannot begin with an answer": "messages[0]: the chat template cannot begin with an answer",
+}
+"Reason -> what is wrong with a conversation or one of its answers, messages[k]."
+
+
+def fault(where: str, reason: str, **words: object) -> DataError:
+    """Return the DataError for one of FAULTS.
+
+    Args:
+        words: what its text names.
+    """
+    return DataError(f"{where}: {FAULTS[reason].format(**words)}", reason=reason)
+
+
+Targets = Literal["assistant", "last_turn", "all"]
+
+CONTEXT, MARKED, EARLIER = "not_learned_prompt", "not_learned_marked", "not_learned_earlier_turn"
+"Why an answer is context only: it stands in `prompt`; the data marks it; it is in an earlier turn (targets=last_turn)."
+
+
+def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int, str]:
+    """Return the answers that are context only, by their index in messages, and why.
+
+    A message's own marks hold for every setting of targets, `weight` (OpenAI's fine-tuning format: 0 or 1) and `train`
+    (true or false) and their kin: text that is marked as bad is learned by none. So does a mark of the whole row.
+
+    Raises:
+        DataError: a mark of another value, or a message that is not an answer and is marked as learned; where every
+            token is learned, one that is marked as not learned, or a role that the row masks.
+    """
+    if targets == "all" and row.masked_role:
+        raise DataError(
+            f"{row.where}: column mask: the role {row.masked_role} is not to be learned, but here every token is: "
+            "data.targets=assistant learns answers only. Set it, or remove the column",
+            reason="marks of parts",
+        )
+    reasons: dict[int, str] = {}
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    last_user = max((i for i, message in enumerate(messages[:last]) if message["role"] == "user"), default=-1)
+    for i, message in enumerate(messages):
+        marked = _marked(message, f"{row.where}: messages[{i}]")
+        if message["role"] != "assistant":
+            if marked is False and targets == "all":
+                raise DataError(
+                    f"{row.where}: messages[{i}]: the role {message['role']} is marked as not learned, but here every "
+                    "token of the questions is: data.targets=assistant learns answers only. Set it, or remove the mark",
+                    reason="bad train mark",
+                )
+            continue
+        # What the data says of an answer counts before what the recipe asks for.
+        if marked is False or not row.learned:
+            reasons[i] = MARKED
+        elif i < row.context_messages and targets != "all":
+            reasons[i] = CONTEXT
+        elif i < last_user and targets == "last_turn":
+            reasons[i] = EARLIER
+    return reasons
+
+
+def without_marks(messages: list[Message]) -> list[Message]:
+    """Return the messages as a template should see them."""
+    return [{key: value for key, value in m.items() if key not in MARKS} for m in messages]
+
+
+def _marked(message: Message, where: str) -> bool | None:
+    """Return whether the message says that it is learned, in all of its marks; None if it says nothing."""
+    marks = {name: message[name] for name in MARKS if name in message}
+    for name, value in marks.items():
+        if name in TRUTH_MARKS and not isinstance(value, bool):
+            raise DataError(f"{where}: {name} {value!r} is not true or false", reason="bad train mark")
+        if value not in (0, 1) or (name in NUMBER_MARKS and isinstance(value, bool)):
+            raise DataError(
+                f"{where}: {name} {value!r} is not 0 or 1: an answer is learned or it is not", reason="bad weight"
+            )
+    if message["role"] != "assistant" and any(marks.values()):
+        raise DataError(
+            f"{where}: a message of role {message['role']} is marked as learned: only answers are",
+            reason="bad train mark",
+        )
+    return all(marks.values()) if marks else None
+
+
+Thinking = Literal["auto", "learn_empty", "off"]
+_OTHER_BLOCK = re.compile(r"\A\s*<(\w+)>(.*?)</\1>", re.DOTALL)
+"A block at the start of an answer by tags that no template knows, such as <thinking>."
+
+
+def reasoning_of(message: Message) -> str:
+    """Return the reasoning before an answer, from a field or from its content; empty if it has none."""
+    for key in REASONING:
+        if isinstance(message.get(key), str) and message[key].strip():
+            return str(message[key]).strip()
+    return next(filter(None, _inline(message["content"])[0]), "")
+
+
+def _inline(content: str) -> tuple[list[str], str]:
+    """Return the texts of the thinking blocks at the beginning of an answer's content, and what follows them."""
+    found = []
+    while block := THOUGHT.match(content):
+        found.append(block[1].strip())
+        content = content[block.end() :]
+    return found, content
+
+
+def with_other_reasoning(message: Message, reasoning: str) -> Message:
+    """Return an answer that has reasoning with another text in its place."""
+    fields = {key: reasoning for key in REASONING if message.get(key)}
+    content = THOUGHT.sub(lambda _: f"<think>\n{reasoning}\n</think>\n\n", message["content"])
+    return {**message, **fields, "content": content}
+
+
+def with_reasoning(messages: list[Message], template: Template, thinking: Thinking) -> list[Message]:
+    """Return messages with the reasoning of answers where the template renders it, or without it."""
+    result = []
+    for message in messages:
+        if message["role"] == "assistant" and (reasoning := reasoning_of(message)):
+            # Moved to where this template looks for it: a field of its own, or a thinking block in the text.
+            blocks, rest = _inline(message["content"])
+            # The reasoning once, though a field and the text have it, or the text twice.
+            field = any(message.get(key) for key in REASONING) or len(blocks) > 1
+            field = field or bool(template.reasoning_key and not template.renders_thoughts)
+            message = {key: value for key, value in message.items() if key not in REASONING}
+            if thinking == "off" or field:
+                opened, end, answer = rest.partition("</think>")
+                # A block without its beginning, as a server returns it that has put that into the prompt.
+                message["content"] = answer.lstrip() if end and opened.strip() == reasoning else rest
+            if thinking == "off":
+                pass
+            elif field and template.renders_thoughts and not template.reasoning_key:
+                message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
+            elif field:
+                message[template.reasoning_key or REASONING[0]] = reasoning
+        result.append(message)
+    return result
+
+
+def check_reasoning(messages: list[Message], where: str) -> None:
+    """Reject an answer with several reasonings, or one that is not text.
+
+    Raises:
+        DataError: it has several, or something else in one of the fields.
+    """
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        given = {key: message[key] for key in REASONING if message.get(key)}
+        for key, value in given.items():
+            if not isinstance(value, str):
+                raise wrong_kind(f"{where}: messages[{i}]: {key}", value, "text", reason="reasoning is not text")
+        texts = {value.strip() for value in given.values()}
+        inline, rest = _inline(message["content"])
+        texts.update(inline)
+        if (block := _OTHER_BLOCK.match(rest)) and block[2].strip() in texts - {""}:
+            raise DataError(
+                f"{where}: messages[{i}]: the same reasoning is in {', '.join(given) or '<think>'} and in <{block[1]}> "
+                "at the start of content, so it would be learned twice: keep one",
+                reason="two reasonings of an answer",
+            )
+        if len(texts - {""}) > 1:
+            raise DataError(
+                f"{where}: messages[{i}]: two different reasonings before one answer ({', '.join(given)}"
+                f"{' and <think> in content' if inline else ''}): keep one",
+                reason="two reasonings of an answer",
+            )
+
+
+def template_arguments(
+    template: Template, messages: list[Message], k: int, args: Mapping[str, object] | None, thinking: Thinking
+) -> dict[str, object]:
+    """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning,
+    and off elsewhere, unless the recipe or the record says otherwise."""
+    result, name = dict(args or {}), template.thinking_argument
+    if name and name not in result and name not in template.fixed and thinking != "learn_empty":
+        last_user = next((i for i in range(k, 0, -1) if messages[i]["role"] == "user"), 0)
+        result[name] = any(m["role"] == "assistant" and reasoning_of(m) for m in messages[last_user : k + 1])
+    return result
