@@ -22,13 +22,9 @@ import runpy
 import time
 from pathlib import Path
 
-from sftkit.config.command_line import Parser, path
-from sftkit.config.commands import running
-from sftkit.config.terminal import print_text
-from sftkit.errors import ConfigError
-from sftkit.experiments.bench.jobs import read_jobs
-from sftkit.experiments.bench.kept import keep, kept_results, not_measured, run_names
-from sftkit.experiments.bench.report import (
+from labs.bench.jobs import read_jobs
+from labs.bench.kept import keep, kept_results, not_measured, run_names
+from labs.bench.report import (
     ahead_line,
     calls_line,
     clock_line,
@@ -37,7 +33,11 @@ from sftkit.experiments.bench.report import (
     machine_lines,
     speed_table,
 )
-from sftkit.experiments.bench.run import bench, plan_name, read_bench_results
+from labs.bench.run import bench, plan_name, read_bench_results
+from sftkit.config.command_line import Parser, path
+from sftkit.config.commands import running
+from sftkit.config.terminal import print_text
+from sftkit.errors import ConfigError
 from sftkit.launch.hardware import find_hardware
 from sftkit.runtime.script import script
 

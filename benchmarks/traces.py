@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sftkit.experiments.explain.kinds import COMMUNICATION, kind_of_kernel
+from labs.explain.kinds import COMMUNICATION, kind_of_kernel
 from sftkit.tracking.trace import covered
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

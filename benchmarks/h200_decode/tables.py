@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from sftkit.experiments.bench.report import markdown_table, write_page
+from labs.bench.report import markdown_table, write_page
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "decode.json"

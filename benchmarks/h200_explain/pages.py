@@ -6,8 +6,8 @@ python benchmarks/h200_explain/pages.py
 import json
 from pathlib import Path
 
+from labs.explain.page import render_page
 from sftkit.config.terminal import visible
-from sftkit.experiments.explain.page import render_page
 
 HERE = Path(__file__).parent
 NAME = "qwen3_0_6b"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from labs.bench.machine import copy_tb_per_sec, median_seconds
 from sftkit.config.schema import LossConfig
-from sftkit.experiments.bench.machine import copy_tb_per_sec, median_seconds
 from sftkit.ops import cross_entropy_kernel as kernel
 from sftkit.ops.linear_cross_entropy import RowLoss
 

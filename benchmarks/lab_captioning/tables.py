@@ -5,8 +5,8 @@ python benchmarks/lab_captioning/tables.py
 
 from pathlib import Path
 
-from sftkit.experiments.bench.kept import kept_results, not_measured
-from sftkit.experiments.bench.report import (
+from labs.bench.kept import kept_results, not_measured
+from labs.bench.report import (
     calls_line,
     format_number,
     loss_differences,

@@ -7,8 +7,8 @@ Runs of two calls, whose hosts may differ, are not divided.
 
 from pathlib import Path
 
-from sftkit.experiments.bench.kept import kept_results, not_measured
-from sftkit.experiments.bench.report import (
+from labs.bench.kept import kept_results, not_measured
+from labs.bench.report import (
     format_number,
     machine_lines,
     markdown_table,

@@ -8,8 +8,8 @@ from html import escape
 from itertools import product
 from pathlib import Path
 
-from sftkit.experiments.bench.kept import kept_results, not_measured
-from sftkit.experiments.bench.report import (
+from labs.bench.kept import kept_results, not_measured
+from labs.bench.report import (
     ahead_line,
     format_number,
     machine_lines,

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sftkit.experiments.bench.report import markdown_table
-from sftkit.experiments.patterns import paper
-from sftkit.experiments.patterns.tables import bubbles, exchanges, holds, machine_line, timeline_pictures
+from labs.bench.report import markdown_table
+from labs.patterns import paper
+from labs.patterns.tables import bubbles, exchanges, holds, machine_line, timeline_pictures
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "parallelism.md"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from sftkit.experiments.validate.cases import ValidationPlan
-from sftkit.experiments.validate.judge import Trio
-from sftkit.experiments.validate.measure import Measured
+from labs.validate.cases import ValidationPlan
+from labs.validate.judge import Trio
+from labs.validate.measure import Measured
 
 RECIPE = "recipes/smoke/base.yaml"
 PLAN = ValidationPlan(RECIPE, "scripts/base_train.py", ("packed",), (1,), 30, 10, 5, (), 600)
