@@ -90,11 +90,11 @@ explain: install ## what the compiler makes of a model: make explain RECIPE=... 
 	$(PY) -m labs.explain $(RECIPE) $(ARGS)
 
 lab: install ## every strategy of compiling that this machine can measure, and the tables of docs/compile_lab.md
-	$(PY) benchmarks/lab.py $(ARGS)
+	$(PY) -m labs.lab $(ARGS)
 
 patterns: install ## a small model in every layout of 2 and 4 processes of this CPU: what each holds, sends, waits for; docs/parallelism.md
 	$(PY) -m labs.patterns --out benchmarks/patterns/results/results.json $(ARGS)
-	$(PY) benchmarks/patterns/tables.py
+	$(PY) -m labs.pages docs/parallelism.md
 
 toolkit: install ## the graph engine with each set of passes at debug size, on two processes of this CPU
 	$(PY) -m labs.bench benchmarks/graph_engine/plan.yaml $(ARGS)

@@ -20,14 +20,12 @@ def main() -> int:
     """Run the cases of a plan, judge them, and return the exit code."""
     sys.path.insert(0, str(ROOT))  # labs lies next to the scripts and is not installed as a module
 
-    from labs.validate.flags import parse, results_dir, validation_plan
+    from labs.validate.run import parse, results_dir, validation_plan
 
     args = parse(__doc__)
 
-    from labs.validate.dashboard import send_result
-    from labs.validate.ledger import open_ledger, record_validation
-    from labs.validate.page import markdown_page
     from labs.validate.run import judge_again, run_validation
+    from labs.validate.verdicts import markdown_page, open_ledger, record_validation, send_result
     from sftkit.config.load import read_config
     from sftkit.config.terminal import print_text
 

@@ -24,9 +24,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from labs.bench.jobs import Job, read_job
-from labs.bench.rows import measured_row, run_job
-from labs.bench.synthetic import ModelSpec, new_model, synthetic_documents
+from labs.bench.plan import Job, read_job
+from labs.bench.run import measured_row, run_job
+from labs.bench.worker import ModelSpec, new_model, synthetic_documents
 from sftkit.data.batches.collate import IGNORE
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import DocumentLengths, make_layout

@@ -1,26 +1,109 @@
-"""A bench plan: data, models and settings as in a recipe, and the runs that differ from them. No torch in this file."""
+"""A bench plan: data, models and settings as in a recipe, the runs that differ from them, and the checked recipe of
+each run. No torch in this file."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import field, fields, replace
+from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from labs.bench.processes import Parallelism, Processes, wrong_processes
-from sftkit.config.schema import NonNegative, Positive, SourceConfig, TokenizerTraining, settings
+from sftkit.config.load import read_config
+from sftkit.config.schema import (
+    Config,
+    NonNegative,
+    Positive,
+    SourceConfig,
+    TokenizerTraining,
+    TrainConfig,
+    num_stages,
+    settings,
+)
 from sftkit.config.stages import STAGE_SCRIPTS
+from sftkit.config.topology import Topology
 from sftkit.config.validation_errors import explain_error
-from sftkit.config.yaml_text import KeyPath, dotted
-from sftkit.config.yaml_tree import read_tree
+from sftkit.config.yaml_text import COMMAND_LINE, KeyPath, dotted
+from sftkit.config.yaml_tree import read_tree, render_yaml
 from sftkit.errors import ConfigError
+from sftkit.launch.launch import CONFIGS
+
+
+@settings
+class Parallelism:
+    """Sizes of the mesh of processes in place of those that the topology's file names; their product is `processes`."""
+
+    dp_replicate_size: Positive = 1
+    dp_shard_size: Positive = 1
+    tp_size: Positive = 1
+    cp_size: Positive = 1
+
+
+@settings
+class Processes:
+    """How the processes of a run are started."""
+
+    count: Positive = 1
+    topology: str | None = None
+    "name of a file of accelerate_configs; null: one process, without a launcher"
+    parallelism: Parallelism | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the mesh that are named anywhere: those here, else the topology's own; {}: none are."""
+        if self.parallelism is not None:
+            return asdict(self.parallelism)
+        named = accelerate_config(self.topology).get("parallelism_config", {}) if self.topology else {}
+        keys = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
+        return {key: named[f"parallelism_config_{key}"] for key in keys if f"parallelism_config_{key}" in named}
+
+    def row_topology(self, train: TrainConfig) -> Topology:
+        """Return the topology as far as rows are shared: those of tensor and context parallelism and the stages of a
+        pipeline share theirs; whatever else there is counts as copies."""
+        stages, sizes = num_stages(train) or self.count, self.sizes
+        tensor, context = sizes.get("tp_size", 1), sizes.get("cp_size", 1)
+        copies = max(1, self.count // (stages * tensor * context))
+        return Topology(stages=stages, replicas=copies, tensor=tensor, context=context)
+
+
+def accelerate_config(topology: str) -> dict[str, Any]:
+    """Return the Accelerate config of a topology, as it lies in accelerate_configs."""
+    return yaml.safe_load((CONFIGS / f"{topology}.yaml").read_text())
+
+
+def wrong_processes(processes: Processes) -> Iterator[str]:
+    """Yield what is wrong with a run's processes, topology and parallelism, each with its key."""
+    topologies = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    if processes.topology is None:
+        if processes.count > 1:
+            yield f"processes: {processes.count} need a topology: one of {', '.join(topologies)}"
+        if processes.parallelism is not None:
+            yield "parallelism: needs a topology whose distributed_type is FSDP"
+        return
+    if processes.topology not in topologies:
+        near = difflib.get_close_matches(processes.topology, topologies, n=1)
+        hint = f'Did you mean "{near[0]}"?' if near else f"Files there: {', '.join(topologies)}"
+        yield f'topology: "{processes.topology}" is not a file of accelerate_configs. {hint}'
+        return
+    kind = accelerate_config(processes.topology)["distributed_type"]
+    if processes.parallelism is not None and kind != "FSDP":
+        yield (
+            f"parallelism: {processes.topology} has no sizes: name a topology whose distributed_type is FSDP, not "
+            f"{kind}"
+        )
+    elif processes.sizes and math.prod(processes.sizes.values()) != processes.count:
+        sizes = " x ".join(f"{key} {size}" for key, size in processes.sizes.items())
+        yield f"parallelism: {sizes} is {math.prod(processes.sizes.values())}, but processes is {processes.count}"
+
 
 SYNTHETIC = "synthetic"
 "Stands in recipes where the plan's own data and vocabulary take the place of sources and tokenizer."
@@ -271,3 +354,179 @@ def read_lengths(path: Path) -> Lengths:
             f"data.lengths: {path}: must be a JSON object with the lists positions and targets: {error}"
         ) from None
     return lengths
+
+
+_OWN = {
+    "run.dir": "the bench names a folder for each run",
+    "train.max_steps": "it comes from steps.total",
+    "log.every": "it comes from steps.window",
+    "model.scratch": "it comes from models",
+    "data.train": "the documents are those of the plan's data",
+}
+"Settings that the bench fills in, and where from."
+
+
+@settings
+class Job:
+    """One run, resolved: all that its process is told."""
+
+    name: str
+    model_name: str
+    model: dict[str, Any]
+    config: Config
+    data: DataPlan
+    steps: Steps
+    changes: dict[str, Any]
+    baseline: str | None
+    same_loss_as: str | None
+    environment: dict[str, str]
+    warm_from: str | None
+    worker: str | None
+    options: dict[str, Any]
+    timeout_seconds: int
+    processes: Processes
+
+    @property
+    def folder(self) -> Path:
+        """Return where its job.json, log.txt, metrics.jsonl and row.json lie."""
+        return Path(self.config.run.dir)
+
+
+def save_job(job: Job) -> Path:
+    """Write job.json into the job's folder, which is made, and return its path."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    path = job.folder / "job.json"
+    path.write_bytes(TypeAdapter(Job).dump_json(job, indent=1))
+    return path
+
+
+def read_job(path: Path) -> Job:
+    """Return what `save_job` wrote."""
+    return TypeAdapter(Job).validate_json(path.read_bytes())
+
+
+def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]:
+    """Return the runs of a plan: ablations expanded, settings checked as those of a recipe are; results go under `out`.
+
+    Args:
+        only: names of the runs to return; None: all.
+
+    Raises:
+        ConfigError: every problem of the plan, one a line, with file and key.
+    """
+    # Problems between the parts of the plan first: a run of a plan that contradicts itself would be refused for reasons
+    # that follow from that.
+    plan = read_plan(path)
+    if plan.data.lengths is not None:  # a path that holds anywhere
+        lengths = str((path.parent / plan.data.lengths).absolute())
+        plan = replace(plan, data=replace(plan.data, lengths=lengths))
+    runs = expanded_runs(plan)
+    problems = [f"{path}: {problem}" for problem in between_runs(plan, runs)]
+    problems += [f"--only: {text}" for text in not_runs(only or [], [run.name for run in runs])]
+    jobs = []
+    for run in runs if not problems else ():
+        if only is None or run.name in only:
+            try:
+                jobs.append(_job(plan, run, path, out))
+            except ConfigError as error:
+                problems += str(error).splitlines()
+    chosen = [None, *(job.name for job in jobs)]
+    problems += [f"--only: {job.name} needs {job.warm_from} too" for job in jobs if job.warm_from not in chosen]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return jobs
+
+
+def _cap(data: DataPlan) -> int:
+    """Return the positions of the longest document."""
+    if data.documents is not None:
+        return data.documents.cap
+    if data.stage is not None:
+        return data.stage.max_length
+    assert data.lengths is not None
+    return max(read_lengths(Path(data.lengths)).positions)
+
+
+def _job(plan: BenchPlan, run: RunPlan, path: Path, out: Path) -> Job:
+    """Resolve a run of the plan.
+
+    Raises:
+        ConfigError: its worker or its settings are wrong.
+    """
+    steps = run.steps or plan.steps
+    worker = None if run.worker is None else path.parent / run.worker
+    if worker is not None and not worker.is_file():
+        raise ConfigError(f"{path}: run {run.name}: worker: no such file: {worker}")
+    return Job(
+        name=run.name,
+        model_name=run.model,
+        model=plan.models[run.model],
+        config=_config(plan, run, steps, path, out),
+        data=plan.data,
+        steps=steps,
+        changes=run.set,
+        baseline=run.baseline,
+        same_loss_as=run.same_loss_as,
+        environment=run.environment,
+        warm_from=run.warm_from,
+        worker=None if worker is None else str(worker),
+        options=run.options,
+        timeout_seconds=plan.timeout_seconds,
+        processes=run.started,
+    )
+
+
+def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Config:
+    """Return the recipe of a run: the plan's defaults, `set` over them, and what the bench fills in.
+
+    Raises:
+        ConfigError: with the places in the plan, not in the recipe that is made of it.
+    """
+    flat = dict(_leaves(plan.defaults)) | run.set
+    own = [f"{path}: run {run.name}: {key}: is not set here, {reason}" for key, reason in _OWN.items() if key in flat]
+    if own:
+        raise ConfigError("\n".join(own))
+    # A row of another layout holds one document: data.row_length would be refused there.
+    packed = flat.get("data.layout", "packed") == "packed"
+    filled = {
+        "data.max_length": _cap(plan.data),
+        **({"data.row_length": plan.data.row_length} if packed else {}),
+        "log.wandb": "off",
+        "log.every": steps.window,
+        "train.max_steps": steps.total,
+        "run.dir": str(out / slug(run.name)),
+    }
+    sections: dict[str, Any] = _sources(plan.data)
+    sections["model"]["scratch"] = plan.models[run.model]
+    for key, value in {**filled, **dict(_leaves(plan.defaults))}.items():
+        tree, (*parents, last) = sections, key.split(".")
+        for parent in parents:
+            tree = tree.setdefault(parent, {})
+        tree[last] = value
+    # Read as a file, so that it is checked as every recipe is; problems are told where the plan has them.
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(render_yaml(sections))
+        try:
+            changes = [f"{key}={json.dumps(value)}" for key, value in run.set.items()]
+            return read_config(recipe, changes, run.started.row_topology)
+        except ConfigError as error:
+            text = str(error).replace(f"{COMMAND_LINE}: ", f"{path}: run {run.name}: set.")
+            raise ConfigError(text.replace(f"{recipe}: ", f"{path}: defaults.")) from None
+
+
+def _sources(data: DataPlan) -> dict[str, Any]:
+    """Return the sections of a recipe that say what is learned from, and with which tokenizer."""
+    if data.stage is None:
+        return {"model": {"tokenizer": SYNTHETIC}, "data": {"train": [{"path": SYNTHETIC}]}}
+    plain = TypeAdapter(type(data.stage)).dump_python(data.stage, mode="json", exclude_defaults=True)
+    return {"model": {"train_tokenizer": plain["train_tokenizer"]}, "data": {"train": plain["train"]}}
+
+
+def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested settings."""
+    for key, item in value.items():
+        if isinstance(item, dict) and item:
+            yield from _leaves(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item

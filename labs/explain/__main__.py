@@ -5,13 +5,9 @@ from sftkit.runtime.script import script
 
 def main() -> int:
     """Explain what the words name, and return the exit code."""
-    from labs.explain.flags import parse
+    from labs.explain import run
 
-    args, cfg = parse()  # whatever is wrong with words and recipe is refused here, before torch is imported
-
-    from labs.explain.run import run_explain
-
-    return run_explain(args, cfg)
+    return run.main()
 
 
 if __name__ == "__main__":

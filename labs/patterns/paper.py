@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from labs.bench.plan import read_plan
-from labs.patterns.tables import Table
+from labs.patterns.run import Table
 from sftkit.config.optimizers import DEFAULT
 from sftkit.config.topology import Topology
 from sftkit.data.batches.pack import Layout

@@ -129,7 +129,7 @@ def test_only_the_module_for_it_prints() -> None:
             if prints or plain or writes or parser:
                 found.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)[:60]}")
     assert sorted(line.partition(":")[0] for line in found) == [
-        "labs/explain/cases.py",  # a case of what breaks a graph; it prints nothing
+        "labs/explain/breaks.py",  # a case of what breaks a graph; it prints nothing
         "src/sftkit/config/command_line.py",
         "src/sftkit/config/terminal.py",
     ], found

@@ -18,20 +18,33 @@ import torch
 import yaml
 
 from labs.bench import machine
-from labs.bench.jobs import read_job, read_jobs, save_job
-from labs.bench.plan import DataPlan, LognormalLengths, Steps, expanded_runs, read_plan, slug
-from labs.bench.processes import Parallelism, Processes, bench_command, first_failure, run_logged
-from labs.bench.report import (
-    calls_line,
-    graph_table,
-    loss_table,
-    machine_lines,
-    markdown_report,
-    speed_table,
+from labs.bench.plan import (
+    DataPlan,
+    LognormalLengths,
+    Parallelism,
+    Processes,
+    Steps,
+    expanded_runs,
+    read_job,
+    read_jobs,
+    read_plan,
+    save_job,
+    slug,
 )
-from labs.bench.rows import graphs_of, measured_row, over_ranks, spread
-from labs.bench.run import add_scaling, bench, main, over_ceiling, read_bench_results
-from labs.bench.synthetic import ModelSpec, new_model, synthetic_documents
+from labs.bench.run import (
+    add_scaling,
+    bench,
+    graphs_of,
+    main,
+    measured_row,
+    over_ceiling,
+    over_ranks,
+    read_bench_results,
+    spread,
+)
+from labs.bench.worker import ModelSpec, new_model, synthetic_documents
+from labs.jobs import bench_command, first_failure, run_logged
+from labs.tables import calls_line, graph_table, loss_table, machine_lines, markdown_report, speed_table
 from sftkit.errors import ConfigError
 from sftkit.rundir.names import graph_file
 
@@ -221,7 +234,7 @@ def sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"distributed_type": "FSDP", "mixed_precision": "no", "use_cpu": True, "num_processes": 2}
     config["parallelism_config"] = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_backend": "torch"}
     (tmp_path / "sharded.yaml").write_text(yaml.safe_dump(config))
-    monkeypatch.setattr("labs.bench.processes.CONFIGS", tmp_path)
+    monkeypatch.setattr("labs.bench.plan.CONFIGS", tmp_path)
 
 
 @pytest.mark.usefixtures("sharded")
@@ -278,7 +291,7 @@ def test_a_run_that_takes_too_long_is_killed_with_all_that_descends_from_it(tmp_
 def test_a_signal_to_whoever_compares_runs_ends_the_one_at_work(tmp_path: Path, number: int) -> None:
     at_work = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
     call = f"run_logged([sys.executable, '-c', {at_work!r}], Path({str(tmp_path / 'log')!r}), {{}}, 600)"
-    code = f"import sys; from pathlib import Path; from labs.bench.processes import run_logged; {call}"
+    code = f"import sys; from pathlib import Path; from labs.jobs import run_logged; {call}"
     process = subprocess.Popen([sys.executable, "-c", code])
     deadline = time.monotonic() + 60
     while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
@@ -652,8 +665,8 @@ def test_two_processes_train_like_one_and_their_row_counts_both(tmp_path: Path) 
 @pytest.mark.usefixtures("no_machine")
 def test_a_rank_that_raises_or_is_killed_ends_the_run_and_is_named(tmp_path: Path, name: str, error: str) -> None:
     body = """
-from labs.bench.jobs import read_job
-from labs.bench.rows import run_job
+from labs.bench.plan import read_job
+from labs.bench.run import run_job
 
 def run(job):
     if os.environ["RANK"] == "1":

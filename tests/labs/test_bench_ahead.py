@@ -19,17 +19,15 @@ import psutil
 import pytest
 from test_bench import row, write_plan, write_worker
 
-from labs.bench.ahead import LOWEST, Hold, can_go_back, modules_of, wait_for
-from labs.bench.jobs import read_jobs, save_job
-from labs.bench.processes import Processes, bench_command
-from labs.bench.report import ahead_line
+from labs.bench.plan import Processes, read_jobs, save_job
 from labs.bench.run import bench
-from labs.bench.start import can_wait
+from labs.jobs import LOWEST, Hold, bench_command, can_go_back, can_wait, modules_of, wait_for
+from labs.tables import ahead_line
 
 STAND_IN = """
 import json, os, sys, time
 from pathlib import Path
-from labs.bench.ahead import wait_for
+from labs.jobs import wait_for
 
 there = time.time()
 folder = Path(sys.argv[1]).parent
@@ -65,7 +63,7 @@ def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / stand_in(tmp_path)
-    monkeypatch.setattr("labs.bench.start.bench_command", partial(stand_in_command, script))
+    monkeypatch.setattr("labs.jobs.bench_command", partial(stand_in_command, script))
 
 
 def stand_in_command(script: Path, _: Processes, worker: str | None, *files: Path | None) -> tuple[list[str], dict]:
@@ -164,7 +162,8 @@ def test_no_process_that_waits_is_left_when_the_bench_is_interrupted_or_killed(t
     code = f"""
 import sys
 from pathlib import Path
-from labs.bench import run, start
+from labs import jobs as start
+from labs.bench import run
 
 def bench_command(processes, worker, *files):
     return [sys.executable, {str(script)!r}, *map(str, files)], {{}}
@@ -201,7 +200,7 @@ def test_processes_wait_for_a_file_that_is_locked_and_end_if_it_is_unlocked_with
 TOLD = """
 import json, os, runpy, sys
 from pathlib import Path
-import labs.bench.rows as rows
+import labs.bench.run as rows
 
 seen = {}
 
@@ -240,7 +239,7 @@ def told(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     words = [sys.executable, str(script), "labs.bench.worker", str(save_job(job))]
     hold = Hold(tmp_path / "hold")
     later = [*words, str(hold.path)]
-    later[2] = "labs.bench.ahead"
+    later[2] = "labs.jobs"
     with ExitStack() as stack:
         processes = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in (words, later)]
         for process in processes:
@@ -270,7 +269,7 @@ def test_a_process_of_ours_is_told_what_it_waits_for_and_another_worker_is_not(
     tmp_path: Path, processes: Processes
 ) -> None:
     job, hold = tmp_path / "job.json", tmp_path / "hold"
-    ahead = ["-m", "labs.bench.ahead", str(job), str(hold)]
+    ahead = ["-m", "labs.jobs", str(job), str(hold)]
     assert bench_command(processes, None, job, hold)[0][-4:] == ahead
     assert bench_command(processes, None, job)[0][-3:] == ["-m", "labs.bench.worker", str(job)]
     assert bench_command(processes, "own.py", job)[0][-2:] == ["own.py", str(job)]

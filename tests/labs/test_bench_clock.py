@@ -7,9 +7,9 @@ import subprocess
 import pytest
 import torch
 
-from labs.bench import clock, machine
-from labs.bench.clock import ClockSamples
-from labs.bench.report import clock_line
+from labs.bench import machine
+from labs.bench.machine import ClockSamples
+from labs.tables import clock_line
 
 GPU = torch.device("cuda", 0)
 
@@ -17,7 +17,7 @@ GPU = torch.device("cuda", 0)
 def sampled(monkeypatch: pytest.MonkeyPatch, clocks: list[object], device: torch.device = GPU) -> dict[str, object]:
     """What samples of a GPU with these clocks say, until it has no more; an exception is raised."""
     waiting = iter(clocks)
-    monkeypatch.setattr(clock, "SECONDS", 0.001)
+    monkeypatch.setattr(machine, "SECONDS", 0.001)
 
     def clock_rate(asked: torch.device) -> int:
         assert asked == device
@@ -52,7 +52,7 @@ def test_samples_end_with_their_context(monkeypatch: pytest.MonkeyPatch) -> None
     asked: list[object] = []
     monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: asked.append(device) or 1400)
     monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 1)
-    monkeypatch.setattr(clock, "SECONDS", 0.001)
+    monkeypatch.setattr(machine, "SECONDS", 0.001)
     with ClockSamples(GPU) as samples:
         samples.start()
         while not asked:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT
 
-FOLDER = ROOT / "benchmarks" / "h200_decode"
-TOOL = runpy.run_path(str(FOLDER / "tables.py"))
+from labs import decode
+from labs.pages import decode_tables
 
 
 def run(way: str, **changes: Any) -> dict[str, Any]:
@@ -24,13 +22,7 @@ def run(way: str, **changes: Any) -> dict[str, Any]:
     return measured | changes
 
 
-def test_the_readme_has_the_tables_that_the_command_makes() -> None:
-    results = json.loads(TOOL["RESULTS"].read_text()) if TOOL["RESULTS"].exists() else None
-    assert f"<!-- tables -->\n{TOOL['table'](results)}<!-- end of tables -->" in (FOLDER / "README.md").read_text()
-
-
 def test_a_table_says_what_a_way_wins_and_what_failed() -> None:
-    assert TOOL["table"](None) == "\nNot measured yet.\n\n"
     wins = {"times_eager": 4.0, "pays_from_steps": 7.6, "pays_from_tokens": None}
     runs = [
         run("eager steps"),
@@ -40,7 +32,7 @@ def test_a_table_says_what_a_way_wins_and_what_failed() -> None:
     ]
     environment = {"device": "a GPU", "packages": {"torch": "2.11"}}
     sizes = {"new_tokens": 64, "exact_layers": 4, "exact_tokens": 32}
-    text = TOOL["table"]({"environment": environment, "runs": runs, **sizes})
+    text = decode_tables({"environment": environment, "runs": runs, **sizes})
     assert "| 64 | eager steps | 1,234 |  | 20.0 | 3.4 |  | 12.3 |  |  | 75% |" in text
     assert "| 64 | replayed steps | 1,234 | 4.00 | 20.0 | 3.4 | 50.0 | 12.3 | 8 | never | 75% |" in text
     assert "| 64 | compiled steps | failed: RuntimeError: a \\| b c |" in text
@@ -53,12 +45,9 @@ def test_every_way_writes_what_eager_steps_write(tokenizer, tmp_path: Path, monk
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps({"question": word}) + "\n" for word in ("one", "and two", "or three")))
     out = tmp_path / "new" / "out.json"
-    words = ["measure.py", str(tmp_path / "tokenizer"), str(questions), str(out), "--tiny"]
+    words = ["decode.py", str(tmp_path / "tokenizer"), str(questions), str(out), "--tiny"]
     monkeypatch.setattr(sys, "argv", words)
-    for name in ("tables", "tasks", "ways"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(str(FOLDER))
-    runpy.run_path(str(FOLDER / "measure.py"), run_name="__main__")
+    decode.main()
     runs = json.loads(out.read_text())["runs"]
     assert len(runs) == 24
     assert {found["error"] for found in runs} == {None}

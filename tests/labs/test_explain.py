@@ -18,20 +18,33 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from labs.explain.bisect import QUESTIONS, BisectAnswer, bisect
+from labs.explain.bisect import (
+    NEEDS_SFTKIT,
+    QUESTIONS,
+    SHOWS,
+    BisectAnswer,
+    NotWritable,
+    bisect,
+    difference,
+    reproduce,
+    script_of,
+    written,
+)
 from labs.explain.bisect import called_modules as captured_parts
-from labs.explain.breaks import breaks_of
-from labs.explain.cases import GRAPH_BREAK_CASES, LossByName, LossByTensor, LossByValue
-from labs.explain.flags import parse
+from labs.explain.breaks import (
+    GRAPH_BREAK_CASES,
+    LossByName,
+    LossByTensor,
+    LossByValue,
+    breaks_of,
+    listening,
+    read_message,
+    recompile_of,
+)
+from labs.explain.experiments import captured_graphs, chosen_losses, dispatch_trace, what_breaks
 from labs.explain.kernels import module_step
-from labs.explain.labs import captured_graphs, chosen_losses, dispatch_trace, what_breaks
-from labs.explain.numerics import difference
-from labs.explain.reproduce import NEEDS_SFTKIT, SHOWS, NotWritable, reproduce, script_of, written
-from labs.explain.run import _bisect_result, _finish, run_explain
-from labs.explain.subject import ModuleCall, Subject, of_recipe
-from labs.explain.torch_logs import listening, read_message, recompile_of
-from labs.explain.user_file import of_file
-from labs.explain.words import lines_of, wrapped
+from labs.explain.run import _bisect_result, _finish, lines_of, parse, run_explain, wrapped
+from labs.explain.subject import ModuleCall, Subject, of_file, of_recipe
 from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 
@@ -321,8 +334,8 @@ def test_every_script_shows_its_fault_and_not_when_it_is_mended(name: str, tmp_p
 
 def test_a_profile_on_a_cpu_says_nothing_of_its_own() -> None:
     code = (
-        "import torch; from labs.explain.private import quiet_profiler; quiet_profiler()\n"
-        "from labs.explain.labs import dispatch_trace; dispatch_trace(torch.device('cpu'))"
+        "import torch; from labs.explain.kernels import quiet_profiler; quiet_profiler()\n"
+        "from labs.explain.experiments import dispatch_trace; dispatch_trace(torch.device('cpu'))"
     )
     env = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"} | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)

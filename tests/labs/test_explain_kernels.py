@@ -13,34 +13,31 @@ import torch
 from test_explain import FAULTS, recipe, subject_of
 from torch import nn
 
-from labs.explain import private
-from labs.explain.flags import parse
-from labs.explain.kernels import compiled, module_step
-from labs.explain.kinds import (
+from labs.explain import kernels
+from labs.explain.experiments import CODE_KINDS, SIZES, Block, labs
+from labs.explain.kernels import (
     ATTENTION,
     COMMUNICATION,
     COPIES,
     ELEMENTWISE,
     IDLE,
     MATRIX,
-    REDUCTION,
-    kind_of_kernel,
-    kind_of_operator,
-)
-from labs.explain.labs import labs
-from labs.explain.page import render_page
-from labs.explain.pays import CODE_KINDS, SIZES, Block
-from labs.explain.profile import (
     PROFILED_STEPS,
+    REDUCTION,
     Timing,
     alternately,
+    compiled,
     dispatched,
+    kind_of_kernel,
+    kind_of_operator,
     kind_shares,
+    module_step,
     on_host,
     profiled,
     top,
 )
-from labs.explain.run import run_explain
+from labs.explain.page import render_page
+from labs.explain.run import parse, run_explain
 from sftkit.config.schema import CompileConfig
 from sftkit.errors import ConfigError
 
@@ -182,7 +179,7 @@ def test_a_name_that_torch_no_longer_has_is_told_with_its_version(monkeypatch: p
     with pytest.raises(
         ConfigError, match=rf"torch {torch.__version__.partition('+')[0]}.* has no torch._C._dispatch_keys"
     ):
-        private.dispatch_keys(torch.ones(1))
+        kernels.dispatch_keys(torch.ones(1))
 
 
 def test_every_kind_of_code_runs_in_eager() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,24 +12,37 @@ import pytest
 from helpers import ROOT
 from made_results import H100, H200, made_results
 
-from labs.bench.kept import keep, kept_results
+from labs import lab as compile_lab
+from labs import pages
+from labs.pages import lab_tables as tables
+from labs.tables import keep, kept_results
 from sftkit.errors import ConfigError
 
-LAB = runpy.run_path(str(ROOT / "benchmarks" / "lab.py"))
-tables: Callable[[Path], str] = LAB["tables"]
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_every_table_of_a_page_is_made_of_the_raw_file_that_it_names(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert pages.TABLE.search(text)
+    assert pages.rebuilt(text, pages.PAGES[page]) == text
 
 
-def test_every_table_of_the_page_is_made_of_the_raw_file_that_it_names() -> None:
-    page = (ROOT / "docs" / "compile_lab.md").read_text()
-    assert LAB["rebuilt"](page, ROOT / "benchmarks") == page
-    assert {lab for _, lab, _ in LAB["TABLE"].findall(page)} == set(LAB["labs"]())
+def test_the_pages_have_every_lab_and_every_table_of_the_patterns() -> None:
+    named = {page: {name for _, name, _ in pages.TABLE.findall((ROOT / page).read_text())} for page in pages.PAGES}
+    assert named["docs/compile_lab.md"] == {plan.parent.name for plan in ROOT.glob("benchmarks/lab_*/plan.yaml")}
+    assert named["docs/parallelism.md"] == set(pages.PATTERNS)
+
+
+def test_every_picture_is_drawn_from_the_raw_files() -> None:
+    drawn = {file: text for make in pages.PICTURES for file, text in make().items()}
+    assert {file: file.read_text() for file in drawn} == drawn
+    assert {file for file in drawn if file.suffix == ".svg"} == set(ROOT.glob("benchmarks/**/*.svg"))
 
 
 def test_a_lab_for_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LAB["main"].__globals__, "find_hardware", lambda: SimpleNamespace(gpus=0))
+    monkeypatch.setattr(compile_lab, "find_hardware", lambda: SimpleNamespace(gpus=0))
     monkeypatch.setattr(sys, "argv", ["lab.py", "lab_layouts", "--only", "dynamic 1 eager"])
     with pytest.raises(ConfigError, match=r"lab_layouts: made for a GPU.* Name lab_cpu or nothing, or take in"):
-        LAB["main"]()
+        compile_lab.main()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +60,7 @@ def test_what_is_not_the_result_of_a_bench_is_not_taken_in(
         (tmp_path / "gone.json").write_text(text)
     monkeypatch.setattr(sys, "argv", ["lab.py", "--take", str(tmp_path / "gone.json")])
     with pytest.raises(ConfigError, match=said):
-        LAB["main"]()
+        compile_lab.main()
 
 
 def row(name: str, **changes: Any) -> dict[str, Any]:
@@ -185,15 +196,15 @@ def test_a_lab_whose_results_cannot_be_kept_ends_no_other_and_what_does_not_belo
     unknown = {**made_results(row("eager")), "machine": {"error": "ended with 1"}}
     ran: list[Path] = []
     monkeypatch.chdir(tmp_path)
-    named = {"FOLDER": lab.parent, "bench": lambda plan, *_, **__: ran.append(plan) or unknown}
+    named = {"BENCHMARKS": lab.parent, "bench": lambda plan, *_, **__: ran.append(plan) or unknown}
     for name, value in named.items():
-        monkeypatch.setitem(LAB["run"].__globals__, name, value)
-    assert LAB["run"](lab.name, 1, None) is True
+        monkeypatch.setattr(compile_lab, name, value)
+    assert compile_lab.run(lab.name, 1, None) is True
     assert "not in the tables: results of 2026-01-01: of an unknown machine" in capsys.readouterr().out
     (lab / "results").mkdir()
     (lab / "results" / "notes.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"notes.json: no results of this bench"):
-        LAB["run"](lab.name, 1, None)
+        compile_lab.run(lab.name, 1, None)
     assert len(ran) == 1
 
 
@@ -216,15 +227,16 @@ def test_taking_in_results_of_another_device_adds_its_tables_to_the_page(
     labs = tmp_path_factory.mktemp("benchmarks")
     lab.rename(labs / "lab_small")
     keep(labs / "lab_small", made_results(row("eager")))
-    page, file = labs / "page.md", labs / "taken.json"
+    page, file = labs / "lab.md", labs / "taken.json"
     page.write_text("before\n<!-- table lab_small -->\n<!-- end -->\nafter\n")
     file.write_text(
         json.dumps({**made_results(row("two"), device=H100, gpus=2), "plan": "benchmarks/lab_small/plan.yaml"})
     )
-    for name, value in (("FOLDER", labs), ("PAGE", page)):
-        monkeypatch.setitem(LAB["main"].__globals__, name, value)
+    monkeypatch.setattr(compile_lab, "BENCHMARKS", labs)
+    monkeypatch.setattr(compile_lab, "PAGES", {str(page): lambda name: tables(labs / name)})
+    monkeypatch.setattr(compile_lab, "PICTURES", ())
     monkeypatch.setattr(sys, "argv", ["lab.py", "--take", str(file)])
-    assert LAB["main"]() == 0
+    assert compile_lab.main() == 0
     text = page.read_text()
     assert (
         text.index(f"Machine: {H200}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ from helpers import ROOT
 from made_captioners import CAPTIONER
 from made_results import H100, made_results
 
-from labs.bench.jobs import Job, read_jobs, save_job
-from labs.bench.kept import keep
-from labs.bench.rows import spread
-from labs.bench.synthetic import ModelSpec, new_model
-from labs.bench.worker import train_job
+from labs import pages
+from labs.bench.plan import Job, read_jobs, save_job
+from labs.bench.run import spread
+from labs.bench.worker import ModelSpec, new_model, train_job
+from labs.tables import keep
 from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 
 FOLDER = ROOT / "benchmarks" / "lab_captioning"
-TOOL = runpy.run_path(str(FOLDER / "tables.py"))
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +49,8 @@ def test_the_setting_is_that_of_the_recipe(jobs: dict[str, Job]) -> None:
             assert reference.train == cfg.train
 
 
-def test_what_was_published_are_rows_of_the_plan_and_the_readme_has_the_tables_that_the_command_makes(
-    jobs: dict[str, Job],
-) -> None:
-    assert jobs.keys() >= TOOL["PUBLISHED"].keys() | {name for name, _ in TOOL["WARM_UPS"].values()} | {
-        TOOL["BASELINE"]
-    }
-    made = TOOL["tables"](FOLDER)
-    assert f"<!-- tables -->\n\n{made}\n<!-- end of tables -->" in (FOLDER / "README.md").read_text()
+def test_what_was_published_are_rows_of_the_plan(jobs: dict[str, Job]) -> None:
+    assert jobs.keys() >= pages.PUBLISHED.keys() | {name for name, _ in pages.WARM_UPS.values()} | {pages.BASELINE}
 
 
 def row(name: str, captions: float, **more: Any) -> dict[str, Any]:
@@ -81,7 +73,7 @@ def test_a_table_says_what_was_measured_beside_what_was_published_and_what_is_no
     rows += [row("bucketed", 150.0, call="of another day")]
     (tmp_path / "plan.yaml").write_text((FOLDER / "plan.yaml").read_text())
     keep(tmp_path, made_results(*rows))
-    made = TOOL["tables"](tmp_path)
+    made = pages.caption_tables(tmp_path)
     assert "| dynamic eager | 4.73 | 4.00 | 100 | 2,300 | 40 | 0 | 1 | 12.0 | 13.5 | not measured | 1.00 x |" in made
     assert "| 7.61 | 4.00 | 172 | 3,956 | 40 | 0 | 1 | 12.0 | 13.5 | 2.0e-02 in 2 losses | 1.72 x |" in made
     assert "| bucketed | - | 4.00 | 150 | 3,450 | 40 | 0 | 1 | 12.0 | 13.5 | - | another call |" in made
@@ -101,7 +93,7 @@ def test_a_machine_has_tables_of_its_own_and_nothing_of_it_is_compared_with_anot
     two = row("static DDP 2", 300.0, same_loss_as="static DDP 2 eager")
     cold = row("dynamic marked full graph", 200.0, first_steps_seconds=70.0)
     keep(tmp_path, made_results(two, cold, device=H100, gpus=2))
-    first, second = TOOL["tables"](tmp_path).split(f"Machine: 2 x {H100}")
+    first, second = pages.caption_tables(tmp_path).split(f"Machine: 2 x {H100}")
     assert ("| dynamic eager | 4.73 |" in first, "dynamic eager | 4.73 " in second) == (True, False)
     assert (
         "| static DDP 2 | 4.59 per GPU | 4.00 | 300 | 6,900 | 40 | 0 | 1 | 12.0 | 13.5 | not measured | not measured |"

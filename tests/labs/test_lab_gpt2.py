@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import runpy
 from pathlib import Path
 from typing import Any
 
 from helpers import ROOT
 from made_results import H100, H200, made_results
 
-from labs.bench.jobs import read_jobs
-from labs.bench.kept import keep
+from labs import pages
+from labs.bench.plan import read_jobs
+from labs.tables import keep
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config
 from sftkit.optim.schedule import learning_rate
 from sftkit.parallel.tensor import TENSOR_MODEL_TYPES
 
 FOLDER, RECIPES = ROOT / "benchmarks" / "lab_gpt2", ROOT / "recipes" / "lab" / "gpt2_compile"
-TOOL = runpy.run_path(str(FOLDER / "tables.py"))
 
 
 def recipe(name: str, world_size: int = 1) -> Config:
@@ -59,13 +58,8 @@ def test_the_plan_has_the_setting_of_the_recipes() -> None:
         assert {k: v for k, v in job.model.items() if k != "vocab_size"} == wanted.model.scratch
 
 
-def test_the_readme_has_the_tables_that_the_command_makes() -> None:
-    made = TOOL["tables"](FOLDER)
-    assert f"<!-- tables -->\n\n{made}\n<!-- end of tables -->" in (FOLDER / "README.md").read_text()
-
-
 def test_what_the_tables_call_refused_is_refused() -> None:
-    assert TOOL["REFUSED"].keys() == {"TP 2"}
+    assert pages.REFUSED["lab_gpt2"].keys() == {"TP 2"}
     assert "gpt2" not in TENSOR_MODEL_TYPES, "it has a plan now: take it out of REFUSED and run the bench"
 
 
@@ -94,7 +88,7 @@ def test_a_table_says_step_times_and_what_compiling_is_worth_and_what_is_not_kno
     newer = [row("1 GPU eager", 0.08), row("FSDP2 2 compiled", 0.04)]
     old = made_results(*rows, started="2026-01-01 10:00:00")
     new = made_results(row("1 GPU compiled", 0.04), *newer, started="2026-01-02 10:00:00")
-    made = TOOL["tables"](lab_of(tmp_path, new, old))
+    made = pages.gpt2_tables(lab_of(tmp_path, new, old))
     assert "| 1 GPU eager | 80.0 (40.0 to 160.0) | 51,200 | 4.2 | 12.3 | 8.1235 | 1 |" in made
     assert "| 1 GPU compiled | 40.0 (20.0 to 80.0) | 102,400 | 4.2 | 12.3 | 8.1235 | 2.00 |" in made
     assert "| DDP 2 eager | failed: rank 0: E: no GPU here |  |" in made
@@ -107,7 +101,7 @@ def test_a_machine_has_tables_of_its_own_and_no_ratio_to_the_eager_run_of_anothe
     here = made_results(row("1 GPU eager", 0.08), row("1 GPU compiled", 0.04), row("DDP 2 eager", 0.1))
     refused = row("TP 2 eager", 1.0, error="no plan for gpt2")
     there = made_results(row("1 GPU eager", 0.16), row("DDP 2 compiled", 0.05), refused, device=H100, gpus=2)
-    made = TOOL["tables"](lab_of(tmp_path, here, there))
+    made = pages.gpt2_tables(lab_of(tmp_path, here, there))
     first, second = made.split(f"Machine: 2 x {H100}")
     assert f"Machine: {H200}" in first
     assert [line.split(" |")[0] for line in first.splitlines() if " GPU " in line or "DDP" in line] == [
@@ -118,5 +112,5 @@ def test_a_machine_has_tables_of_its_own_and_no_ratio_to_the_eager_run_of_anothe
     assert "| DDP 2 compiled | 50.0 (25.0 to 100.0) | 81,920 | 4.2 | 12.3 | 8.1235 | not measured |" in second
     assert "Not measured: FSDP2 2 eager, FSDP2 2 compiled." in second
     assert made.count("TP 2") == 1
-    only = TOOL["tables"](lab_of(tmp_path, made_results(row("DDP 2 eager", 0.1), versions={"torch": "2.13"})))
+    only = pages.gpt2_tables(lab_of(tmp_path, made_results(row("DDP 2 eager", 0.1), versions={"torch": "2.13"})))
     assert only.count("**One GPU**") == 2, "a machine without rows of one GPU has no table of them"

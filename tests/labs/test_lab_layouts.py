@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,22 +9,16 @@ from xml.etree import ElementTree
 from helpers import ROOT
 from made_results import H100, H200, made_results
 
-from labs.bench.jobs import read_jobs
-from labs.bench.kept import keep
+from labs import pages
+from labs.bench.plan import read_jobs
+from labs.tables import keep
 
 FOLDER = ROOT / "benchmarks" / "lab_layouts"
-TOOL = runpy.run_path(str(FOLDER / "tables.py"))
-
-
-def test_tables_and_figures_are_those_that_the_command_makes() -> None:
-    made, figures = TOOL["tables"](FOLDER)
-    assert f"<!-- tables -->\n\n{made}\n<!-- end of tables -->" in (FOLDER / "README.md").read_text()
-    assert {file.name: file.read_text() for file in FOLDER.glob("*.svg")} == figures
 
 
 def test_every_run_of_the_plan_has_a_place() -> None:
     plan = {job.name for job in read_jobs(FOLDER / "plan.yaml", FOLDER / "unused")}
-    places = {f"{layout} {gpus} {way}" for layout in TOOL["LAYOUTS"] for gpus in (1, 2) for way in TOOL["WAYS"]}
+    places = {f"{layout} {gpus} {way}" for layout in pages.LAYOUTS for gpus in (1, 2) for way in pages.WAYS}
     assert plan <= places
 
 
@@ -41,13 +34,13 @@ def test_what_compiling_is_worth_and_from_which_step_it_pays() -> None:
     rows |= {"fixed 1 eager": row(1000.0, 0.5, 5.0), "fixed 1 compiled": row(900.0, 0.6, 9.0)}
     rows |= {"packed 1 eager": row(4000.0, 0.5, 5.0), "packed 1 compiled": row(8000.0, 0.25, 9.0, call="another")}
     rows |= {"packed 1 max-autotune": row(8000.0, 0.25, 9.0)}
-    made = TOOL["table"](rows)
+    made = pages.layout_table(rows)
     # 25 s more in the first step, 0.25 s less in each of the 100 after it
     assert "| dynamic | 1 | 1,000 | 2,000 | 2.00 | 61.4 % | 5.0 | 30.0 | 101 |" in made
     assert "| fixed | 1 | 1,000 | 900 | 0.90 | 61.4 % | 5.0 | 9.0 | - |" in made
     assert "| packed | 1 | 4,000 | 8,000 | - | 61.4 % | 5.0 | 9.0 | - |" in made
     assert "bucketed" not in made
-    said = texts(TOOL["figure"](rows, "a <device>"))
+    said = texts(pages.figure(rows, "a <device>"))
     assert (said.count("8,000"), said[-1], "bucketed, 1 GPU" in said) == (2, "a <device>", False)
 
 
@@ -66,7 +59,7 @@ def test_a_machine_has_a_table_and_a_figure_of_its_own(tmp_path: Path) -> None:
     )
     keep(lab, made_results(one))
     keep(lab, made_results(two, device=H100, gpus=2))
-    made, figures = TOOL["tables"](lab)
+    made, figures = pages.layout_tables(lab), pages.layout_figures(lab)
     first, second = made.split(f"Machine: 2 x {H100}")
     assert f"Machine: {H200}" in first
     assert "(tokens.svg)\n\n| layout |" in first
@@ -78,7 +71,7 @@ def test_a_machine_has_a_table_and_a_figure_of_its_own(tmp_path: Path) -> None:
     plan = [job.name for job in read_jobs(lab / "plan.yaml", lab / "unused")]
     assert missing == [name for name in plan if name not in ("packed 1 eager", "packed 2 compiled")]
     numbers = {
-        name: [text for text in texts(figure) if text in ("4,000", "7,000", H200, H100)]
-        for name, figure in figures.items()
+        file.name: [text for text in texts(figure) if text in ("4,000", "7,000", H200, H100)]
+        for file, figure in figures.items()
     }
     assert numbers == {"tokens.svg": ["4,000", H200], "tokens-nvidia-h100-80gb-hbm3.svg": ["7,000", H100]}

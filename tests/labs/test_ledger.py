@@ -13,16 +13,17 @@ import pytest
 from helpers import ROOT
 from made_validation import RECIPE, result_of, trio
 
-from labs.validate.ledger import (
+from labs.validate.run import judged
+from labs.validate.verdicts import (
     CRITERION,
     check_portable,
+    html,
+    markdown_page,
     open_ledger,
     read_ledger,
     record_validation,
     start_of,
 )
-from labs.validate.page import html, markdown_page
-from labs.validate.run import judged
 from sftkit.errors import ConfigError
 
 HERE = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -13,12 +12,13 @@ import pytest
 from helpers import ROOT, torchrun
 
 from labs.patterns import paper
-from labs.patterns.cases import TOPOLOGY_CASES, TopologyCase
-from labs.patterns.run import read_pattern_results
-from labs.patterns.tables import (
+from labs.patterns.run import (
+    TOPOLOGY_CASES,
+    TopologyCase,
     bubble_by_formula,
     loss_difference,
     measured_bubble,
+    read_pattern_results,
     terminal_tables,
     timeline_picture,
 )
@@ -26,7 +26,6 @@ from sftkit.config.topology import topology_of
 from sftkit.errors import ConfigError
 from sftkit.launch.launch import CONFIGS
 
-PAGE = runpy.run_path(str(ROOT / "benchmarks/patterns/tables.py"))
 RAW: dict[str, Any] = json.loads((ROOT / "benchmarks/patterns/results/results.json").read_text())
 QUICK = ("2 ddp", "2 fsdp2", "2 pp, 1f1b")
 
@@ -103,12 +102,6 @@ def test_bubble_and_picture_of_two_ranks() -> None:
     assert measured_bubble([first, second]) == pytest.approx(0.5) == bubble_by_formula(2, 1, 1)
     assert timeline_picture([first, second], columns=6) == ["rank 0  0...aa", "rank 1  .0aa.."]
     assert bubble_by_formula(4, 8, 2) == pytest.approx(3 / 19)
-
-
-def test_every_table_of_the_page_is_made_of_the_raw_file() -> None:
-    page = (ROOT / "docs/parallelism.md").read_text()
-    assert PAGE["rebuilt"](page, RAW) == page
-    assert {name for _, name, _ in PAGE["BLOCK"].findall(page)} == set(PAGE["TABLES"])
 
 
 @pytest.mark.parametrize(("topology", "mesh"), [("pp", {}), ("fsdp2", {"dp_shard_size": 2})])

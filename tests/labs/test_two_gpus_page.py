@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,6 @@ def tables_below(heading: str) -> list[list[list[str]]]:
     page = (FOLDER / "README.md").read_text().partition(heading)[2]
     parts = [part.splitlines()[2:] for part in re.findall(r"(?:^\|.*\|\n)+", page, re.M)]
     return [[[cell.strip() for cell in line.strip("|").split("|")] for line in lines] for lines in parts]
-
-
-def test_the_timeline_is_drawn_from_the_traces() -> None:
-    picture = runpy.run_path(str(FOLDER / "picture.py"))
-    assert picture["drawing"](picture["recorded"]()) == (FOLDER / "timeline.svg").read_text()
 
 
 def test_the_table_of_pipelines_is_that_of_its_raw_files() -> None:

@@ -14,11 +14,9 @@ import pytest
 from helpers import ROOT
 from made_validation import GOOD_PROOF, PLAN, RECIPE, result_of, run, trio
 
-from labs.validate.cases import ValidationPlan, cases, check_plan
-from labs.validate.judge import Trio, judge, scaling
-from labs.validate.measure import Measured, measure
-from labs.validate.page import html, markdown_page
-from labs.validate.run import judged
+from labs.validate.judge import Measured, Trio, judge, measure, scaling
+from labs.validate.run import ValidationPlan, cases, check_plan, judged
+from labs.validate.verdicts import html, markdown_page
 from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 from sftkit.launch.hardware import Hardware

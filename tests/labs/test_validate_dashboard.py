@@ -9,9 +9,9 @@ import pytest
 from made_validation import result_of, trio
 from wandb_file import Offline
 
-from labs.validate.dashboard import send_result, speeds_of, values
 from labs.validate.judge import speedup
 from labs.validate.run import judged
+from labs.validate.verdicts import send_result, speeds_of, values
 from sftkit.config.schema import LogConfig
 from sftkit.tracking.names import RUN_VALUES
 

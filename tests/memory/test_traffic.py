@@ -11,7 +11,7 @@ import torch
 from helpers import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from labs.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TopologyCase
+from labs.patterns.run import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TopologyCase
 from sftkit.config.topology import Sharding
 from sftkit.data.batches.pack import Layout
 from sftkit.memory.estimate import EstimateInputs, Shape

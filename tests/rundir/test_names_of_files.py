@@ -21,8 +21,12 @@ WORDS = {rundir.COMPILE, rundir.EVALUATIONS, rundir.TOKENIZER, "final", "optimiz
 OTHERS = {
     "src/sftkit/config/rules.py": {"/|\\\\|^step-"},  # config stands above runtime; what train.resume may look like
     "labs/bench/run.py": {"results.json", "/results.json"},  # of a bench, not of a run
-    "labs/bench/kept.py": {"results.json"},
-    "labs/bench/jobs.py": {"recipe.yaml"},  # a temporary file
+    "labs/tables.py": {"results.json"},
+    "labs/pages.py": {
+        *("results.json", "patterns/results/results.json"),
+        *(f"benchmarks/{name}/README.md" for name in ("lab_gpt2", "lab_layouts", "lab_captioning", "h200_decode")),
+    },
+    "labs/bench/plan.py": {"recipe.yaml"},  # a temporary file
     "src/sftkit/data/reading/folders.py": {"README.md", "state.json"},  # of a dataset, not of a run
     "labs/validate/run.py": {"validation.json"},  # of a comparison of runs
 }

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from labs.validate.cases import ValidationPlan
-from labs.validate.judge import Trio
-from labs.validate.measure import Measured
+from labs.validate.judge import Measured, Trio
+from labs.validate.run import ValidationPlan
 
 RECIPE = "recipes/smoke/base.yaml"
 PLAN = ValidationPlan(RECIPE, "scripts/base_train.py", ("packed",), (1,), 30, 10, 5, (), 600)

@@ -1,4 +1,5 @@
-"""What validations found at earlier commits: one JSON object a line, against which the next one is compared."""
+"""Where verdicts go: a page, the dashboard of the recipe, and the ledger of earlier commits, one JSON object a line,
+against which the next validation is compared."""
 
 from __future__ import annotations
 
@@ -6,28 +7,191 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import NoneType
 from typing import Any
 
+from labs.tables import format_number, markdown_table
 from labs.validate.judge import (
     EVALUATION,
+    Measured,
     Trio,
     Verdict,
     around,
+    format_spread,
     speedup,
     trio_verdict,
     trios,
     within_tolerance,
 )
+from sftkit.config.schema import LogConfig
 from sftkit.config.secrets import secret_in
+from sftkit.config.terminal import visible
 from sftkit.errors import ConfigError
+from sftkit.reports.components import badge, check_table, html_table, section
+from sftkit.reports.markup import el, join
+from sftkit.reports.page import html_document
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import resolve
+
+_CSS = "@media (min-width: 621px) { .proof .name { width: 24%; } }"
+"What was found takes more room than the names of criteria."
+
+
+def groups(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield (heading, verdicts) of each layout and number of processes."""
+    keys = dict.fromkeys((v["layout"], v["processes"]) for v in result["verdicts"])
+    for layout, processes in keys:
+        rows = [v for v in result["verdicts"] if (v["layout"], v["processes"]) == (layout, processes)]
+        yield f"{layout} rows, {processes} process{'es' * (processes > 1)}", rows
+
+
+def mark(*, ok: bool | None) -> str:
+    """Return the word for a verdict."""
+    return {True: "PASS", False: "FAIL", None: "not checked"}[ok]
+
+
+def criteria_passed(result: dict[str, Any]) -> str:
+    """Return how many criteria passed."""
+    states = [verdict["ok"] for verdict in result["verdicts"]]
+    unknown = f", {states.count(None)} not checked" if None in states else ""
+    return f"{mark(ok=result['passed'])}: {states.count(True)} of {len(states) - states.count(None)} criteria{unknown}"
+
+
+def _facts(result: dict[str, Any]) -> list[str]:
+    """Return hardware, versions and how it was measured."""
+    env, plan = result["environment"], result["plan"]
+    versions = ", ".join(f"{name} {value}" for name, value in env.get("packages", {}).items() if value)
+    return [
+        f"{plan['recipe']} {' '.join(plan['overrides'])}, {plan['script']}".replace(" ,", ","),
+        f"{env.get('device', 'unknown device')}; {versions}; Python {env.get('python')}; commit "
+        f"{env.get('git') or 'unknown'}",
+        f"{plan['steps']} steps a run, each run in processes of its own with empty compiler caches; the first "
+        f"{plan['warm_up']} steps are left out; medians of windows of {plan['window']} steps, extremes in brackets",
+    ]
+
+
+RUN_COLUMNS = ("run", "tokens/s", "step p50 (s)", "MFU", "peak GiB", "last loss", "warm-up (s)", "graphs", "recompiles")
+
+
+def run_cells(run: dict[str, Any], warm_up: int) -> list[str]:
+    """Return a run in the table; a dash for what is not known."""
+    measured = Measured(**run["measured"])
+    if measured.error:
+        return [run["name"], measured.error, *["-"] * (len(RUN_COLUMNS) - 2)]
+
+    def windows(name: str, form: str) -> str:
+        return format_spread([line[name] for line in measured.timed(warm_up) if line.get(name) is not None], form)
+
+    return [
+        run["name"],
+        windows("perf/tok_per_sec", ",.0f"),
+        windows("perf/step_p50_seconds", ".4f"),
+        windows("perf/mfu", ".1%"),
+        format_number(measured.largest("mem/peak_gib"), "{:.2f}"),
+        format_number(measured.last("train/loss"), "{:.4f}"),
+        format_number(measured.summary.get("warm_up_seconds"), "{:.1f}"),
+        format_number(measured.last("compile/graphs"), "{:.0f}"),
+        format_number(measured.last("compile/recompiles"), "{:.0f}"),
+    ]
+
+
+def markdown_page(result: dict[str, Any]) -> str:
+    """Return the page as Markdown."""
+    lines = ["# Does compiling pay?", "", f"**{criteria_passed(result)}**", ""]
+    lines += [f"- {fact}" for fact in _facts(result)]
+    for heading, rows in groups(result):
+        cells = [[mark(ok=v["ok"]), v["criterion"], v["found"], v["wanted"]] for v in rows]
+        lines += ["", f"## {heading}", "", markdown_table(("", "criterion", "found", "wanted"), cells)]
+    runs = [run_cells(run, result["plan"]["warm_up"]) for run in result["runs"]]
+    lines += ["", "## Runs", "", markdown_table(RUN_COLUMNS, runs), "", "```"]
+    return "\n".join([*lines, *(run["command"] for run in result["runs"]), "```", ""])
+
+
+def html(result: dict[str, Any]) -> str:
+    """Return the page; nothing in it is loaded from anywhere."""
+    title = el(
+        "div", el("h1", "Does compiling pay?"), badge(criteria_passed(result), ok=result["passed"]), class_="title"
+    )
+    header = el("header", el("div", title, [el("p", fact, class_="soft") for fact in _facts(result)]))
+    parts = []
+    for number, (heading, rows) in enumerate(groups(result), 1):
+        checks = [v | {"name": v["criterion"], "expected": v["wanted"]} for v in rows]
+        parts.append(section(f"criteria-{number}", heading, check_table(checks, ("Criterion", "Found", "Wanted"))))
+    runs = [run_cells(run, result["plan"]["warm_up"]) for run in result["runs"]]
+    parts.append(section("runs", "Runs", html_table(RUN_COLUMNS, runs)))
+    parts.append(section("commands", "Commands", el("pre", "\n".join(run["command"] for run in result["runs"]))))
+    return visible(html_document(f"Validation: {result['plan']['recipe']}", join(header, el("main", parts)), _CSS))
+
+
+VERDICT_COLUMNS = ("layout", "processes", "criterion", "verdict", "found", "wanted")
+SPEED_COLUMNS = (
+    *("layout", "processes", "speedup", "eager_step_seconds", "compiled_step_seconds", "compile_seconds"),
+    *("saved_seconds_per_1000_steps", "steps"),
+)
+
+
+def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str | None:
+    """Send a judged result to the dashboard that the recipe's `log` asks for; never an error. Return what the person
+    should be told; None without a dashboard.
+
+    Args:
+        out: the folder of the result, which also takes what is kept offline.
+    """
+    # torch comes with these, and is not needed before all runs are done
+    from accelerate import Accelerator
+
+    from sftkit.tracking.dashboard.ending import Ending
+    from sftkit.tracking.dashboard.identity import Identity, run_name
+    from sftkit.tracking.dashboard.records import RunFile, record_table
+    from sftkit.tracking.dashboard.remote import DashboardWriter, dashboard_name, open_dashboard
+
+    # Asked first: without a dashboard neither torch's Accelerator nor a thread is needed.
+    name = dashboard_name(config)
+    if name is None:
+        return None
+    verdicts = [verdict | {"verdict": mark(ok=verdict["ok"])} for verdict in result["verdicts"]]
+    speeds = speeds_of(result)
+    failed_first = sorted(verdicts, key=lambda verdict: verdict["ok"] is not False)
+    tables = [
+        record_table("validate/verdicts", VERDICT_COLUMNS, failed_first),
+        record_table("validate/speed", SPEED_COLUMNS, speeds),
+    ]
+    about = Identity(
+        name=run_name(out),
+        group=config.group,
+        job_type="validate",
+        tags=config.tags,
+        notes=config.notes or criteria_passed(dict(result)),
+        settings={"plan": result["plan"], "environment": result["environment"]},
+    )
+    dashboard = open_dashboard(config, out, None, about, Accelerator(cpu=True, log_with=name))
+    if dashboard is None:
+        return None
+    remote_logger = DashboardWriter(dashboard)
+    remote_logger.record(0, lambda: RunFile([each for each in tables if each.rows], values(verdicts, speeds)))
+    said = remote_logger.finish(Ending("finished", 0 if result["passed"] else 1, {"run/state": "finished"}))
+    return f"{dashboard.name}: {said}" if said else None
+
+
+def values(verdicts: list[dict[str, Any]], speeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the numbers that stand for the validation: criteria by verdict, and the speed-up of the first layout on
+    the fewest processes."""
+    states = [verdict["ok"] for verdict in verdicts]
+    counts = {"passed": states.count(True), "failed": states.count(False), "not_checked": states.count(None)}
+    found = {f"validate/{name}": count for name, count in counts.items()}
+    return found | ({"validate/speedup": speeds[0]["speedup"]} if speeds else {})
+
+
+def speeds_of(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the speed-up of each layout and number of processes whose runs finished, with what it means in time."""
+    every = {(trio.layout, trio.processes): trio for of_layout in trios(result) for trio in of_layout}
+    return [{**time, "speedup": speedup(every[time["layout"], time["processes"]])} for time in result["times"]]
+
 
 LedgerEntry = dict[str, Any]
 "A line of the ledger."
