@@ -28,7 +28,7 @@ from labs.tables import markdown_table
 from sftkit.config.load import read_config
 from sftkit.config.terminal import print_text
 from sftkit.errors import ConfigError
-from sftkit.rundir.names import CONFIG, ENVIRONMENT, EVALS, METRICS_FILE, SAMPLES, SUMMARY
+from sftkit.rundir.names import CONFIG, ENVIRONMENT, EVALS, METRICS_FILE, SAMPLES, SUMMARY, TRACE
 from sftkit.runtime.script import script
 from sftkit.tracking.rows import read_metric_rows
 from sftkit.tracking.trace import covered
@@ -48,7 +48,7 @@ def traces(folder: Path, out: Path) -> None:
     a picture.
     """
     runs = {}
-    for trace in sorted(folder.glob("*/trace")):
+    for trace in sorted(folder.glob(f"*/{TRACE}")):
         runs[trace.parent.name] = [
             {**json.loads(summary.read_text()), **of_rank(summary, excerpt=summary.stem == "rank0")}
             for summary in sorted(trace.glob("rank*.json"))

@@ -68,7 +68,7 @@ SHARED_NAMES = {
     "tokenize": "of conversations and of texts, one of which a stage binds",
     **dict.fromkeys(("HUB", "TEST", "STOP", "MAX_NEW_TOKENS"), "what each task says of itself"),
     "BLOCK": "elements that a Triton kernel processes at a time, named as its argument is",
-    **dict.fromkeys(("LEFT", "RIGHT", "WIDTH"), "measures of the picture that a module draws"),
+    "LEFT": "a measure of the picture that a module draws",
 }
 "Public name that several modules own -> why (docs/glossary.md, Names told apart)."
 
