@@ -56,11 +56,13 @@ def difference(module: torch.nn.Module, call: ModuleCall, compiled: Callable[...
     """Run a module both ways on the same inputs and random numbers, forward and backward, and return the largest
     difference. A gradient that compiled code does not give is as far away as can be; a module that returns no tensor
     does not differ."""
-    eager = _values(module, module, call)
+    eager = output_values(module, module, call.args, call.kwargs)
     with torch._inductor.config.patch(fallback_random=True):  # else Inductor draws other random numbers than eager
-        other = _values(module, compiled, call)
+        other = output_values(module, compiled, call.args, call.kwargs)
     found = [
-        LargestDifference(name, _relative(other[name], tensor) if name in other else float("inf"), tensor.dtype)
+        LargestDifference(
+            name, relative_difference(other[name], tensor) if name in other else float("inf"), tensor.dtype
+        )
         for name, tensor in eager.items()
     ]
     # By the share of what is allowed: a bf16 output may be farther off than an fp32 gradient and still be the better
@@ -69,35 +71,29 @@ def difference(module: torch.nn.Module, call: ModuleCall, compiled: Callable[...
     return max(found, key=lambda one: one.relative / (one.allowed or 1.0), default=none)
 
 
-def _values(module: torch.nn.Module, function: Callable[..., Any], call: ModuleCall) -> dict[str, torch.Tensor]:
+def output_values(module: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
     """Return outputs and, where there are any, gradients of a sum of them with fixed signs, by name."""
     torch.manual_seed(0)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _fresh, (call.args, call.kwargs))
-    outputs = function(*args, **kwargs)
-    paths = pytree.tree_flatten_with_path(outputs)[0]
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point()), (args, kwargs)
+    )
+    paths = pytree.tree_flatten_with_path(function(*args, **kwargs))[0]
     named = {f"output{pytree.keystr(path)}": leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
     found = {name: tensor.detach() for name, tensor in named.items()}
     inputs = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad)
     leaves: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
     leaves |= {f"input {index}": tensor for index, tensor in enumerate(inputs)}
-    total = sum((_signed(tensor) for tensor in named.values() if tensor.requires_grad), torch.zeros(()))
+    # In fp32, with signs that no symmetry of a model cancels.
+    flat = [tensor.float().flatten() for tensor in named.values() if tensor.requires_grad]
+    signs = (torch.cos(torch.arange(len(each), device=each.device, dtype=torch.float32)) for each in flat)
+    total = sum(((each * sign).sum() for each, sign in zip(flat, signs, strict=True)), torch.zeros(()))
     if leaves and total.requires_grad:
         gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         found |= {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True) if g is not None}
     return found
 
 
-def _fresh(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
-
-
-def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum in fp32, 0-dim, with signs that no symmetry of a model cancels."""
-    flat = tensor.float().flatten()
-    return (flat * torch.cos(torch.arange(flat.numel(), device=flat.device, dtype=torch.float32))).sum()
-
-
-def _relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+def relative_difference(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Return |value - reference| / |reference|, norms of whole tensors; infinite where shapes differ, or where one
     alone is not finite."""
     if value.shape != reference.shape or not torch.equal(value.isfinite(), reference.isfinite()):
@@ -323,6 +319,8 @@ Written by `sftkit explain --bisect` with torch {version}. Run it with python: e
 that it is gone.
 """
 {needs}
+from __future__ import annotations
+
 import base64
 import sys
 import zlib
@@ -372,37 +370,23 @@ except RuntimeError as error:
     sys.exit({code})
 print("nothing is compiled again")
 """,
-    "differs": '''
+    "differs": """
+from collections.abc import Callable
+from typing import Any
 
-def values(function):
-    """Outputs and gradients."""
-    from torch.utils._pytree import tree_leaves, tree_map_only
-
-    torch.manual_seed(0)
-    fresh = lambda t: t.detach().clone().requires_grad_(t.is_floating_point())
-    given = tree_map_only(torch.Tensor, fresh, (args, kwargs))
-    outputs = [t for t in tree_leaves(function(*given[0], **given[1])) if isinstance(t, torch.Tensor)]
-    signed = lambda t: (t.float().flatten() * torch.cos(torch.arange(t.numel(), device=t.device).float())).sum()
-    total = sum(signed(t) for t in outputs if t.requires_grad)
-    leaves = [p for p in module.parameters() if p.requires_grad]
-    leaves += [t for t in tree_leaves(given) if isinstance(t, torch.Tensor) and t.requires_grad]
-    gradients = torch.autograd.grad(total, leaves, allow_unused=True) if leaves and torch.is_tensor(total) else ()
-    return [torch.zeros(()) if t is None else t.detach().double() for t in [*outputs, *gradients]]
+from torch.utils import _pytree as pytree
 
 
-def relative(a, b):
-    if bool((a.isfinite() != b.isfinite()).any()):
-        return float("inf")
-    a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
-    return float((a - b).norm() / a.norm().clamp(min=1e-30))
-
+{functions}
 
 torch._inductor.config.fallback_random = True  # the random numbers of eager
-eager, compiled = values(module), values(torch.compile(module, backend={backend!r}, dynamic=False))
-worst = max(relative(a, b) for a, b in zip(eager, compiled))
+compiled = torch.compile(module, backend={backend!r}, dynamic=False)
+eager, other = (output_values(module, function, args, kwargs) for function in (module, compiled))
+found = [relative_difference(other[name], eager[name]) if name in other else float("inf") for name in eager]
+worst = max(found, default=0.0)
 print(f"relative difference {{worst:.2g}}, {allowed:g} is allowed")
 sys.exit(0 if worst <= {allowed!r} else {code})
-''',
+""",
 }
 # Equal sizes of unrelated dimensions would share a symbol, and so fail a guard (pytorch/pytorch#129456).
 BODY["shapes"] = """
@@ -471,8 +455,13 @@ def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, tit
     more: dict[str, Any] = (
         {"again_args": written(second.args), "again_kwargs": written(second.kwargs)} if second else {}
     )
+    functions = "\n\n".join(map(inspect.getsource, (output_values, relative_difference)))
     dtypes = [tensor.dtype for tensor in probed.module.parameters()] or [torch.float32]
-    more |= {"allowed": max(ALLOWED.get(dtype, 0.0) for dtype in dtypes), "dynamic": finding.question == "shapes"}
+    more |= {
+        "allowed": max(ALLOWED.get(dtype, 0.0) for dtype in dtypes),
+        "dynamic": finding.question == "shapes",
+        "functions": functions,
+    }
     return head + BODY[finding.question].format(backend=backend, code=SHOWS, **more)
 
 
