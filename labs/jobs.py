@@ -323,7 +323,7 @@ class Runs:
         since, path = time.perf_counter(), save_job(job)
         cache = self._caches / slug(job.name)
         cache.mkdir()
-        words, needed = bench_command(job.processes, job.worker, path, hold.path if hold else None)
+        words, needed = bench_command(job.started, job.worker, path, hold.path if hold else None)
         # A process may end without having written a row: then one that is here would pass for its own.
         (job.folder / "row.json").unlink(missing_ok=True)
         command = start_logged(words, job.folder / "log.txt", {**own_caches(cache), **needed, **job.environment})

@@ -70,7 +70,7 @@ def run(lab: str, processes: int, only: list[str] | None, *, ahead: bool = False
     kept_results(BENCHMARKS / lab)  # what does not belong there is refused before hours of runs
     out = Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
     jobs = read_jobs(plan, out, only)
-    fit = [job.name for job in jobs if job.processes.count <= processes]
+    fit = [job.name for job in jobs if job.processes <= processes]
     others = f"; the others need more than {processes} GPUs" * (len(fit) < len(jobs))
     print_text(f"\n=== {lab}: {len(fit)} of {len(jobs)} runs{others}")
     results = bench(plan, out, fit, ahead=ahead)

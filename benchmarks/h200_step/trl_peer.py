@@ -93,7 +93,7 @@ def working_model(job: Job, precision: str, device: torch.device) -> tuple[PreTr
     refused = []
     for name in job.options.get("attention", ATTENTION):
         try:
-            model = new_model(ModelSpec(job.model, job.config.run.seed, precision, name), device)
+            model = new_model(ModelSpec(job.fields, job.config.run.seed, precision, name), device)
             try_packed_row(model, device)
             return model, name, refused
         except (ImportError, ValueError, RuntimeError, TypeError, AttributeError, AssertionError) as error:

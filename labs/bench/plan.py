@@ -367,24 +367,15 @@ _OWN = {
 
 
 @settings
-class Job:
+class Job(RunPlan):
     """One run, resolved: all that its process is told."""
 
-    name: str
-    model_name: str
-    model: dict[str, Any]
+    fields: dict[str, Any]
+    "of the transformers config that `model` names"
     config: Config
     data: DataPlan
     steps: Steps
-    changes: dict[str, Any]
-    baseline: str | None
-    same_loss_as: str | None
-    environment: dict[str, str]
-    warm_from: str | None
-    worker: str | None
-    options: dict[str, Any]
     timeout_seconds: int
-    processes: Processes
 
     @property
     def folder(self) -> Path:
@@ -457,23 +448,15 @@ def _job(plan: BenchPlan, run: RunPlan, path: Path, out: Path) -> Job:
     worker = None if run.worker is None else path.parent / run.worker
     if worker is not None and not worker.is_file():
         raise ConfigError(f"{path}: run {run.name}: worker: no such file: {worker}")
-    return Job(
-        name=run.name,
-        model_name=run.model,
-        model=plan.models[run.model],
-        config=_config(plan, run, steps, path, out),
-        data=plan.data,
-        steps=steps,
-        changes=run.set,
-        baseline=run.baseline,
-        same_loss_as=run.same_loss_as,
-        environment=run.environment,
-        warm_from=run.warm_from,
-        worker=None if worker is None else str(worker),
-        options=run.options,
-        timeout_seconds=plan.timeout_seconds,
-        processes=run.started,
-    )
+    own = {
+        "fields": plan.models[run.model],
+        "config": _config(plan, run, steps, path, out),
+        "data": plan.data,
+        "steps": steps,
+        "timeout_seconds": plan.timeout_seconds,
+        "worker": None if worker is None else str(worker),
+    }
+    return Job(**{**vars(run), **own})
 
 
 def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) -> Config:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,20 +42,13 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 def row_head(job: Job) -> dict[str, Any]:
     """Return what a row says of its run whether or not it succeeds."""
+    same = ("name", "model", "set", "options", "environment", "warm_from", "baseline", "same_loss_as", "topology")
     return {
-        "name": job.name,
-        "model": job.model_name,
+        **{key: getattr(job, key) for key in same},
         "by": "sftkit" if job.worker is None else Path(job.worker).stem,
-        "set": job.changes,
-        "options": job.options,
-        "environment": job.environment,
-        "warm_from": job.warm_from,
-        "baseline": job.baseline,
-        "same_loss_as": job.same_loss_as,
-        "topology": job.processes.topology,
-        "mesh": job.processes.sizes,
-        "world_size": job.processes.count,
-        "steps": {"total": job.steps.total, "warm_up": job.steps.warm_up, "window": job.steps.window},
+        "mesh": job.started.sizes,
+        "world_size": job.processes,
+        "steps": asdict(job.steps),
     }
 
 
@@ -246,7 +239,7 @@ def _finished(run: Started) -> dict[str, Any]:
     row: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {**row_head(job), "error": None}
     if row["error"] is None and (ended or not written.exists()):
         row["error"] = ended or "it wrote no row"
-    if job.processes.topology is not None and ended and ended.startswith("ended"):
+    if job.topology is not None and ended and ended.startswith("ended"):
         row["error"] = first_failure(run.command.log, row["error"] if row["error"] != ended else None)
     if run.hold is not None:
         row["ahead"] = True

@@ -198,10 +198,10 @@ def joined(job: Job) -> runtime.Runtime:
     """
     set_environment(job.config)
     rt = runtime.start(job.config.run, job.config.train, dashboard_name(job.config.log))
-    if rt.world_size != job.processes.count:
+    if rt.world_size != job.processes:
         raise ConfigError(
-            f"run {job.name}: each process sees {rt.world_size} of the {job.processes.count} that topology "
-            f"{job.processes.topology} was to start: it needs a GPU for each, or use_cpu: true in its file"
+            f"run {job.name}: each process sees {rt.world_size} of the {job.processes} that topology "
+            f"{job.topology} was to start: it needs a GPU for each, or use_cpu: true in its file"
         )
     return rt
 
@@ -239,7 +239,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
     # The tokenizer of data.stage is trained by the first run of a bench for all of them; None: tokens are made up.
     learned_from = cfg.model, cfg.data.train, cfg.data.on_bad_row
     tokenizer = base_tokenizer(*learned_from, job.folder.parent, rt) if stage else None
-    orig_model = new_model(ModelSpec(job.model, cfg.run.seed, rt.precision), rt.device, tokenizer)
+    orig_model = new_model(ModelSpec(job.fields, cfg.run.seed, rt.precision), rt.device, tokenizer)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
     if cfg.model.pad_vocab_to_multiple_of is not None:
         pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)

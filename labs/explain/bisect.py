@@ -455,7 +455,7 @@ def script_of(subject: Subject, probed: ProbedModule, finding: BisectAnswer, tit
     more: dict[str, Any] = (
         {"again_args": written(second.args), "again_kwargs": written(second.kwargs)} if second else {}
     )
-    functions = "\n\n".join(map(inspect.getsource, (output_values, relative_difference)))
+    functions = "\n\n".join(inspect.getsource(each) for each in (output_values, relative_difference))
     dtypes = [tensor.dtype for tensor in probed.module.parameters()] or [torch.float32]
     more |= {
         "allowed": max(ALLOWED.get(dtype, 0.0) for dtype in dtypes),

@@ -265,7 +265,7 @@ def test_the_sizes_of_a_mesh_multiply_to_the_processes_and_those_that_share_rows
     mesh = {"dp_shard_size": 2, "tp_size": 2}
     (job,) = read_jobs(write_plan(tmp_path, runs=[{**run, "processes": 4, "parallelism": mesh}]), tmp_path)
     assert (
-        job.processes.row_topology(job.config.train).row_ranks == 2
+        job.started.row_topology(job.config.train).row_ranks == 2
     )  # a global batch of 2 rows is shared by 2, not by 4
     assert read_job(save_job(job)) == job
     bad = {**run, "processes": 4, "parallelism": {"tp_siez": 2}}

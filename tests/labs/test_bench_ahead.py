@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from preloaded import PYTHONPATH
 from test_bench import row, write_plan, write_worker
 
 from labs.bench.plan import Processes, read_jobs, save_job
@@ -241,7 +242,8 @@ def told(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     later = [*words, str(hold.path)]
     later[2] = "labs.jobs"
     with ExitStack() as stack:
-        processes = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in (words, later)]
+        env = {**os.environ, "PYTHONPATH": PYTHONPATH}
+        processes = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, env=env) for each in (words, later)]
         for process in processes:
             stack.enter_context(process)
             stack.callback(process.kill)

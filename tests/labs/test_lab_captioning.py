@@ -34,12 +34,12 @@ def test_the_setting_is_that_of_the_recipe(jobs: dict[str, Job]) -> None:
     assert recipe.model.train_tokenizer is not None
     for job in jobs.values():
         cfg = job.config
-        assert (job.model, cfg.model.scratch) == (recipe.model.scratch, recipe.model.scratch)
+        assert (job.fields, cfg.model.scratch) == (recipe.model.scratch, recipe.model.scratch)
         assert cfg.model.train_tokenizer == recipe.model.train_tokenizer
         assert [source.path for source in cfg.data.train] == [source.path for source in recipe.data.train]
         assert (cfg.data.max_length, cfg.optim.lr) == (recipe.data.max_length, recipe.optim.lr)
         if cfg.data.layout in ("fixed", "dynamic"):
-            captions = cfg.train.global_batch_size // job.processes.count
+            captions = cfg.train.global_batch_size // job.processes
             assert captions == cfg.train.micro_batch_size == recipe.train.global_batch_size
         if cfg.compile.enabled:
             assert job.same_loss_as is not None

@@ -54,8 +54,8 @@ def test_the_plan_has_the_setting_of_the_recipes() -> None:
         assert job.config.model.pad_vocab_to_multiple_of == 128
         assert job.config.run.seed == 42
         assert (job.config.train.micro_batch_size, job.config.train.max_steps) == (2, 20)
-        assert job.config.train.global_batch_size == 4 * job.processes.row_topology(job.config.train).row_ranks
-        assert {k: v for k, v in job.model.items() if k != "vocab_size"} == wanted.model.scratch
+        assert job.config.train.global_batch_size == 4 * job.started.row_topology(job.config.train).row_ranks
+        assert {k: v for k, v in job.fields.items() if k != "vocab_size"} == wanted.model.scratch
 
 
 def test_what_the_tables_call_refused_is_refused() -> None:
