@@ -64,7 +64,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-STEPS = 10
+STEPS = 6
 MODELS = {
     "llama": tiny_llama,
     "deep": lambda: tiny_llama(layers=5),
