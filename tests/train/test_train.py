@@ -53,7 +53,7 @@ def test_an_undeclared_shape_in_a_step_ends_training_with_the_guard_that_failed(
 @pytest.fixture(scope="module")
 def disturbed_eagerly(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of twelve eager steps, some of an undeclared shape."""
-    folder = tmp_path_factory.mktemp("eager")
+    folder = tmp_path_factory.mktemp("eager") / "run"
     eager = run(folder, compile=CompileConfig(enabled=False), disturb=True, evaluates=False, steps=12)
     assert eager.step == 12
     return losses(folder)
