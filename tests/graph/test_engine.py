@@ -56,7 +56,6 @@ ORDERED = (
 COMPILED = (
     f"llama; flex; {BLOCKS},regional_inductor",
     *ORDERED,
-    f"wide llama; graph; {BLOCKS},full_inductor",
     "deep llama; graph; gather_once,block_bucketing,full_inductor",
     "qwen3; graph; gather_once,full_inductor",
     "llama; flex; reshard_after_forward,reduce_once,auto_bucketing,regional_inductor",
@@ -222,7 +221,6 @@ FOUR_TENSOR = (
     "deep llama; eager; ; tp",
     f"deepseek_v3; flex; {BLOCKS}; tp alltoall",
     f"llama; flex; {BLOCKS},regional_inductor; tp",
-    "llama; graph; reshard_after_forward,full_inductor; tp",
     "deepseek_v3; graph; reduce_once,block_bucketing; tp",
 )
 
