@@ -253,6 +253,7 @@ def told(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return plain, json.loads(processes[1].communicate(timeout=300)[0])
 
 
+@pytest.mark.slow
 def test_threads_priority_and_cpus_of_a_run_started_ahead_are_those_of_any(tmp_path: Path) -> None:
     plain, ahead = told(tmp_path)
     assert ahead["same"] == plain["same"]
