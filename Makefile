@@ -84,17 +84,17 @@ validate: install ## does compiling pay, and change nothing? make validate RECIP
 	$(PY) scripts/validate_compile.py $(RECIPE) $(ARGS)
 
 bench: install ## measure the training step: make bench PLAN=benchmarks/h200_step/plan.yaml
-	$(PY) -m sftkit.experiments.bench $(if $(PLAN),$(PLAN),benchmarks/smoke_plan.yaml) $(ARGS)
+	$(PY) -m labs.bench $(if $(PLAN),$(PLAN),benchmarks/smoke_plan.yaml) $(ARGS)
 
 explain: install ## what the compiler makes of a model: make explain RECIPE=... ARGS=--bisect or --kernels; alone: ARGS=--labs
-	$(PY) -m sftkit.experiments.explain $(RECIPE) $(ARGS)
+	$(PY) -m labs.explain $(RECIPE) $(ARGS)
 
 lab: install ## every strategy of compiling that this machine can measure, and the tables of docs/compile_lab.md
-	$(PY) benchmarks/lab.py $(ARGS)
+	$(PY) -m labs.lab $(ARGS)
 
 patterns: install ## a small model in every layout of 2 and 4 processes of this CPU: what each holds, sends, waits for; docs/parallelism.md
-	$(PY) -m sftkit.experiments.patterns --out benchmarks/patterns/results/results.json $(ARGS)
-	$(PY) benchmarks/patterns/tables.py
+	$(PY) -m labs.patterns --out benchmarks/patterns/results/results.json $(ARGS)
+	$(PY) -m labs.pages docs/parallelism.md
 
 toolkit: install ## the graph engine with each set of passes at debug size, on two processes of this CPU
-	$(PY) -m sftkit.experiments.bench benchmarks/graph_engine/plan.yaml $(ARGS)
+	$(PY) -m labs.bench benchmarks/graph_engine/plan.yaml $(ARGS)

@@ -10,21 +10,24 @@ another seed shows how far apart two runs are in any case. The ledger has the ev
 .venv/bin/python scripts/validate_compile.py --judge runs/validate/sft/validation.json judges earlier runs again.
 """
 
+import sys
+
+from sftkit.config.commands import ROOT
 from sftkit.runtime.script import script
 
 
 def main() -> int:
     """Run the cases of a plan, judge them, and return the exit code."""
-    from sftkit.experiments.validate.flags import parse, results_dir, validation_plan
+    sys.path.insert(0, str(ROOT))  # labs lies next to the scripts and is not installed as a module
+
+    from labs.validate.run import parse, results_dir, validation_plan
 
     args = parse(__doc__)
 
+    from labs.validate.run import judge_again, run_validation
+    from labs.validate.verdicts import markdown_page, open_ledger, record_validation, send_result
     from sftkit.config.load import read_config
     from sftkit.config.terminal import print_text
-    from sftkit.experiments.validate.dashboard import send_result
-    from sftkit.experiments.validate.ledger import open_ledger, record_validation
-    from sftkit.experiments.validate.page import markdown_page
-    from sftkit.experiments.validate.run import judge_again, run_validation
 
     ledger = open_ledger(args.ledger, records=args.record)
     if args.judge:

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "sftkit"
+LABS = ROOT / "labs"
 
 ROOMS = {
     "config": (),
@@ -48,15 +49,11 @@ ROOMS = {
         *("compile", "checkpoint", "memory", "engine", "graph", "evals", "verify", "preflight", "reports"),
     ),
     "launch": ("config", "rundir", "runtime", "data", "models", "memory", "preflight"),
-    "experiments": (
-        *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "tracking", "reports"),
-        *("compile", "memory", "train", "launch"),
-    ),
 }
 "Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."
 
 WHOLE_RECIPE = {
-    *("config", "rundir", "preflight", "train", "launch", "experiments"),
+    *("config", "rundir", "preflight", "train", "launch"),
     *("compile/cache.py", "engine/blocks.py", "graph/engine.py", "memory/plan.py"),
 }
 "Rooms, and files of others, whose functions may take a whole Config: rule 8 of docs/architecture.md."
@@ -71,19 +68,19 @@ SHARED_NAMES = {
     "tokenize": "of conversations and of texts, one of which a stage binds",
     **dict.fromkeys(("HUB", "TEST", "STOP", "MAX_NEW_TOKENS"), "what each task says of itself"),
     "BLOCK": "elements that a Triton kernel processes at a time, named as its argument is",
-    **dict.fromkeys(("LEFT", "RIGHT", "WIDTH"), "measures of the picture that a module draws"),
+    "LEFT": "a measure of the picture that a module draws",
 }
 "Public name that several modules own -> why (docs/glossary.md, Names told apart)."
 
 TORCH_FREE = (
-    *("config", "launch", "reports", "models/files.py", "experiments/validate/run.py", "generation/repl.py"),
-    *("preflight/inputs.py", "evals/flags.py", "experiments/validate/flags.py"),
-    *("experiments/explain/flags.py", "experiments/patterns/run.py", "memory/estimate.py"),
-    *("data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
+    *("config", "launch", "reports", "models/files.py", "generation/repl.py", "preflight/inputs.py", "evals/flags.py"),
+    *("memory/estimate.py", "data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
     *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/manifest.py", "rundir/status.py"),
     *("runtime/launcher.py", "runtime/script.py", "runtime/signals.py"),
 )
 "Rooms and modules that are read before, or without, torch."
+TORCH_FREE_LABS = ("jobs.py", "tables.py", "bench/run.py", "validate", "explain/run.py", "patterns/run.py")
+"""Modules of the labs that are."""
 
 
 def imported(path: Path, top_level: bool = False) -> set[str]:
@@ -166,13 +163,18 @@ def test_a_public_name_has_one_owner_unless_it_says_the_same_of_each() -> None:
     assert SHARED_NAMES.keys() == several.keys(), "names that have one owner again: take them out of the table"
 
 
-@pytest.mark.parametrize("part", TORCH_FREE)
-def test_what_a_refused_recipe_touches_loads_no_torch(part: str) -> None:
-    files = [SRC / part] if part.endswith(".py") else sorted((SRC / part).rglob("*.py"))
-    modules = [".".join(("sftkit", *path.relative_to(SRC).with_suffix("").parts)) for path in files]
+@pytest.mark.parametrize(
+    "part", [*(SRC / part for part in TORCH_FREE), *(LABS / part for part in TORCH_FREE_LABS)], ids=str
+)
+def test_what_a_refused_recipe_touches_loads_no_torch(part: Path) -> None:
+    files = [part] if part.suffix else sorted(part.rglob("*.py"))
+    modules = [
+        ".".join(path.relative_to(LABS.parent if LABS in path.parents else SRC.parent).with_suffix("").parts)
+        for path in files
+    ]
     modules = [module for module in modules if not module.endswith("__main__")]
     code = f"import sys, importlib; [importlib.import_module(m) for m in {modules!r}]; print(sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert not {"torch", "transformers", "accelerate", "datasets", "wandb"} & set(ast.literal_eval(loaded))
 
 
@@ -207,13 +209,20 @@ def test_scripts_are_tables_of_contents() -> None:
 
 
 def test_wandb_is_never_imported_at_the_top_of_a_module() -> None:
-    for path in SRC.rglob("*.py"):
+    for path in [*SRC.rglob("*.py"), *LABS.rglob("*.py")]:
         assert "wandb" not in imported(path, top_level=True), path
 
 
-def test_only_scripts_and_experiments_import_the_loop() -> None:
-    for room in set(ROOMS) - {"train", "experiments"}:
-        assert "train" not in ROOMS[room]
+def test_only_scripts_and_labs_import_the_loop() -> None:
+    assert not [room for room, allowed in ROOMS.items() if "train" in allowed]
+
+
+def test_nothing_that_trains_imports_the_labs() -> None:
+    files = [
+        *SRC.rglob("*.py"),
+        *(path for path in (ROOT / "scripts").glob("*.py") if path.name != "validate_compile.py"),
+    ]
+    assert not [path for path in files if any(name.split(".")[0] == "labs" for name in imported(path))]
 
 
 @pytest.mark.parametrize("room", ["compile", "memory", "parallel", "ops", "engine/step.py", "engine/blocks.py"])

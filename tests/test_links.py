@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     page
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "tests/*.md", ".github/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "labs/*.md", "tests/*.md", ".github/**/*.md")
     for page in ROOT.glob(pattern)
 )
 _FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)

@@ -72,8 +72,8 @@ TESTED = {
 """(file, function) -> how often it takes memory uninitialised, for which there is a test below, for a pipeline in
 scripts/test_pipeline_script.py; `_` only tells shapes."""
 ONLY_TIMED = {
-    ("experiments/bench/machine.py", "copy_tb_per_sec"): 2,
-    ("experiments/bench/machine.py", "matmul_tflops"): 1,
+    ("labs/bench/machine.py", "copy_tb_per_sec"): 2,
+    ("labs/bench/machine.py", "matmul_tflops"): 1,
     ("memory/plan.py", "reserve_optimizer_state"): 1,
     ("ops/attention_choice.py", "_gpu_milliseconds"): 1,
     ("parallel/pipeline.py", "Pipelined._torch_stage"): 3,
@@ -99,8 +99,9 @@ def takers(node: ast.AST, inside: str = "") -> Iterator[str]:
 def test_every_function_that_takes_uninitialised_memory_is_tested_here() -> None:
     package = ROOT / "src" / "sftkit"
     found = Counter(
-        (path.relative_to(package).as_posix(), function)
-        for path in package.rglob("*.py")
+        (path.relative_to(above).as_posix(), function)
+        for folder, above in ((package, package), (ROOT / "labs", ROOT))
+        for path in folder.rglob("*.py")
         for function in takers(ast.parse(path.read_text()))
     )
     assert found == TESTED | ONLY_TIMED

@@ -24,14 +24,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from labs.bench.plan import Job, read_job
+from labs.bench.run import measured_row, run_job
+from labs.bench.worker import ModelSpec, new_model, synthetic_documents
 from sftkit.data.batches.collate import IGNORE
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import DocumentLengths, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.experiments.bench.jobs import Job, read_job
-from sftkit.experiments.bench.rows import measured_row, run_job
-from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
 from sftkit.models.structure import Work, train_flops
 from sftkit.runtime.hardware import peak_flops, peak_memory_gib
 from sftkit.runtime.start import quiet_libraries, resolve_precision, start_device
@@ -93,7 +93,7 @@ def working_model(job: Job, precision: str, device: torch.device) -> tuple[PreTr
     refused = []
     for name in job.options.get("attention", ATTENTION):
         try:
-            model = new_model(ModelSpec(job.model, job.config.run.seed, precision, name), device)
+            model = new_model(ModelSpec(job.fields, job.config.run.seed, precision, name), device)
             try_packed_row(model, device)
             return model, name, refused
         except (ImportError, ValueError, RuntimeError, TypeError, AttributeError, AssertionError) as error:

@@ -181,7 +181,7 @@ MUTATIONS = [
       "return mesh[\"shards\"] if topology.replicas == 1 else mesh[\"replicas\", \"shards\"]", "return mesh[\"shards\"]", "parallel/test_parallel.py parallel/test_tensor.py"),
     M("graph/passes/order.py", "buckets of other dtypes are merged",
       "found.setdefault((bucket, node.target, node.args[1:], node.meta[\"val\"].dtype), []).append(node)",
-      "found.setdefault((bucket, node.target, node.args[1:]), []).append(node)", "graph/test_engine.py"),
+      "found.setdefault((bucket, node.target, node.args[1:]), []).append(node)", "graph/test_bucketing.py graph/test_engine.py"),
     M("reports/collect.py", "the newest run is the oldest",
       "key=lambda path: -path.stat().st_mtime", "key=lambda path: path.stat().st_mtime", "reports/test_report.py"),
     M("preflight/costs.py", "padding over all positions",

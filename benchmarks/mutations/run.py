@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/mutations/run.py --out benchmarks/mutations/results.json ["name of a mutation" ...]
 
 First a short chat SFT run starts from a checkpoint of the tree without mutations (rooms in TRAINED). It catches a
-mutation by a failed row of its proof.json, or because it cannot be done. Then the tests that the plan names run, then those of its room, until one
-fails. What nothing catches is a survivor, and the exit code is 1.
+mutation by a failed row of its proof.json, or because it cannot be done. Then the tests that the plan names run, then those of its room, then
+the slow ones of the named files, until one fails. What nothing catches is a survivor, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from plan import MUTATIONS, Mutation
 ROOT = Path(__file__).resolve().parents[2]
 SFT = Path(__file__).with_name("sft.yaml")
 LANES = 2
+NO_TESTS = 5
+"Exit code of pytest that found no test to run."
 LIMIT = 900
 "Seconds of a run or a pytest."
 TRAINED = ("compile", "data", "engine", "evals", "models", "objectives", "ops", "optim", "tracking", "train")
@@ -138,6 +140,9 @@ def try_mutation(mutation: Mutation, tree: Path, base: Path | None) -> dict[str,
         room = f"tests/{mutation.room}"
         if test is None and row is None and (tree / room).is_dir() and mutation.room not in mutation.tests.split():
             test = failed_test(tree, room)
+        if test is None and row is None:
+            own = (f"tests/{name}" for name in mutation.tests.split() if name.endswith(".py"))
+            test = next(filter(None, (failed_test(tree, where, "-m", "slow") for where in own)), None)
     finally:
         path.write_text(text)
     return {
@@ -149,11 +154,11 @@ def try_mutation(mutation: Mutation, tree: Path, base: Path | None) -> dict[str,
     }
 
 
-def failed_test(tree: Path, where: str) -> str | None:
-    """Return the first test that fails, by its id; None: all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", where]
+def failed_test(tree: Path, where: str, *options: str) -> str | None:
+    """Return the first test that fails, by its id; None: all pass, or none is of the tier."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, where]
     process = ended(command, tree)
-    if process.returncode == 0:
+    if process.returncode in (0, NO_TESTS):
         return None
     lines = process.stdout.splitlines()
     failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), None)

@@ -115,7 +115,7 @@ def test_a_process_killed_in_saves_leaves_whole_checkpoints_and_a_latest_that_ne
     tmp_path: Path, tokenizer
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    forking("kill_in_saves", str(tmp_path / "run"), str(tmp_path / "tokenizer"), "100")
+    forking("kill_in_saves", str(tmp_path / "run"), str(tmp_path / "tokenizer"), "30")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import GOLDEN, OUR_TEMPLATE, SHARED_DATA
+from tokenizers import processors
 
 from sftkit.data.reading import conversation, rows
 from sftkit.data.tokens import chat, text
@@ -368,6 +369,17 @@ def test_text_has_one_bos_and_one_eos(make_tokenizer):
         assert (ids.count(tokenizer.bos_token_id), ids.count(tokenizer.eos_token_id)) == (1, 1)
     no_bos = make_tokenizer(None, bos="<s>", eos="</s>")
     assert tokenizer.bos_token_id not in only(text.tokenize(Row("x:1", text="Hi"), no_bos, max_length=100)).ids
+
+
+def test_a_tokenizer_that_adds_bos_twice_gives_a_text_one(make_tokenizer):
+    tokenizer = make_tokenizer(None, bos="<s>", eos="</s>")
+    bos = tokenizer.bos_token_id
+    adds_two = processors.TemplateProcessing("<s> <s> $A", special_tokens=[("<s>", bos)])
+    tokenizer.backend_tokenizer.post_processor = adds_two
+    assert tokenizer("Hi")["input_ids"][:2] == [bos, bos]
+    for content in ("Hi", "Hi " * encoding.CHUNK_CHARACTERS):
+        ids = text.tokenize(Row("x:1", text=content), tokenizer, max_length=10**7).examples[0].ids.tolist()
+        assert ids.count(bos) == 1
 
 
 def test_rows_of_the_other_kind(tokenizer):

@@ -86,7 +86,7 @@ except DataError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz"])
 def test_a_line_of_1_gb_is_refused_without_being_read_into_memory(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     with gzip.open(path, "wb", compresslevel=1) if name.endswith(".gz") else open(path, "wb") as file:
@@ -262,12 +262,11 @@ def test_a_record_of_10_mb_takes_a_second_where_little_of_it_is_kept(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["question", "answer", "text", "turns"])
+@pytest.mark.parametrize("kind", ["answer", "text", "turns"])
 def test_a_record_of_10_mb_takes_seconds_and_not_all_memory(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
     words = "How many days are in a week? There are seven days. " * 200_000
     ask, reply = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
     messages = {
-        "question": [{**ask, "content": words}, reply],
         "answer": [ask, {**reply, "content": words}],
         "turns": [
             m for _ in range(5000) for m in ({**ask, "content": words[:1000]}, {**reply, "content": words[:1000]})

@@ -39,7 +39,7 @@ def rows(step: StepBatches) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("micro", [1, 2, 3, 12])
+@pytest.mark.parametrize("micro", [1, 3, 12])
 def test_another_micro_batch_makes_the_same_global_batches_bit_for_bit(kind: str, micro: int) -> None:
     whole = batches(kind, 12, 4)
     resumed = batches(kind, 12, micro, whole.segments, 5)

@@ -55,18 +55,12 @@ ORDERED = (
 )
 COMPILED = (
     f"llama; flex; {BLOCKS},regional_inductor",
-    "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor",
     *ORDERED,
-    f"wide llama; graph; {BLOCKS},full_inductor",
     "deep llama; graph; gather_once,block_bucketing,full_inductor",
     "qwen3; graph; gather_once,full_inductor",
-    "llama; flex; gather_once,auto_bucketing,regional_inductor",
-    "deep llama; graph; gather_once,reduce_once,block_bucketing,full_inductor",
     "llama; flex; reshard_after_forward,reduce_once,auto_bucketing,regional_inductor",
 )
 COMPILED_TENSOR = (
-    "deep llama; flex; reshard_after_forward,auto_bucketing,regional_inductor; tp",
-    f"llama; flex; {BLOCKS},regional_inductor; tp",
     f"deepseek_v3; flex; {BLOCKS},regional_inductor; tp alltoall",
     "deepseek_v3; graph; reshard_after_forward,full_inductor; tp alltoall",
     "llama; graph; gather_once,reduce_once,block_bucketing,full_inductor; tp",
@@ -85,8 +79,6 @@ SAME_BITS_KEPT = (
 )
 SDPA = (
     f"llama; sdpa fixed; {BLOCKS}",
-    f"llama; sdpa bucketed; {BLOCKS}",
-    "llama; sdpa bucketed; gather_once,block_bucketing",
     "llama; sdpa bucketed; gather_once,reduce_once,block_bucketing",
 )
 BF16_SUMMED = (
@@ -105,25 +97,16 @@ SLOW_TWO = (
     *SAME_BITS_KEPT,
     *SDPA,
     GATHERED,
-    "deepseek_v3; graph; gather_once,block_bucketing; tp",
     "qwen3; graph",
-    "llama; eager",
     "qwen3; eager",
-    f"qwen3; graph; {BLOCKS}",
     "qwen3; graph; reduce_once",
     f"uneven llama; graph; {BLOCKS}",
     "uneven llama; graph; reduce_once,block_bucketing",
-    "wide llama; graph; reshard_after_forward,prefetching",
     f"wide llama; graph; {BLOCKS}; tp",
     "llama; eager; ; tp",
     "llama; graph; ; tp",
-    f"deep llama; graph; {BLOCKS}; tp",
-    "qwen3; graph; reshard_after_forward,auto_bucketing; tp",
     "deepseek_v3; eager; ; tp",
-    "deepseek_v3; graph; reshard_after_forward,auto_bucketing; tp",
     "deepseek_v3; graph; reshard_after_forward",
-    "llama; graph; reshard_after_forward,full_inductor; tp",
-    "deep llama; flex; reshard_after_forward,auto_bucketing",
     "qwen3; flex",
     *BF16,
 )
@@ -209,7 +192,6 @@ def test_two_ranks_compute_what_one_eager_process_does(case: str) -> None:
 
 
 FOUR = (
-    f"llama; graph; {BLOCKS}",
     f"wide llama; graph; {BLOCKS}",
     "qwen3; graph; reshard_after_forward,auto_bucketing",
     "qwen3; graph; gather_once,block_bucketing",
@@ -234,17 +216,11 @@ def test_two_copies_of_two_shards_compute_what_one_eager_process_does(case: str)
 
 
 FOUR_TENSOR = (
-    f"llama; graph; {BLOCKS}; tp",
     "qwen3; graph; reshard_after_forward,auto_bucketing; tp",
     f"deepseek_v3; graph; {BLOCKS}; tp",
     "deep llama; eager; ; tp",
-    f"llama; flex; {BLOCKS}; tp",
     f"deepseek_v3; flex; {BLOCKS}; tp alltoall",
-    "llama; graph; ; tp",
-    "llama; graph; reshard_after_forward,auto_bucketing; tp",
-    "llama; flex; reshard_after_forward,auto_bucketing,regional_inductor; tp",
     f"llama; flex; {BLOCKS},regional_inductor; tp",
-    "llama; graph; reshard_after_forward,full_inductor; tp",
     "deepseek_v3; graph; reduce_once,block_bucketing; tp",
 )
 

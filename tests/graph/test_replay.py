@@ -14,10 +14,10 @@ from helpers import cpu_runtime, make_batch, make_examples, tiny_llama
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
+from labs.bench import worker
 from sftkit.config.schema import Config, LossConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError
-from sftkit.experiments.bench import worker
 from sftkit.graph import capture as captured_module
 from sftkit.graph import compat
 from sftkit.graph.capture import CapturedModel

@@ -128,7 +128,8 @@ def test_the_check_for_nested_keys_finds_a_misspelled_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "env"), [("cpu", 1, {}), ("cpu_ddp", 2, {"ACCELERATE_USE_CPU": "true"})]
+    ("name", "world_size", "env"),
+    [pytest.param("cpu", 1, {}, marks=pytest.mark.slow), ("cpu_ddp", 2, {"ACCELERATE_USE_CPU": "true"})],
 )
 def test_cpu_configs_start_as_many_processes_as_they_say(tmp_path: Path, name: str, world_size: int, env: dict):
     script = tmp_path / "ranks.py"

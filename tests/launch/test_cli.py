@@ -97,6 +97,14 @@ def test_the_script_of_this_folder_is_taken_unless_it_has_nothing_to_do_with_sft
     assert (done.returncode, done.stderr) == (1, "mine: ['runs/x']\n")
 
 
+def test_labs_are_those_of_sftkit_where_another_project_has_a_package_of_that_name(tmp_path: Path) -> None:
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "labs" / "__init__.py").write_text("print('of another project')")
+    done = sftkit(tmp_path, "bench", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: sftkit bench ")
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_what_is_shipped_and_runs_elsewhere(tmp_path: Path) -> None:
     """In an environment that has its dependencies, without this checkout."""
@@ -109,6 +117,9 @@ def test_the_wheel_holds_what_is_shipped_and_runs_elsewhere(tmp_path: Path) -> N
     for name in SHIPPED:
         assert (site / "sftkit" / "project" / name).exists()
     env = {**os.environ, "PYTHONPATH": str(site), "ACCELERATE_USE_CPU": "true"}
+    for word in ("bench", "explain", "patterns", "validate"):  # of labs, which lies next to the scripts
+        asked = subprocess.run([*COMMAND, word, "--help"], cwd=elsewhere, env=env, capture_output=True, text=True)
+        assert asked.stdout.startswith(f"usage: sftkit {word} "), asked.stderr
     words = ["chain", "recipes/smoke", "train.max_steps=2", "log.wandb=off"]
     done = subprocess.run([*COMMAND, *words], cwd=elsewhere, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from labs.patterns.paper import MODELS, PAPER_MODELS, chosen, shape
 from sftkit.config.rules import PIPELINE_MODEL_TYPES
 from sftkit.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.config.topology import Topology
-from sftkit.experiments.patterns.paper import MODELS, PAPER_MODELS, chosen, shape
 from sftkit.launch.layouts import (
     SHARDABLE,
     Machines,

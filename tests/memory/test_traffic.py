@@ -11,9 +11,9 @@ import torch
 from helpers import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from labs.patterns.run import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TopologyCase
 from sftkit.config.topology import Sharding
 from sftkit.data.batches.pack import Layout
-from sftkit.experiments.patterns.cases import MODEL, ROW_LENGTH, ROWS, TOPOLOGY_CASES, TopologyCase
 from sftkit.memory.estimate import EstimateInputs, Shape, traffic
 from sftkit.memory.plan import shape_of
 

@@ -153,8 +153,9 @@ def test_a_tokenizer_that_has_the_tokens_stays_as_it_is(tmp_path: Path, tokenize
 # ---- the rows --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["untied", "tied", "head bias", "tied, head bias"])
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("untied", "fp32"), ("tied", "bf16"), ("head bias", "bf16"), ("tied, head bias", "fp32")]
+)
 @pytest.mark.parametrize(("spare", "rows"), [(0, 320), (1, 320), (2, None), (9, None)])
 def test_new_rows_are_the_mean_of_the_known_ones_and_all_else_stays(
     save: Save, kind: str, precision: str, spare: int, rows: int | None
@@ -291,12 +292,11 @@ def test_a_compiled_run_resumes_and_adds_nothing_and_answers_in_plain_transforme
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", ["null", "chatml"])
-def test_sft_goes_on_from_the_mid_training_that_added_the_tokens(save: Save, tmp_path: Path, template: str) -> None:
+def test_sft_goes_on_from_the_mid_training_that_added_the_tokens(save: Save, tmp_path: Path) -> None:
     source = save()
     mid = (f"run.dir={tmp_path}/mid", f"model.path={source.path}", "model.chat_template=chatml", "train.max_steps=2")
     assert "grow from 272 to 320 rows" in run_stage("mid_train", tmp_path, *mid)
-    sft = (f"run.dir={tmp_path}/sft", f"model.path={tmp_path}/mid", f"model.chat_template={template}")
+    sft = (f"run.dir={tmp_path}/sft", f"model.path={tmp_path}/mid", "model.chat_template=chatml")
     said = run_stage("chat_sft", tmp_path, *sft, "train.max_steps=2")
     assert "tokenizer of 274 tokens" in said
     assert "added" not in said

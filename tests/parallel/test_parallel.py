@@ -27,7 +27,7 @@ from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.train.assemble import make_engine
 
-SLOW = ("llama fsdp2, lean", "llama tensor", "qwen3 fsdp2")
+SLOW = ("llama fsdp2, lean", "llama tensor", "qwen3 fsdp2", "llama pipeline, checkpointing")
 "Cases of two ranks whose model and topology are each in another case."
 SEVERAL = TWO_RANKS | FOUR_RANKS | EIGHT_RANKS
 QUICK = tuple(name for name in TWO_RANKS if name not in SLOW)

@@ -49,6 +49,16 @@ def group_of_four() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@OWN_PROCESS
+def test_weights_are_replicated_over_replicas_and_sharded_over_shards_alone(group_of_four: None) -> None:
+    hybrid = make_meshes(Topology(replicas=2, shards=2, sharded=True), "cpu").blocks
+    assert (hybrid.mesh_dim_names, hybrid.shape) == (("replicas", "shards"), (2, 2))
+    whole = make_meshes(Topology(shards=4, sharded=True), "cpu").blocks
+    assert (whole.mesh_dim_names, whole.shape) == (("shards",), (4,))
+    beside_columns = make_meshes(Topology(replicas=2, tensor=2, sharded=True), "cpu")
+    assert beside_columns.blocks.mesh_dim_names == beside_columns.rest.mesh_dim_names == ("replicas", "shards")
+
+
 def qwen3() -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}

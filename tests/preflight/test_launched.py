@@ -135,7 +135,13 @@ def test_the_launcher_or_its_file_says_that_it_is_a_cpu() -> None:
     ]
 
 
-@pytest.mark.parametrize("script", ["base_train", "mid_train", "chat_sft", "caption_train"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "chat_sft",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("base_train", "mid_train", "caption_train")),
+    ],
+)
 def test_a_script_refuses_it_without_loading_torch(script: str) -> None:
     code = f"import sys, runpy; sys.modules['torch'] = None; runpy.run_path({str(ROOT)!r} + '/scripts/{script}.py', "
     words = [sys.executable, "-c", code + "run_name='__main__')", "recipe.yaml", GRAPH]

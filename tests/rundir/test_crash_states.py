@@ -185,7 +185,7 @@ def check_entry(whole: dict[str, bytes], folder: Path, state: State) -> None:
                 assert np.array_equal(getattr(found, array), getattr(EXAMPLES, array)), f"{name}: other {array}"
 
 
-@pytest.mark.parametrize("limit", [4, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_token_cache_is_right_or_absent(disk: Path, limit: int) -> None:
     recording = recorded_entry(disk)
     assert unrecovered(recording, partial(check_entry, content_of(disk / "cache" / "other")), limit) == []
@@ -285,7 +285,7 @@ def check_claim(earlier: dict[str, bytes] | None, again: str | None, folder: Pat
     assert not list(folder.glob("runs/*/.attempt")), "a start's folder is left"
 
 
-@pytest.mark.parametrize("limit", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [4, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("again", ["auto", None])
 @pytest.mark.parametrize("kind", ["in a new directory", "that replaces a run", "that resumes"])
 def test_after_a_power_failure_in_a_claim_a_run_can_start(disk: Path, kind: str, again: str | None, limit: int) -> None:

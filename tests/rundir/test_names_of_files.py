@@ -20,11 +20,15 @@ WORDS = {rundir.COMPILE, rundir.EVALUATIONS, rundir.TOKENIZER, "final", "optimiz
 "Names of folders that are also words: sections of a recipe, keys of metrics."
 OTHERS = {
     "src/sftkit/config/rules.py": {"/|\\\\|^step-"},  # config stands above runtime; what train.resume may look like
-    "src/sftkit/experiments/bench/run.py": {"results.json", "/results.json"},  # of a bench, not of a run
-    "src/sftkit/experiments/bench/kept.py": {"results.json"},
-    "src/sftkit/experiments/bench/jobs.py": {"recipe.yaml"},  # a temporary file
+    "labs/bench/run.py": {"results.json", "/results.json"},  # of a bench, not of a run
+    "labs/tables.py": {"results.json"},
+    "labs/pages.py": {
+        *("results.json", "patterns/results/results.json"),
+        *(f"benchmarks/{name}/README.md" for name in ("lab_gpt2", "lab_layouts", "lab_captioning", "h200_decode")),
+    },
+    "labs/bench/plan.py": {"recipe.yaml"},  # a temporary file
     "src/sftkit/data/reading/folders.py": {"README.md", "state.json"},  # of a dataset, not of a run
-    "src/sftkit/experiments/validate/run.py": {"validation.json"},  # of a comparison of runs
+    "labs/validate/run.py": {"validation.json"},  # of a comparison of runs
 }
 "Files that have a name of the same spelling for something else."
 
@@ -50,7 +54,7 @@ def test_the_names_of_a_run_directory_are_known() -> None:
     assert {"config.yaml", "metrics.jsonl", "run_status.json", "LATEST", "training_state", "state.json"} <= names()
 
 
-@pytest.mark.parametrize("room", ["src", "scripts"])
+@pytest.mark.parametrize("room", ["src", "scripts", "labs"])
 def test_no_other_module_spells_the_name_of_a_file_of_a_run_directory(room: str) -> None:
     found = {
         f"{path.relative_to(ROOT)}:{line}: {text!r}"

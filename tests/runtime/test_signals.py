@@ -45,7 +45,7 @@ def test_sigusr1_to_one_rank_stops_all_at_one_step_with_a_checkpoint_that_resume
 
 @pytest.mark.slow
 def test_a_signal_in_the_middle_of_a_save_completes_it_and_saves_the_last_step_too(start) -> None:
-    run = start("saving", "train.max_steps=1000", "checkpoint.every=3")
+    run = start("saving", "train.max_steps=1000", "checkpoint.every=3", forked=True)
     run.until_marked("saving0", "saving1")
     os.killpg(run.process.pid, signal.SIGTERM)
     run.end()
@@ -54,9 +54,13 @@ def test_a_signal_in_the_middle_of_a_save_completes_it_and_saves_the_last_step_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["the launcher", "the process group"])
 @pytest.mark.parametrize(
-    ("number", "status"), [("SIGTERM", "preempted"), ("SIGINT", "stopped"), ("SIGUSR2", "preempted")]
+    ("to", "number", "status"),
+    [
+        ("the launcher", "SIGTERM", "preempted"),
+        ("the process group", "SIGINT", "stopped"),
+        ("the launcher", "SIGUSR2", "preempted"),
+    ],
 )
 def test_a_signal_to_the_launcher_or_to_everything_saves_once_and_leaves_no_process(start, to, number, status) -> None:
     run = start("slow", "train.max_steps=1000", "data.num_workers=1")
@@ -69,7 +73,7 @@ def test_a_signal_to_the_launcher_or_to_everything_saves_once_and_leaves_no_proc
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["evaluating", "generating"])
 def test_a_signal_in_an_evaluation_or_generation_ends_it_and_saves_the_step_once(start, phase: str) -> None:
-    run = start(phase, "train.max_steps=1000", "eval.every=2")
+    run = start(phase, "train.max_steps=1000", "eval.every=2", forked=True)
     run.until_marked(f"{phase}0", f"{phase}1")
     os.kill(run.process.pid, signal.SIGTERM)
     run.end()
@@ -78,7 +82,7 @@ def test_a_signal_in_an_evaluation_or_generation_ends_it_and_saves_the_step_once
 
 @pytest.mark.slow
 def test_a_signal_in_the_last_save_completes_it_and_skips_the_last_evaluation(start) -> None:
-    run = start("saving", "train.max_steps=3", "eval.every=3", "checkpoint.every=null")
+    run = start("saving", "train.max_steps=3", "eval.every=3", "checkpoint.every=null", forked=True)
     run.until_marked("saving0", "saving1")
     os.kill(run.process.pid, signal.SIGTERM)
     run.end()
@@ -89,7 +93,7 @@ def test_a_signal_in_the_last_save_completes_it_and_skips_the_last_evaluation(st
 @pytest.mark.slow
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_while_the_model_is_loaded_ends_the_run_at_once_and_says_so(start, number: str) -> None:
-    run = start("loading")
+    run = start("loading", forked=True)
     run.until_marked("pid0", "pid1")
     time.sleep(0.5)
     os.kill(run.rank(1) if number == "SIGUSR1" else run.process.pid, getattr(signal, number))
@@ -101,7 +105,7 @@ def test_a_signal_while_the_model_is_loaded_ends_the_run_at_once_and_says_so(sta
 
 @pytest.mark.slow
 def test_a_signal_while_documents_are_tokenized_leaves_no_worker_process(start, tmp_path: Path) -> None:
-    run = start("tokenizing", "data.num_proc=2", f"data.cache_dir={tmp_path}/cache")
+    run = start("tokenizing", "data.num_proc=2", f"data.cache_dir={tmp_path}/cache", forked=True)
     run.until(lambda: len(list(tmp_path.glob("run.tokenizing*"))) == 2)
     os.killpg(run.process.pid, signal.SIGTERM)
     began = time.monotonic()
@@ -111,11 +115,10 @@ def test_a_signal_while_documents_are_tokenized_leaves_no_worker_process(start, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["the launcher", "the process group"])
-def test_a_signal_while_the_step_is_compiled_ends_the_run_at_once_with_its_compilers(start, tmp_path, to) -> None:
+def test_a_signal_while_the_step_is_compiled_ends_the_run_at_once_with_its_compilers(start, tmp_path) -> None:
     run = start("none", "compile.enabled=true", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
     run.until(lambda: any("cc1plus" in words for _, words in run.alive()))
-    (os.kill if to == "the launcher" else os.killpg)(run.process.pid, signal.SIGINT)
+    os.killpg(run.process.pid, signal.SIGINT)
     began = time.monotonic()
     assert run.end() != 0
     assert time.monotonic() - began < 15
@@ -150,8 +153,7 @@ def test_a_terminal_that_is_closed_stops_the_run_at_one_step_with_a_checkpoint(s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("how", ["ours", "torchrun"])
+@pytest.mark.parametrize(("processes", "how"), [(1, "ours"), (2, "torchrun")])
 def test_a_terminal_that_is_closed_stops_a_run_under_its_launcher(start, processes: int, how: str) -> None:
     terminal = Terminal()
     torchrun = ("--standalone", "--nproc_per_node", str(processes)) if how == "torchrun" else ()
@@ -163,12 +165,11 @@ def test_a_terminal_that_is_closed_stops_a_run_under_its_launcher(start, process
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_under_nohup_a_run_outlives_its_terminal(start, processes: int) -> None:
+def test_under_nohup_a_run_outlives_its_terminal(start) -> None:
     terminal = Terminal()
     nohup = ("sh", "-c", 'exec nohup "$@" > /dev/null 2>&1', "-")
     passed_on = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"}  # as signal_env says under nohup
-    run = start("slow", "train.max_steps=12", processes=processes, before=nohup, terminal=terminal, **passed_on)
+    run = start("slow", "train.max_steps=12", before=nohup, terminal=terminal, **passed_on)
     run.until_step(2)
     terminal.close()
     assert run.end() == 0

@@ -50,8 +50,8 @@ MISTAKES = {
         ("scripts/validate_compile.py", "DIR/sft.yaml", SCRATCH, "--script", "x.py"),
         "x.py: no such file",
     ),
-    "a plan": (("-m", "sftkit.experiments.bench", "DIR/lost.yaml"), "DIR/lost.yaml: no such file"),
-    "results": (("-m", "sftkit.experiments.bench", "--report", "DIR/rows.jsonl"), "no results of this bench"),
+    "a plan": (("-m", "labs.bench", "DIR/lost.yaml"), "DIR/lost.yaml: no such file"),
+    "results": (("-m", "labs.bench", "--report", "DIR/rows.jsonl"), "no results of this bench"),
 }
 
 

@@ -120,12 +120,12 @@ def test_ctrl_c_while_a_script_starts_is_one_line_and_exit_code_130(script: str,
     assert "Traceback" not in out
 
 
-@pytest.mark.parametrize("moment", ["sftkit.experiments.bench.plan", "machine.log"])
+@pytest.mark.parametrize("moment", ["labs.bench.plan", "machine.log"])
 def test_ctrl_c_in_the_bench_is_one_line_and_leaves_no_caches(moment: str, tmp_path: Path, monkeypatch) -> None:
     """While it starts, and while it runs what it measures, which it ends first."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    words = ["-m", "sftkit.experiments.bench", "benchmarks/smoke_plan.yaml", "--out", str(tmp_path / "out")]
+    words = ["-m", "labs.bench", "benchmarks/smoke_plan.yaml", "--out", str(tmp_path / "out")]
     code, out, error = interrupted(tmp_path, moment, *words)
     assert (code, error) == (130, "\nSIGINT: ended\n")
     assert "Traceback" not in out

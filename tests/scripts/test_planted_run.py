@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import preloaded
 import pytest
 import torch
-from helpers import ROOT
 from safetensors.torch import load_file
 
 TEXTS = "[{path: 'builtin:docs', max_rows: 20}, {path: 'builtin:tasks', max_rows: 200}]"
@@ -36,8 +33,8 @@ def run(device: str, fill: str, script: str, recipe: str, folder: Path, *setting
     env |= {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
     dir = folder / f"{script}-{fill}"
     settings = (*SETTINGS, *settings, f"run.dir={dir}", f"data.cache_dir={folder}/cache")
-    command = [sys.executable, "tests/workers/planted_worker.py", fill, f"scripts/{script}", recipe, *settings]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    words = ["tests/workers/planted_worker.py", fill, f"scripts/{script}", recipe, *settings]
+    done = preloaded.run(words, env=env, timeout=300, forked=device == "cpu")
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
     return dir / "step-000003"
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from sftkit.experiments.validate.cases import ValidationPlan
-from sftkit.experiments.validate.judge import Trio
-from sftkit.experiments.validate.measure import Measured
+from labs.validate.judge import Measured, Trio
+from labs.validate.run import ValidationPlan
 
 RECIPE = "recipes/smoke/base.yaml"
 PLAN = ValidationPlan(RECIPE, "scripts/base_train.py", ("packed",), (1,), 30, 10, 5, (), 600)

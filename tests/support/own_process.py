@@ -4,9 +4,9 @@ later test of its process."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
+import preloaded
 import pytest
 
 STARTED_BY = "SFTKIT_TEST_STARTED_BY"
@@ -19,20 +19,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run the test by its id in a new process; it fails with what that one printed, and is skipped if it was there."""
     if pyfuncitem.get_closest_marker("own_process") is None or STARTED_BY in os.environ:
         return None
-    test = pyfuncitem.nodeid
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "own_process", test]
+    test = f"{pyfuncitem.config.rootpath}/{pyfuncitem.nodeid}"
+    command = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "own_process", test]
     command += ["--show-capture=stderr"]  # torch's log of an Inductor run would push the error out of what is shown
-    done = subprocess.run(
-        command,
-        cwd=pyfuncitem.config.rootpath,
-        env={**os.environ, STARTED_BY: str(os.getpid())},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
+    # A fork has torch and plugins of pytest at once, and no CUDA.
+    forked = "torch" in sys.modules and pyfuncitem.get_closest_marker("gpu") is None
+    command += ["-W", "ignore::pytest.PytestAssertRewriteWarning"] * forked
+    env = {**os.environ, STARTED_BY: str(os.getpid())}
+    done = preloaded.run(command, env=env, timeout=TIMEOUT_SECONDS, forked=forked)
     if done.returncode:
-        pytest.fail(f"its process ended with {done.returncode}:\n{done.stdout[-6000:]}", pytrace=False)
+        output = (done.stdout + done.stderr)[-6000:]
+        pytest.fail(f"its process ended with {done.returncode}:\n{output}", pytrace=False)
     skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
     if skipped:
         pytest.skip(skipped[0])

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("src", "tests/support", "tests/workers")
+FOLDERS = ("src", "", "tests/support", "tests/workers")  # "": labs
 PYTHONPATH = os.pathsep.join([*(str(ROOT / name) for name in FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
 "For a process that imports the package, or what stands in the folders beside the tests, of this checkout."
 FORKS = sys.platform == "linux"

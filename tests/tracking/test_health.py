@@ -256,6 +256,21 @@ def test_model_flops_count_what_the_windows_of_packed_documents_let_through() ->
     assert flops == pytest.approx(train_flops(model, Work(tokens, targets, 0)) + 12 * 4 * 8 * pairs, rel=1e-9)
 
 
+def test_mfu_is_a_share_of_the_peak_of_all_gpus(monkeypatch) -> None:
+    monkeypatch.setattr("sftkit.tracking.meter.peak_flops", lambda device: 1e9)
+    monkeypatch.setattr("sftkit.runtime.start.Runtime.sum", lambda self, values: values)
+    (step_batches,) = some_batches().steps(0, 1)
+    rt = replace(cpu_runtime(), precision="bf16")
+    measured = {}
+    for gpus in (1, 4):
+        monkeypatch.setattr("sftkit.runtime.start.Runtime.world_size", gpus)
+        meter = Meter(tiny_llama(), OBJECTIVE, some_batches(), rt)
+        meter.add(step_batches, outcome())
+        values = meter.read()
+        measured[gpus] = values["perf/mfu"] / values["perf/tok_per_sec"]
+    assert measured[1] == pytest.approx(4 * measured[4], rel=1e-9)
+
+
 def test_the_mfu_of_a_model_with_layers_of_a_kind_that_is_not_counted_is_unknown(monkeypatch) -> None:
     monkeypatch.setattr("sftkit.tracking.meter.peak_flops", lambda device: 1e9)
     rt, (step_batches,) = replace(cpu_runtime(), precision="bf16"), some_batches().steps(0, 1)

@@ -50,40 +50,51 @@ def test_every_line_of_a_resumed_run_is_that_of_the_uninterrupted_one_on_two_ran
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5)
 
 
+STOPPED: list[Path] = []
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+    """A copy of a run that was stopped at step 6."""
+    if not STOPPED:
+        folder = tmp_path_factory.mktemp("stopped") / "run"
+        run(folder, tokenizer, cpu_runtime(), stop_at=6)
+        STOPPED.append(folder)
+    shutil.copytree(STOPPED[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
 def test_a_stop_is_logged_and_the_throughput_of_the_next_line_counts_the_time_of_all_its_steps(
-    tmp_path: Path, tokenizer, monkeypatch
+    stopped: Path, tokenizer, monkeypatch
 ) -> None:
-    run(tmp_path, tokenizer, cpu_runtime(), stop_at=6)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (stopped / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 6]
-    state = json.loads((tmp_path / "step-000006" / "training_state" / "state.json").read_text())
+    state = json.loads((stopped / "step-000006" / "training_state" / "state.json").read_text())
     assert state["window"]["meter"]["steps"] == 2
     assert len(state["window"]["meter"]["step_seconds"]) == 2
     assert state["window"]["meter"]["seconds"] == pytest.approx(2 * rows[-1]["perf/step_seconds"], rel=0.5)
     state["window"]["meter"]["seconds"] = 1000.0
-    (tmp_path / "step-000006" / "training_state" / "state.json").write_text(json.dumps(state))
+    (stopped / "step-000006" / "training_state" / "state.json").write_text(json.dumps(state))
     monkeypatch.setattr("sftkit.checkpoint.resume.verify", lambda folder: None)
-    run(tmp_path, tokenizer, cpu_runtime(), resume="auto")
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    run(stopped, tokenizer, cpu_runtime(), resume="auto")
+    rows = [json.loads(line) for line in (stopped / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 8, 12, 14]
     assert rows[1]["perf/step_seconds"] == pytest.approx(1000.0 / 4, rel=0.01)
 
 
 def test_a_checkpoint_without_an_open_window_resumes_and_says_what_is_shorter(
-    tmp_path: Path, tokenizer, monkeypatch, capsys
+    stopped: Path, tokenizer, monkeypatch, capsys
 ) -> None:
-    run(tmp_path, tokenizer, cpu_runtime(), stop_at=6)
-    without_window(tmp_path, 6)
+    without_window(stopped, 6)
     monkeypatch.setattr("sftkit.checkpoint.resume.verify", lambda folder: None)
-    run(tmp_path, tokenizer, cpu_runtime(), resume="auto")
+    run(stopped, tokenizer, cpu_runtime(), resume="auto")
     assert "the first logged line has the steps from 7 on, not those from 5 on" in capsys.readouterr().out
-    assert [row["step"] for row in lines(tmp_path)] == [4, 6, 8, 12, 14]
+    assert [row["step"] for row in lines(stopped)] == [4, 6, 8, 12, 14]
 
 
-def test_a_window_fits_another_log_every(tmp_path: Path, tokenizer) -> None:
-    run(tmp_path, tokenizer, cpu_runtime(), stop_at=6)
-    run(tmp_path, tokenizer, cpu_runtime(), resume="auto", log_every=1)
-    assert [row["step"] for row in lines(tmp_path)] == [4, *range(7, 15)]
+def test_a_window_fits_another_log_every(stopped: Path, tokenizer) -> None:
+    run(stopped, tokenizer, cpu_runtime(), resume="auto", log_every=1)
+    assert [row["step"] for row in lines(stopped)] == [4, *range(7, 15)]
 
 
 def test_values_of_ranks_come_back_to_their_rank_or_as_a_sum_to_the_main_one() -> None:

@@ -1,11 +1,11 @@
-"""Run on ranks by experiments/test_patterns.py: cases of `make patterns` on a smaller model."""
+"""Run on ranks by labs/test_patterns.py: cases of `make patterns` on a smaller model."""
 
 from __future__ import annotations
 
 import sys
 from functools import partial
 
-from sftkit.experiments.patterns import measure
+from labs.patterns import measure
 from sftkit.runtime.script import script
 
 SMALL = {**measure.MODEL, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}

@@ -37,7 +37,8 @@ CLI_USAGE = """usage: sftkit WORD ...    (sftkit WORD --help says more; sftkit -
 Scripts, recipes and configs of this folder are taken, if there are any,
 else those that came with sftkit. Exit codes: 0 done, 1 failed, 2 a mistake
 in words, recipe or data, 128 + n ended by signal n."""
-EXPERIMENTS = ("bench", "explain", "patterns")
+LABS = ("bench", "explain", "patterns")
+"Words of the package `labs`, which lies next to the scripts and is not installed as a module."
 
 
 def main() -> None:
@@ -50,15 +51,26 @@ def main() -> None:
     elif word == "init":
         init(words)
     else:
-        os.execve(sys.executable, [sys.executable, *python_arguments(word), *words], os.environ | {TYPED: word})
+        env = os.environ | {TYPED: word} | (labs_path() if word in LABS else {})
+        os.execve(sys.executable, [sys.executable, *python_arguments(word), *words], env)
+
+
+def labs_path() -> dict[str, str]:
+    """Return the environment variables with which `python -m labs.WORD` finds the labs of this folder, else those that
+    came with sftkit."""
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    # Python looks into this folder first, where a package of another project may have the same name.
+    if Path("labs/__init__.py").exists() and not is_ours("labs/__init__.py"):
+        found["PYTHONSAFEPATH"] = "1"
+    return found
 
 
 def python_arguments(word: str) -> list[str]:
     """Return what comes after `python` for a word of the command line. Exits with code 2 if there is no such word."""
-    if word in EXPERIMENTS:
-        return ["-m", f"sftkit.experiments.{word}"]
+    if word in LABS:
+        return ["-m", f"labs.{word}"]
     if word not in SCRIPTS:
-        near = difflib.get_close_matches(word, ["init", *EXPERIMENTS, *SCRIPTS], n=1)
+        near = difflib.get_close_matches(word, ["init", *LABS, *SCRIPTS], n=1)
         hint = f"Did you mean sftkit {near[0]}?" if near else "sftkit --help lists them"
         fail(f"sftkit {word}: no such word. {hint}")
     script = f"scripts/{SCRIPTS[word]}"

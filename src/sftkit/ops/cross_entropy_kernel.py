@@ -12,7 +12,7 @@ from sftkit.ops.linear_cross_entropy import RowLoss
 BLOCK, WARPS = 4096, 16
 PLAIN_BLOCK, PLAIN_WARPS = 8192, 32
 """For large vocabularies without smoothing and token metrics: a lane has few sums, so a program can be large, and fewer
-rows share the L2 cache (benchmarks/h200_step, loss_kernels)."""
+rows share the L2 cache (labs/beside.py kernels)."""
 
 
 @triton.jit

@@ -1,0 +1,280 @@
+"""One run of a plan in this process: assembled as the scripts of stages are, on synthetic documents or those of a
+stage.
+
+python -m labs.bench.worker JOB.json"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from labs.bench.machine import ClockSamples
+from labs.bench.plan import SYNTHETIC, DataPlan, Job, read_job, read_lengths
+from labs.bench.run import graphs_of, measured_row, over_ranks, run_job
+from sftkit.data.batches.loader import Batches
+from sftkit.data.tokens.stages import DATA_OF_STAGES
+from sftkit.data.types import Examples
+from sftkit.errors import ConfigError
+from sftkit.models.kinds import check_causal, kind_of
+from sftkit.models.load import DTYPES, scratch_config
+from sftkit.models.structure import count_parameters, vocab_size
+from sftkit.models.tokenizer import base_tokenizer
+from sftkit.models.vocabulary import check_rows, pad_vocabulary
+from sftkit.objectives.next_token import Caption, NextToken
+from sftkit.objectives.objective import Objective
+from sftkit.ops.attention import plain_implementation
+from sftkit.rundir.files import read_metric_rows
+from sftkit.rundir.names import METRICS_FILE
+from sftkit.runtime import start as runtime
+from sftkit.runtime.script import script
+from sftkit.tracking.dashboard.remote import dashboard_name
+from sftkit.tracking.tracker import Tracker
+from sftkit.train.assemble import Training, lay_out, load_data, make_engine, set_environment
+from sftkit.train.loop import train
+from sftkit.train.parts import EncodedDocuments, LoadedModel, Run, TrainServices
+
+
+def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
+    """Return chat-like documents: Zipf tokens, an untrained prompt first where not all is trained; lengths lognormal,
+    or of a file.
+
+    A document that takes n positions has n + 1 tokens. Loss falls from log(vocab_size) towards the tokens' entropy.
+
+    Raises:
+        ConfigError: the file of lengths cannot be read.
+    """
+    rng = np.random.default_rng(data.seed)
+    lengths, targets = _sizes(data, rng)
+    offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
+    # Tokens by inverse transform sampling: a uniform number is looked up in the cumulated probabilities of the ranks.
+    weights = np.arange(1, vocab_size + 1, dtype=np.float64) ** -data.zipf
+    token_of_rank = rng.permutation(vocab_size).astype(np.int32)
+    ids = token_of_rank[np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(int(offsets[-1])))]
+    number_from_end = np.repeat(offsets[1:], lengths + 1) - np.arange(len(ids))  # the last token of a document has 1
+    is_target = number_from_end <= np.repeat(targets, lengths + 1)
+    zeros = np.zeros(len(lengths), dtype=np.int64)
+    return Examples(ids, is_target, offsets, zeros, zeros.astype(np.int16), (SYNTHETIC,), {})
+
+
+def _sizes(data: DataPlan, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions and targets of each document, int64 [D] both."""
+    if data.documents is None:
+        assert data.lengths is not None
+        return tuple(  # type: ignore[return-value]
+            np.array(sizes, dtype=np.int64) for sizes in read_lengths(Path(data.lengths))
+        )
+    d = data.documents
+    sigma = math.sqrt(2.0 * math.log(d.mean / d.median))  # mean = median * exp(sigma**2 / 2)
+    lengths = np.clip(np.rint(rng.lognormal(np.log(d.median), sigma, d.count)), 4, d.cap).astype(np.int64)
+    return lengths, np.maximum(np.rint(data.target_share * lengths), 1).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model whose weights are random."""
+
+    fields: dict[str, Any]
+    "of a transformers config, with model_type"
+    seed: int
+    precision: str
+    "bf16 or fp32, the dtype of the parameters"
+    attention: str | None = None
+    "transformers' attn_implementation; None: its own of this model"
+
+
+def new_model(
+    spec: ModelSpec, device: torch.device, tokenizer: PreTrainedTokenizerBase | None = None
+) -> PreTrainedModel:
+    """Return a model with random weights, made on the device and rounded to bf16, in fp32 too, so that all runs start
+    from the same ones.
+
+    Args:
+        tokenizer: what special ids and, where fields have none, the vocabulary come from; None: tokens are made up.
+
+    Raises:
+        ConfigError: the model has an encoder and tokens are made up, or it has no room for those of the tokenizer.
+    """
+    # The random numbers of a device differ from those of another: runs that are compared are made on one kind.
+    torch.manual_seed(spec.seed)
+    if tokenizer is None:
+        # A copy: a config of two parts takes their fields out of what it is given.
+        config = AutoConfig.for_model(**deepcopy(spec.fields))
+        check_causal(config, "a bench on made-up texts (data.documents, data.lengths; name data.stage)")
+    else:
+        config = scratch_config(spec.fields, tokenizer)
+    attention = spec.attention or plain_implementation(config)
+    with torch.device(device):
+        model = kind_of(config).auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    if tokenizer is not None:
+        check_rows(model, tokenizer)
+        kind_of(config).prepare(model, tokenizer)
+    for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
+        parameter.data = parameter.data.to(torch.bfloat16).to(DTYPES[spec.precision])
+    # The fp32 weights of the initialisation are no part of the run's peak.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+OBJECTIVES: dict[str, type[NextToken]] = {"caption": Caption}
+"Stage -> its objective, where its script names another one than NextToken."
+
+
+@dataclass(frozen=True)
+class NoCheckpoints:
+    """The checkpoints that train.loop asks for, where nothing is saved."""
+
+    run_dir: Path
+    resumed_from: Path | None = None
+    skipped_checkpoints: tuple[str, ...] = ()
+    last_save: dict[str, float] = field(default_factory=dict)
+
+    def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Path:
+        """Save nothing; return the folder of the run."""
+        return self.run_dir
+
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        """Ignore the values of an evaluation."""
+
+    def archive_later_steps(self, step: int) -> None:
+        """Do nothing: there are no later checkpoints."""
+
+    def finish(self) -> None:
+        """Do nothing: no save is under way."""
+
+    def ended_saves(self) -> tuple[()]:
+        """Return nothing: no save has ended."""
+        return ()
+
+
+class Probe(Tracker):
+    """A tracker that also notes, on every rank, when the first steps have run on the device, the peak memory and the
+    compiler's counters, and has the clock sampled when those steps are over."""
+
+    noted: tuple[int, ...] = (1,)
+    "steps whose end is noted"
+    ended: dict[int, float]
+    clock: ClockSamples
+    peak_memory_gib: float = 0.0
+    compile: dict[str, float | None]
+
+    def advance(self, step: int) -> None:
+        """Note the time, with nothing left to do on the device, where the end of this step is asked for."""
+        super().advance(step)
+        if step in self.noted:
+            # Without this the time would be that of the launches.
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.ended[step] = time.perf_counter()
+        if step == self.noted[-1]:
+            self.clock.start()
+
+    def log_metrics(self, step: int, total_steps: int, values: dict[str, float | None]) -> None:
+        """Keep the largest peak and the newest counters of the compiler."""
+        super().log_metrics(step, total_steps, values)
+        self.peak_memory_gib = max(values["mem/peak_gib"] or 0.0, self.peak_memory_gib)
+        self.compile = {k.removeprefix("compile/"): v for k, v in values.items() if k.startswith("compile/")}
+
+
+def joined(job: Job) -> runtime.Runtime:
+    """Return the runtime of this process among those that the plan asks for.
+
+    Raises:
+        ConfigError: fewer or more processes have joined.
+    """
+    set_environment(job.config)
+    rt = runtime.start(job.config.run, job.config.train, dashboard_name(job.config.log))
+    if rt.world_size != job.processes:
+        raise ConfigError(
+            f"run {job.name}: each process sees {rt.world_size} of the {job.processes} that topology "
+            f"{job.topology} was to start: it needs a GPU for each, or use_cpu: true in its file"
+        )
+    return rt
+
+
+def train_job(job: Job) -> dict[str, Any]:
+    """Train as the job says, and return its row."""
+    with closing(joined(job)) as rt:  # not `with joined(job)`: run_job writes the error of a run into its row
+        return measured_run(job, rt)
+
+
+def batches_of(
+    job: Job,
+    rt: runtime.Runtime,
+    orig_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    objective: Objective,
+) -> Batches:
+    """Return what a job trains on, laid out: synthetic documents, or what a stage's script would read, from the cache
+    if it is there."""
+    cfg, stage = job.config, job.data.stage
+    if stage is None or tokenizer is None:
+        assert cfg.data.max_length is not None
+        documents = EncodedDocuments(synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length)
+        return lay_out(cfg, rt, documents, objective)
+    _, of_stage = DATA_OF_STAGES[stage.name]
+    tokenize = of_stage(cfg.data, tokenizer, stage.max_length)
+    loaded = LoadedModel(orig_model, tokenizer, stage.max_length)
+    return load_data(Run(cfg, stage.name, rt, job.folder), loaded, tokenize, objective).batches
+
+
+def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
+    """Return the row of a job in a process that has joined its group."""
+    cfg, stage = job.config, job.data.stage
+    # As train.assemble makes a model, but with random weights and the same ones in every run.
+    # The tokenizer of data.stage is trained by the first run of a bench for all of them; None: tokens are made up.
+    learned_from = cfg.model, cfg.data.train, cfg.data.on_bad_row
+    tokenizer = base_tokenizer(*learned_from, job.folder.parent, rt) if stage else None
+    orig_model = new_model(ModelSpec(job.fields, cfg.run.seed, rt.precision), rt.device, tokenizer)
+    kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
+    if cfg.model.pad_vocab_to_multiple_of is not None:
+        pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)
+    parameters = count_parameters(orig_model).total
+
+    objective = OBJECTIVES.get(stage.name if stage else "", NextToken)(cfg.loss)
+    batches = batches_of(job, rt, orig_model, tokenizer, objective)
+
+    # The seconds of the first steps count from here: the engine's warm-up, which compiles, is in them.
+    started = time.perf_counter()
+    engine = make_engine(cfg, rt, job.folder, Training(orig_model, objective, batches.layout))
+    probe = Probe(job.folder, cfg.log, rt, asdict(cfg))
+    probe.noted, probe.ended, probe.clock = (1, job.steps.warm_up), {}, ClockSamples(rt.device)
+    with probe, probe.clock:
+        services = TrainServices(lambda _: ({}, []), NoCheckpoints(job.folder), probe, resumed={"step": 0})
+        trained = train(cfg, rt, engine, batches, services)
+    reserved = torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else None
+    sizes = {"peak_memory_gib": probe.peak_memory_gib, "reserved_memory_gib": reserved}
+    mine = {**sizes, **probe.clock.medians(), "compile": probe.compile}
+    waited = {step: ended - started for step, ended in probe.ended.items()}
+    return {
+        "parameters": parameters,
+        "precision": rt.precision,
+        "attention": {"backend": engine.setup.attention, "why": engine.setup.attention_reason},
+        "optimizer": engine.setup.optimizer,
+        "memory_plan": engine.setup.memory_plan,
+        "pipeline_layers": engine.setup.pipeline_layers,
+        "compiled": trained.compiled,
+        "shapes": batches.layout.shapes,
+        "graphs": graphs_of(job.folder),
+        **measured_row(read_metric_rows(job.folder / METRICS_FILE), job.steps, rt.world_size, batches.num_documents),
+        **over_ranks(rt.gathered(mine)),
+        "warm_up_seconds": trained.warm_up_seconds,
+        "first_step_seconds": waited[1],
+        "first_steps_seconds": waited.get(job.steps.warm_up),
+    }
+
+
+if __name__ == "__main__":
+    script(lambda: run_job(read_job(Path(sys.argv[1])), train_job))

@@ -1,2 +1,0 @@
-"""Runs that are compared (the bench of the training step, the validation of compiling), and what the compiler makes
-of a model."""
