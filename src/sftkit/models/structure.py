@@ -82,10 +82,10 @@ def embedding_module(orig_model: PreTrainedModel) -> torch.nn.Module:
     return orig_model.get_input_embeddings()
 
 
-def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:
+def embedding_of(orig_model: PreTrainedModel) -> Tensor:
     """Return the weight of the input embedding, [V, H]."""
     weight = embedding_module(orig_model).weight
-    assert isinstance(weight, torch.Tensor)
+    assert isinstance(weight, Tensor)
     return weight
 
 
@@ -192,7 +192,7 @@ CROSS_KEYS = re.compile(
 "Parameters that project encoded positions to keys and values, by the names that architectures give them."
 
 
-def is_table(parameter: torch.Tensor) -> bool:
+def is_table(parameter: Tensor) -> bool:
     """Return whether a parameter outside of an embedding is a table that is added to the positions as
     it is: [1, positions, H]."""
     return parameter.ndim == 3 and parameter.shape[0] == 1

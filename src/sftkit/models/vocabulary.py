@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.errors import ConfigError
@@ -150,7 +151,7 @@ def resize(orig_model: PreTrainedModel, rows: int) -> None:
         orig_model.resize_token_embeddings(rows, mean_resizing=False)
 
 
-def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
+def vocabulary_of(orig_model: PreTrainedModel) -> list[Tensor]:
     """Return the parameters with a row for each token: embedding [V, H], then the head's weight [V, H]
     unless tied, and bias [V]."""
     embedding, projection = embedding_of(orig_model), output_projection(orig_model)
@@ -159,7 +160,7 @@ def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
+def fill(tensor: Tensor, source: Any, new: NewRows) -> None:
     """Fill this rank's shard of a vocabulary in place: with the rows of `source`, the mean in
     new rows, zeros in padding.
 
@@ -180,7 +181,7 @@ def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
     shard[new.padding(start, size) :] = 0
 
 
-def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:
+def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
     """Return the mean of the first rows as rounded to the precision of the run, fp64, summed in
     fp64: the same on every rank."""
     total = torch.zeros((), dtype=torch.float64)
@@ -237,7 +238,7 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
     output_projection(orig_model).register_forward_hook(partial(_drop_padding, tokens))
 
 
-def _drop_padding(tokens: int, _: torch.nn.Module, __: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
+def _drop_padding(tokens: int, _: torch.nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> Tensor:
     """Return the logits [..., V] without those of padding, as a forward hook of the head."""
     return logits[..., :tokens]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
@@ -103,18 +104,18 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
                 _fill(wanted[name], file.get_slice(name), f"{path}: {name}", grown.get(id(wanted[name])))
 
 
-def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _wanted(orig_model: PreTrainedModel) -> dict[str, Tensor]:
     """Return name -> tensor to fill, a shared one under its first name; without those of other
     ranks (on the meta device)."""
     # keep_vars: the parameters themselves, which are filled where they lie.
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in orig_model.state_dict(keep_vars=True).items():
         if not tensor.is_meta:
             found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
 
 
-def _fill(tensor: torch.Tensor, source: Any, where: str, new: NewRows | None) -> None:
+def _fill(tensor: Tensor, source: Any, where: str, new: NewRows | None) -> None:
     """Fill this rank's shard of a weight from a slice of its file, whose shape is checked."""
     shape = tuple(source.get_shape())
     there = tuple(tensor.shape) if new is None else (new.before, *tensor.shape[1:])
@@ -127,7 +128,7 @@ def _fill(tensor: torch.Tensor, source: Any, where: str, new: NewRows | None) ->
 
 
 @torch.no_grad()
-def _copy(tensor: torch.Tensor, source: Any, new: NewRows | None) -> None:
+def _copy(tensor: Tensor, source: Any, new: NewRows | None) -> None:
     """Fill this rank's shard of a weight from all of it; of a vocabulary that has grown, the new rows too."""
     if new is not None:
         fill(tensor, source, new)
@@ -136,11 +137,7 @@ def _copy(tensor: torch.Tensor, source: Any, new: NewRows | None) -> None:
 
 
 def _load_full(
-    orig_model: PreTrainedModel,
-    wanted: dict[str, torch.Tensor],
-    others: list[str],
-    folder: Path,
-    grown: dict[int, NewRows],
+    orig_model: PreTrainedModel, wanted: dict[str, Tensor], others: list[str], folder: Path, grown: dict[int, NewRows]
 ) -> None:
     """Fill all of `wanted` from a whole model on the host; `others` are the names that no file has.
 

@@ -194,12 +194,12 @@ class ModelWithLoss(torch.nn.Module):
         selected = self.objective.select(self._hidden(batch, backend), batch)
         return self.sums_of_selected(selected, batch)
 
-    def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
+    def hidden_states(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its
         ranks, without gradient."""
         return from_last(self.orig_model, self._hidden(batch, backend))
 
-    def sums_of_selected(self, selected: torch.Tensor, batch: Batch) -> Sums:
+    def sums_of_selected(self, selected: Tensor, batch: Batch) -> Sums:
         """Return the sums of a batch from the hidden states that its objective selects, [N, H]. In a pipeline all
         stages but the last return zeros, so that the sum over ranks counts each row once."""
         stages = stages_of(self.orig_model)
@@ -214,7 +214,7 @@ class ModelWithLoss(torch.nn.Module):
         aux_loss = self.routing.loss_of(batch, self.context_group) if self.orig_model.training else None
         return self.objective.added(sums, aux_loss) if isinstance(self.objective, Balanced) else sums
 
-    def _hidden(self, batch: Batch, backend: str) -> torch.Tensor:
+    def _hidden(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states [B, C, H] and let the routers count the positions with a token, in training only."""
         # Routers must not count padding: it would be balanced, too. Chunks of rows have their own positions only.
         if self.routing is not None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 1024
 "Elements that a program holds at once."
@@ -28,13 +29,13 @@ COLUMNS = 12
 class ParameterShard(NamedTuple):
     """A parameter, or this rank's shard of it: contiguous tensors of the same number of elements."""
 
-    weight: torch.Tensor
+    weight: Tensor
     "fp32; bf16 if everything is rounded stochastically"
-    rounded: torch.Tensor | None
+    rounded: Tensor | None
     "bf16, follows `weight` by stochastic rounding"
-    grad: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     scalars: tuple[float, float, float, float]
     "learning rate times weight decay, 1 - beta1, 1 - beta2, eps"
     offset: int
@@ -150,7 +151,7 @@ def _adamw(
                 tl.store(rounded + element, _stochastic_round(w, draw2 & 0xFFFF), mask=inside)
 
 
-def update_(rows: Sequence[ParameterShard], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+def update_(rows: Sequence[ParameterShard], clip: Tensor, corrected: Tensor) -> None:
     """Update all parameters in place, as optim.formula's update_exact and update_stochastic update one.
 
     Args:
@@ -186,7 +187,7 @@ def update_(rows: Sequence[ParameterShard], clip: torch.Tensor, corrected: torch
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
-def _tensors(row: ParameterShard) -> tuple[torch.Tensor, ...]:
+def _tensors(row: ParameterShard) -> tuple[Tensor, ...]:
     """Return the tensors in the order of the table's columns; without `rounded` its column has the
     weight, which is not touched."""
     return row.weight, row.weight if row.rounded is None else row.rounded, row.grad, row.exp_avg, row.exp_avg_sq
@@ -217,7 +218,7 @@ def _table(rows: Sequence[ParameterShard], numbers: Sequence[int]) -> tuple[np.n
     return table, int(ends[-1])
 
 
-def _to_device(table: np.ndarray, device: torch.device) -> torch.Tensor:
+def _to_device(table: np.ndarray, device: torch.device) -> Tensor:
     """Copy the table to the device without a host sync.
 
     The copy is from pinned memory, which torch's allocator reuses only after it was read.

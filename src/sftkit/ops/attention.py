@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -41,17 +42,17 @@ class Documents(NamedTuple):
     backend: str
     max_length: int
     "upper bound of a document's length, the same for every batch of a run"
-    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens: Tensor | None = None
     "fa4, varlen: int32 [D + 1], where documents start in the flattened B * T positions"
-    doc_ids: torch.Tensor | None = None
+    doc_ids: Tensor | None = None
     "flex: int32 [B, T], T padded to a multiple of 128"
     blocks: flex.BlockTensors | None = None
     "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     "reference: bool [B, 1, C, T], True where a query sees a key; C = T except for chunks of rows"
     group: str | None = None
     "context parallel: name of the group of ranks whose chunks make whole rows"
-    chunks: tuple[torch.Tensor, torch.Tensor] | None = None
+    chunks: tuple[Tensor, Tensor] | None = None
     "context parallel, fa4, varlen: cu_seqlens_q and cu_seqlens_k of Batch"
 
 
@@ -163,18 +164,18 @@ def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
 
 def attend(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     documents: Documents | None = None,
-    position_bias: torch.Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Compute attention for transformers: causal and within documents; for modules that are not causal, as
     their mask says.
 
@@ -228,16 +229,14 @@ def attend(
     return out[..., :width], None
 
 
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scores: Scores
-) -> torch.Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
     """Return attention by FlashAttention, [B, T, H, D]; the two chunks of a context-parallel
     rank one after the other."""
     cu_seqlens = documents.cu_seqlens
     assert cu_seqlens is not None
     key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (key, value))
 
-    def attended(query: torch.Tensor, starts: torch.Tensor, starts_k: torch.Tensor) -> torch.Tensor:
+    def attended(query: Tensor, starts: Tensor, starts_k: Tensor) -> Tensor:
         rows, _, row_length, _ = query.shape
         query = query.transpose(1, 2).flatten(0, 1).contiguous()
         out, _ = document_attention(
@@ -254,9 +253,7 @@ def _flash(
     return torch.cat([attended(*pair) for pair in pairs], dim=1)
 
 
-def _reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scores: Scores
-) -> torch.Tensor:
+def _reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
     """Return attention by a dense mask, [B, T, H, D]."""
     scale, window, softcap, dropout, bias = scores
     if window is not None:
@@ -278,7 +275,7 @@ def _reference(
     return (F.dropout(weights, dropout) @ value).transpose(1, 2)
 
 
-def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
+def document_mask(doc_ids: Tensor) -> Tensor:
     """Return bool [B, 1, T, T], True where query i may see key j: same document and j <= i.
 
     Args:

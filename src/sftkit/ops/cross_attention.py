@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from sftkit.ops.flash import document_attention
@@ -25,17 +26,17 @@ IMPLEMENTATION = "sftkit_cached"
 
 def attend_cached(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    at: torch.Tensor | None = None,
+    at: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend from one position, as transformers calls it.
 
     The query heads that share a key head are treated as that number of positions that see the same keys.
@@ -73,8 +74,8 @@ BOUNDED = ("fa4", "varlen")
 
 
 def input_boundaries(
-    doc_ids: torch.Tensor, inputs: int, length: int, backend: str, visible: torch.Tensor | None = None
-) -> torch.Tensor | None:
+    doc_ids: Tensor, inputs: int, length: int, backend: str, visible: Tensor | None = None
+) -> Tensor | None:
     """Return where each position of a row finds the encoded input of its own document. No host sync.
 
     It is passed as the mask that the layers of a decoder give to attention; transformers passes a mask of four
@@ -105,9 +106,7 @@ def input_boundaries(
     return (mask if visible is None else mask & visible[:, None, :]).unsqueeze(1)
 
 
-def bidirectional_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
-) -> torch.Tensor:
+def bidirectional_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Return attention without an order, [B, T, H, D]: within an input, or from a text to what was encoded for it.
 
     Args:
@@ -127,9 +126,7 @@ def bidirectional_attention(
     return out.transpose(1, 2)
 
 
-def _see_own(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _see_own(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float) -> Tensor:
     """Let each query see all positions of one encoded input, all of one length; `starts`:
     int32, of the inputs' queries."""
     rows, _, row_length, _ = query.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sftkit.data.batches.collate import IGNORE
 from sftkit.ops.linear_cross_entropy import RowLoss
@@ -120,9 +121,7 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
             tl.store(logits + column, result, mask=inside, eviction_policy="evict_first")
 
 
-def cross_entropy_(
-    logits: torch.Tensor, targets: torch.Tensor, sums: torch.Tensor, loss: RowLoss, *, gradients: bool
-) -> None:
+def cross_entropy_(logits: Tensor, targets: Tensor, sums: Tensor, loss: RowLoss, *, gradients: bool) -> None:
     """Measure every row of logits and, if `gradients`, replace it by the gradient of its loss. Math in fp32.
 
     Args:
@@ -162,7 +161,7 @@ def _scale(given, factor, out, elements, BLOCK: tl.constexpr):
     tl.store(out + element, value.to(out.dtype.element_ty), mask=inside)
 
 
-def scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the dense gradient * scale (0-d) in `dtype`, rounded once.
 
     torch's product whose result has another dtype takes twice as long: it does not load whole vectors.

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from sftkit.config.commands import install
@@ -61,17 +62,17 @@ def fa4() -> ModuleType:
 
 @torch.library.custom_op("sftkit::document_attention", mutates_args=())
 def document_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
     max_length: int,
     scale: float,
     window: int,
     kernel: str,
     causal: bool = True,  # noqa: FBT001, FBT002 - as above
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attend within each document of a flat batch, causally or not.
 
     Args:
@@ -124,9 +125,7 @@ def document_attention(
 
 
 @document_attention.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
     positions, heads, _ = query.shape
     out = query.new_empty(positions, heads, value.shape[-1])
     return out, query.new_empty(heads, positions, dtype=torch.float32)
@@ -134,20 +133,20 @@ def _(
 
 @torch.library.custom_op("sftkit::document_attention_backward", mutates_args=())
 def document_attention_backward(  # noqa: PLR0913 - an operator takes tensors and numbers
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
     max_length: int,
     scale: float,
     window: int,
     kernel: str,
     causal: bool = True,  # noqa: FBT001, FBT002 - as above
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `document_attention` by query, key and value, in their shapes and dtypes."""
     if kernel == "fa4":
         grads = fa4()._flash_attn_bwd(
@@ -191,10 +190,10 @@ def document_attention_backward(  # noqa: PLR0913 - an operator takes tensors an
     return _cleared(grads, cu_seqlens, cu_seqlens_k, causal=causal)
 
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, *, causal: bool) -> Gradients:
+def _cleared(grads: Gradients, cu_seqlens: Tensor, cu_seqlens_k: Tensor, *, causal: bool) -> Gradients:
     """Set the gradients of keys that no query sees to 0: kernels leave the memory of such documents as it was."""
     query, key, value = grads
     if causal and len(key) == len(query):  # every key has its query
@@ -206,11 +205,11 @@ def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Ten
 
 
 @document_attention_backward.register_fake
-def _(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Gradients:
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Gradients:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keep what the backward pass needs; the log-sum-exp is not differentiable."""
     *tensors, ctx.max_length, ctx.scale, ctx.window, ctx.kernel, ctx.causal = inputs
     ctx.save_for_backward(*tensors, *output)
@@ -218,7 +217,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients, with repeated keys and values where there are few query heads per key head.
 
     Repeating is then faster: no fp32 accumulators to clear, add to and convert, and the sum over the heads of a group

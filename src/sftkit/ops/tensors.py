@@ -13,16 +13,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_into_tensor, distributed_c10d, reduce_scatter_tensor
 from torch.distributed.tensor import DTensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_region(param: torch.Tensor) -> list[tuple[int, int]]:
+def local_region(param: Tensor) -> list[tuple[int, int]]:
     """Return (start, size) in each dimension of the part of the whole that this rank holds; of no DTensor all of it.
 
     The mesh's first dimension shards first; but strided shards, which FSDP2 makes of tensor-parallel ones, are sharded
@@ -46,12 +47,12 @@ def local_region(param: torch.Tensor) -> list[tuple[int, int]]:
     return region
 
 
-def local_part(whole: Any, param: torch.Tensor) -> Any:
+def local_part(whole: Any, param: Tensor) -> Any:
     """Return the part of a whole tensor, or of a safetensors slice, that this rank holds of `param`."""
     return whole[tuple(slice(start, start + size) for start, size in local_region(param))]
 
 
-def as_sharded(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def as_sharded(shard: Tensor, param: Tensor) -> Tensor:
     """Return a shard as part of a DTensor that is sharded like `param`; where that is whole, the shard itself."""
     if not isinstance(param, DTensor):
         return shard
@@ -59,7 +60,7 @@ def as_sharded(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
-def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_rows(key: Tensor, value: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """Return keys and values of whole rows in natural order, gathered from every rank's chunks;
     gradients go back summed.
 
@@ -85,7 +86,7 @@ def resolve_group(group: str) -> ProcessGroup:
 
 
 @torch.library.custom_op("sftkit::all_gather", mutates_args=())
-def _all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
+def _all_gather(shard: Tensor, group: str) -> Tensor:
     """Return the shards of all ranks of a group, stacked: [n, *shard.shape]."""
     ranks = resolve_group(group)
     stacked = shard.new_empty(ranks.size(), *shard.shape)
@@ -94,7 +95,7 @@ def _all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @torch.library.custom_op("sftkit::reduce_scatter", mutates_args=())
-def _reduce_scatter(stacked: torch.Tensor, group: str) -> torch.Tensor:
+def _reduce_scatter(stacked: Tensor, group: str) -> Tensor:
     """Return this rank's shard of the sum over ranks of [n, ...]."""
     shard = torch.empty_like(stacked[0], memory_format=torch.contiguous_format)
     reduce_scatter_tensor(shard.view(-1), stacked.reshape(-1), group=resolve_group(group))
@@ -102,21 +103,21 @@ def _reduce_scatter(stacked: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @_all_gather.register_fake
-def _(shard: torch.Tensor, group: str) -> torch.Tensor:
+def _(shard: Tensor, group: str) -> Tensor:
     return shard.new_empty(resolve_group(group).size(), *shard.shape)
 
 
 @_reduce_scatter.register_fake
-def _(stacked: torch.Tensor, group: str) -> torch.Tensor:
+def _(stacked: Tensor, group: str) -> Tensor:
     return torch.empty_like(stacked[0], memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
     """Keep the group for the backward pass."""
     ctx.group = inputs[1]
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     """Return the gradient of this rank's shard: the sum over ranks."""
     return _reduce_scatter(grad, ctx.group), None
 
@@ -124,12 +125,12 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 _all_gather.register_autograd(_backward, setup_context=_save)
 
 
-def elements(flat: torch.Tensor) -> torch.Tensor:
+def elements(flat: Tensor) -> Tensor:
     """Return the index of each element, int32 [N]."""
     return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
 
 
-def stochastic_round(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def stochastic_round(value: Tensor, noise: Tensor) -> Tensor:
     """Round fp32 to bf16, up or down with the probability that makes the mean exact; inf and nan stay.
 
     Args:
@@ -140,9 +141,7 @@ def stochastic_round(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return torch.where(value.isfinite(), kept, value).to(torch.bfloat16)
 
 
-def noise16(
-    index: torch.Tensor, key0: torch.Tensor, key1: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def noise16(index: Tensor, key0: Tensor, key1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return three draws of 16 bits per element, int32: a stateless hash of (keys, element).
 
     The draws are the same in eager mode, compiled, and on any device.
@@ -155,7 +154,7 @@ def noise16(
     return second & 0xFFFF, (second >> 16) & 0xFFFF, first & 0xFFFF
 
 
-def mix32(x: torch.Tensor) -> torch.Tensor:
+def mix32(x: Tensor) -> Tensor:
     """Permute the 32-bit numbers so that they look random: lowbias32 with the constants of hash-prospector's issue 19.
 
     int32 in and out, products wrap around. Masks take away the sign that a right shift of int32 brings in.
@@ -165,7 +164,7 @@ def mix32(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 15) & 0x1FFFF)
 
 
-def int32(bits: int) -> torch.Tensor:
+def int32(bits: int) -> Tensor:
     """Return the lowest 32 bits as a signed number, 0-d."""
     return torch.tensor(signed32(bits), dtype=torch.int32)
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
@@ -42,13 +43,13 @@ from sftkit.runtime.open import random_key
 class Scalars(NamedTuple):
     """The numbers that the update of a group needs: 0-d fp32 tensors on the CPU."""
 
-    decay: torch.Tensor
+    decay: Tensor
     "learning rate times weight decay"
-    rate1: torch.Tensor
+    rate1: Tensor
     "1 - beta1"
-    rate2: torch.Tensor
+    rate2: Tensor
     "1 - beta2"
-    eps: torch.Tensor
+    eps: Tensor
 
 
 def numbers_of(group: Group) -> tuple[float, float, float, float]:
@@ -63,7 +64,7 @@ def scalars(*numbers: float) -> Scalars:
     return Scalars(*(torch.tensor(number, dtype=torch.float32) for number in numbers))
 
 
-def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> torch.Tensor:
+def corrections(counts: Tensor, lr: float, betas: tuple[float, float]) -> Tensor:
     """Return the two numbers of AdamW's bias correction after each count of updates.
 
     Args:
@@ -81,19 +82,19 @@ def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> 
 class WeightAndMoments(NamedTuple):
     """The tensors of a parameter, or of this rank's shard of it, that an update changes, flat: [N]."""
 
-    weight: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
 class Coefficients(NamedTuple):
     """The numbers of an update of one parameter."""
 
-    clip: torch.Tensor
+    clip: Tensor
     "fp32 0-d, multiplies the gradient; nan: everything stays as it is"
     scalars: Scalars
     "of its group"
-    corrected: torch.Tensor
+    corrected: Tensor
     "fp64 [2], a row of `corrections`"
 
 
@@ -101,22 +102,22 @@ class RandomBits(NamedTuple):
     """The random bits of an update, for stochastic rounding: all follow from these numbers, int32 0-d, or [B, 1] for B
     tensors of one size."""
 
-    offset: torch.Tensor
+    offset: Tensor
     "index of the first element in the whole parameter"
-    key0: torch.Tensor
-    key1: torch.Tensor
+    key0: Tensor
+    key1: Tensor
 
     @classmethod
     def of(cls, offset: int, key: int) -> RandomBits:
         """Return the random bits of the shard that begins with the element `offset`. `key`: 64 bits, of the update."""
         return cls(int32(offset), int32(key), int32(key >> 32))
 
-    def noise(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def noise(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return three draws of 16 bits for each element, int32 [N] or [B, N]. `flat`: one of the tensors, [N]."""
         return noise16(elements(flat) + self.offset, self.key0, self.key1)
 
 
-def adamw(old: WeightAndMoments, grad: torch.Tensor, scalars: Scalars, corrected: torch.Tensor) -> WeightAndMoments:
+def adamw(old: WeightAndMoments, grad: Tensor, scalars: Scalars, corrected: Tensor) -> WeightAndMoments:
     """Return the new weight and moments, all fp32 of one shape (Loshchilov & Hutter 2019, algorithm 2).
 
     Args:
@@ -131,7 +132,7 @@ def adamw(old: WeightAndMoments, grad: torch.Tensor, scalars: Scalars, corrected
 
 
 def update_exact(
-    stored: WeightAndMoments, rounded: torch.Tensor | None, grad: torch.Tensor, by: Coefficients, bits: RandomBits
+    stored: WeightAndMoments, rounded: Tensor | None, grad: Tensor, by: Coefficients, bits: RandomBits
 ) -> None:
     """Update flat fp32 weight and moments in place; `rounded`, the bf16 parameter of a master weight, follows.
 
@@ -154,7 +155,7 @@ def update_exact(
         old.copy_(torch.where(usable, value, old))
 
 
-def update_stochastic(stored: WeightAndMoments, grad: torch.Tensor, by: Coefficients, bits: RandomBits) -> None:
+def update_stochastic(stored: WeightAndMoments, grad: Tensor, by: Coefficients, bits: RandomBits) -> None:
     """Update flat bf16 tensors in place, in fp32 inside; every store is rounded stochastically (arXiv 2502.20566).
 
     A `clip` of nan leaves everything as it is.
@@ -166,7 +167,7 @@ def update_stochastic(stored: WeightAndMoments, grad: torch.Tensor, by: Coeffici
         old.copy_(torch.where(usable, stochastic_round(value, noise), old))
 
 
-def small_table(values: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def small_table(values: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a small table on the device. No host sync."""
     table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
@@ -175,7 +176,7 @@ def small_table(values: Sequence[Sequence[float]], dtype: torch.dtype, device: t
 class FusedAdamW(torch.optim.AdamW):
     """torch.optim.AdamW with fused=True as an optim.protocol.Optimizer."""
 
-    found_inf: torch.Tensor
+    found_inf: Tensor
     """fp32 0-d, 1 for no update. torch's fused update reads it from its optimizer, where only GradScaler sets it; so a
     step is skipped without a host sync."""
 
@@ -187,7 +188,7 @@ class FusedAdamW(torch.optim.AdamW):
     def warm_up(self, *, compiled: bool) -> None:
         """Do nothing: the kernel comes compiled with torch."""
 
-    def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+    def update(self, learning_rate: float, coefficient: Tensor) -> None:
         """Update as optim.protocol says, by torch's fused kernel, which skips a step whose coefficient is NaN."""
         set_learning_rate(self.param_groups, learning_rate)
         multiply_gradients(parameters_of(self.param_groups), coefficient)
@@ -199,7 +200,7 @@ class FusedAdamW(torch.optim.AdamW):
         finally:
             del self.found_inf
 
-    def new_state(self, param: torch.Tensor, group: Group) -> State:
+    def new_state(self, param: Tensor, group: Group) -> State:
         """Return the states of a parameter before its first update."""
         step = torch.zeros((), dtype=torch.float32, device=param.device)
         return {"step": step, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
@@ -209,7 +210,7 @@ WARM_UP_ELEMENTS = (32, 33)
 "Sizes of the warm-up's tensors: one that aligned loads fill exactly, and one that they do not."
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """Return all elements that this rank holds, [N].
 
     Through `.data`, because Dynamo would also guard the shape of the base of a view.
@@ -217,7 +218,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return local(tensor).data.reshape(-1).data
 
 
-def first_element(param: torch.Tensor) -> int:
+def first_element(param: Tensor) -> int:
     """Return the index, in the whole parameter, of the first element of this rank's shard.
 
     So all elements of a parameter that is sharded by rows have numbers of their own, and are rounded as the whole would
@@ -228,7 +229,7 @@ def first_element(param: torch.Tensor) -> int:
     return sum(start * stride for (start, _), stride in zip(local_region(param), param.stride(), strict=True))
 
 
-def no_updates(param: torch.Tensor) -> torch.Tensor:
+def no_updates(param: Tensor) -> Tensor:
     """Return a count of updates before the first one: fp32 0-d, on the parameter's device."""
     return torch.zeros((), dtype=torch.float32, device=param.device)
 
@@ -272,7 +273,7 @@ class AdamW(torch.optim.Optimizer):
         """Return what decides which states there are: see optim.protocol."""
         return optimizer_kind(f"{self.label} stochastic" if self.stochastic else self.label, self.param_groups)
 
-    def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+    def update(self, learning_rate: float, coefficient: Tensor) -> None:
         """Update as optim.protocol says; the coefficient acts inside the update, without a pass over the gradients.
 
         No host sync.
@@ -282,7 +283,7 @@ class AdamW(torch.optim.Optimizer):
 
     # torch's signature has a closure that is called for the loss: no loop here gives one.
     @torch.no_grad()
-    def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None, clip: Tensor | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient, at the learning rates of the groups.
 
         Args:
@@ -294,7 +295,7 @@ class AdamW(torch.optim.Optimizer):
             group["attempts"] += 1
         self._update_all(clip)
 
-    def _update_all(self, clip: torch.Tensor | None) -> None:
+    def _update_all(self, clip: Tensor | None) -> None:
         """Update every parameter that has a gradient, as `step` says."""
         numbered = self._numbered()
         if not numbered:
@@ -312,7 +313,7 @@ class AdamW(torch.optim.Optimizer):
             if param.grad is not None
         ]
 
-    def _corrected(self, numbered: list[Numbered], clip: torch.Tensor) -> torch.Tensor:
+    def _corrected(self, numbered: list[Numbered], clip: Tensor) -> Tensor:
         """Count an update of these parameters, unless it is skipped; return their rows of
         `corrections`, fp64 [P, 2]."""
         steps = [self._state_of(one.param, one.group)["step"] for one in numbered]
@@ -328,34 +329,34 @@ class AdamW(torch.optim.Optimizer):
         """Return each parameter with its group."""
         return ((param, group) for group in self.param_groups for param in group["params"])
 
-    def _has_master(self, param: torch.Tensor) -> bool:
+    def _has_master(self, param: Tensor) -> bool:
         """Return whether a parameter has an fp32 master weight."""
         return param.dtype != torch.float32 and not self._rounds(param)
 
-    def _rounds(self, param: torch.Tensor) -> bool:
+    def _rounds(self, param: Tensor) -> bool:
         """Return whether a parameter and its states are rounded stochastically."""
         return self.stochastic and param.dtype == torch.bfloat16
 
-    def _zero_states(self, param: torch.Tensor, group: Group) -> State:
+    def _zero_states(self, param: Tensor, group: Group) -> State:
         """Return the states, without a master, before the first update; load_state_dict expects their names."""
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         zeros = [torch.zeros(local(param).numel(), dtype=dtype, device=param.device) for _ in range(2)]
         return {"step": no_updates(param), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
 
-    def new_state(self, param: torch.Tensor, group: Group) -> State:
+    def new_state(self, param: Tensor, group: Group) -> State:
         """Return the states of a parameter before its first update."""
         assert local(param).is_contiguous()
         master = {"master": flat(param).float()} if self._has_master(param) else {}
         return {**self._zero_states(param, group), **master}
 
-    def _state_of(self, param: torch.Tensor, group: Group) -> State:
+    def _state_of(self, param: Tensor, group: Group) -> State:
         """Return the states of a parameter, made if there are none."""
         state: State = self.state[param]
         if not state:
             state.update(self.new_state(param, group))
         return state
 
-    def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+    def _update(self, numbered: list[Numbered], clip: Tensor, corrected: Tensor) -> None:
         """Update these parameters; `corrected` has a row for each, fp64 [P, 2]."""
         if clip.is_cuda:
             self._update_in_one_launch(numbered, clip, corrected)
@@ -363,7 +364,7 @@ class AdamW(torch.optim.Optimizer):
         for one, row in zip(numbered, corrected, strict=True):
             self._update_eager(one, clip, row)
 
-    def _update_in_one_launch(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+    def _update_in_one_launch(self, numbered: list[Numbered], clip: Tensor, corrected: Tensor) -> None:
         """Update these parameters by the Triton kernel."""
         from sftkit.ops.adamw_kernel import ParameterShard, update_  # Triton is not installed on CPU machines
 
@@ -389,7 +390,7 @@ class AdamW(torch.optim.Optimizer):
         """Return the 64-bit key of the random bits of an update."""
         return random_key(self.seed, one.group["attempts"], one.number)
 
-    def _update_eager(self, one: Numbered, clip: torch.Tensor, corrected: torch.Tensor) -> None:
+    def _update_eager(self, one: Numbered, clip: Tensor, corrected: Tensor) -> None:
         """Update one parameter by torch's operators."""
         param, group, state = one.param, one.group, self.state[one.param]
         assert param.grad is not None
@@ -432,7 +433,7 @@ class AdamW(torch.optim.Optimizer):
                 self._check_states(saved, param, group)
                 self.state[param] = {name: value.to(param.device, copy=True) for name, value in saved.items()}
 
-    def _check_states(self, saved: State, param: torch.Tensor, group: Group) -> None:
+    def _check_states(self, saved: State, param: Tensor, group: Group) -> None:
         """Refuse states of other names or dtypes than this optimizer keeps for the parameter."""
         expected = {*self._zero_states(param, group), *(["master"] if self._has_master(param) else [])}
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+from torch import Tensor
 
 # Private: of pytorch/pytorch#142098, without a public name as of torch 2.15.
 from torch._higher_order_ops.foreach_map import foreach_map
@@ -23,7 +24,7 @@ from sftkit.ops.tensors import elements, noise16, signed32, stochastic_round
 from sftkit.optim.adamw import AdamW, Numbered, flat, numbers_of, small_table
 from sftkit.optim.protocol import Groups, parameters_of
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 WARM_UP_CALLS = 3
 "With CUDA graphs the first call compiles, the second warms up, the third records."
 
@@ -31,7 +32,7 @@ WARM_UP_CALLS = 3
 class Each(Protocol):
     """Something that applies an operator to the first elements of some lists, to the second ones, and so on."""
 
-    def __call__(self, operator: Callable[..., torch.Tensor], *lists: Tensors) -> Sequence[torch.Tensor]:
+    def __call__(self, operator: Callable[..., Tensor], *lists: Tensors) -> Sequence[Tensor]:
         """Return the results, in order."""
 
 
@@ -51,20 +52,20 @@ class FlatParameters(NamedTuple):
 class Tables(NamedTuple):
     """The numbers of an update that vary from parameter to parameter, on the device."""
 
-    scalars: torch.Tensor
+    scalars: Tensor
     "fp32 [P, 4]: learning rate times weight decay, 1 - beta1, 1 - beta2, eps"
-    corrected: torch.Tensor
+    corrected: Tensor
     "fp64 [P, 2], rows of formula.corrections"
-    keys: torch.Tensor
+    keys: Tensor
     "int32 [P, 2], of the random bits"
 
 
-def one_by_one(operator: Callable[..., torch.Tensor], *lists: Tensors) -> list[torch.Tensor]:
+def one_by_one(operator: Callable[..., Tensor], *lists: Tensors) -> list[Tensor]:
     """Return what the operator makes of each parameter, by a loop that the graph unrolls."""
     return [operator(*values) for values in zip(*lists, strict=True)]
 
 
-Update = Callable[[FlatParameters, torch.Tensor, Tables], None]
+Update = Callable[[FlatParameters, Tensor, Tables], None]
 "A function like update_all, with the `each` that it uses."
 EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": cast(Each, foreach_map)}  # torch has no types of it
 
@@ -72,37 +73,35 @@ EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": cast(Each, forea
 # Pointwise functions of flat tensors, as foreach_map wants them; a clip of nan leaves everything as it is.
 
 
-def _exp_avg(old: torch.Tensor, grad: torch.Tensor, clip: torch.Tensor, rate1: torch.Tensor) -> torch.Tensor:
+def _exp_avg(old: Tensor, grad: Tensor, clip: Tensor, rate1: Tensor) -> Tensor:
     return torch.where(clip.isnan(), old, old + (grad.float() * clip - old) * rate1)
 
 
-def _exp_avg_sq(old: torch.Tensor, grad: torch.Tensor, clip: torch.Tensor, rate2: torch.Tensor) -> torch.Tensor:
+def _exp_avg_sq(old: Tensor, grad: Tensor, clip: Tensor, rate2: Tensor) -> Tensor:
     clipped = grad.float() * clip
     return torch.where(clip.isnan(), old, old + (clipped * clipped - old) * rate2)
 
 
 # foreach_map gives an operator each list of tensors as an argument of its own.
 def _weight(
-    old: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    clip: torch.Tensor,
-    decay: torch.Tensor,
-    eps: torch.Tensor,
-    step_size: torch.Tensor,
-    root2: torch.Tensor,
-) -> torch.Tensor:
+    old: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    clip: Tensor,
+    decay: Tensor,
+    eps: Tensor,
+    step_size: Tensor,
+    root2: Tensor,
+) -> Tensor:
     direction = exp_avg / (exp_avg_sq.sqrt() / root2 + eps)
     return torch.where(clip.isnan(), old, old - (decay * old + step_size * direction))
 
 
-def _rounded(
-    old: torch.Tensor, weight: torch.Tensor, clip: torch.Tensor, key0: torch.Tensor, key1: torch.Tensor
-) -> torch.Tensor:
+def _rounded(old: Tensor, weight: Tensor, clip: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
     return torch.where(clip.isnan(), old, stochastic_round(weight, noise16(elements(old), key0, key1)[0]))
 
 
-def update_all(each: Each, parameters: FlatParameters, clip: torch.Tensor, tables: Tables) -> None:
+def update_all(each: Each, parameters: FlatParameters, clip: Tensor, tables: Tables) -> None:
     """Update parameters in place, as formula.update_exact updates one.
 
     Args:
@@ -126,7 +125,7 @@ def update_all(each: Each, parameters: FlatParameters, clip: torch.Tensor, table
         _copy(stored, new)
 
 
-def _numbers(column: torch.Tensor) -> list[torch.Tensor]:
+def _numbers(column: Tensor) -> list[Tensor]:
     """Return the elements of a column, each 0-d: copies, since foreach_map takes no two views of one tensor."""
     return [number.clone() for number in column.unbind()]
 
@@ -147,19 +146,19 @@ class GraphAdamW(AdamW):
         self._compiled = True
         each = EACH[optim.implementation]
 
-        def update(parameters: FlatParameters, clip: torch.Tensor, tables: Tables) -> None:
+        def update(parameters: FlatParameters, clip: Tensor, tables: Tables) -> None:
             update_all(each, parameters, clip, tables)
 
         self._graph: Update = torch.compile(update, **{**graph, "fullgraph": True, "dynamic": False})
         self._keeps_gradients = optim.static_gradients
-        self._gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._gradients: dict[torch.nn.Parameter, Tensor] = {}
         "Memory of the gradients, flat, where optim.static_gradients keeps it."
 
     def _numbered(self) -> list[Numbered]:
         """Return the parameters that have a gradient, those with a master weight first."""
         return sorted(super()._numbered(), key=lambda one: not self._has_master(one.param))
 
-    def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+    def _update(self, numbered: list[Numbered], clip: Tensor, corrected: Tensor) -> None:
         """Update these parameters by the graph; if another has no gradient, without it."""
         # The graph is for these very parameters: without one of them it would be compiled again, in the middle of
         # training.
@@ -178,14 +177,14 @@ class GraphAdamW(AdamW):
         parameters = FlatParameters(weights, flats[: len(masters)], grads, *moments)
         run(parameters, clip, self._tables(numbered, corrected))
 
-    def _tables(self, numbered: list[Numbered], corrected: torch.Tensor) -> Tables:
+    def _tables(self, numbered: list[Numbered], corrected: Tensor) -> Tables:
         """Return the tables of an update of these parameters."""
         scalars = [numbers_of(one.group) for one in numbered]
         keys = [(signed32(key), signed32(key >> 32)) for key in map(self._key, numbered)]
         device = corrected.device
         return Tables(small_table(scalars, torch.float32, device), corrected, small_table(keys, torch.int32, device))
 
-    def _gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
+    def _gradient(self, param: torch.nn.Parameter) -> Tensor:
         """Return the gradient, flat, in the memory that is kept for it if any; a gradient that lies
         elsewhere is copied there."""
         assert param.grad is not None

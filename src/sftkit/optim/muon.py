@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
@@ -19,7 +20,7 @@ BATCH_ELEMENTS = 2**24
 elements, 544 MiB."""
 
 
-def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
+def orthogonalized(matrices: Tensor) -> Tensor:
     """Return nearly U V^T of the singular value decomposition of each matrix, bf16 [B, R, C].
 
     It takes five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
@@ -40,7 +41,7 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     return x.mT if tall else x
 
 
-def _full_matrix(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def _full_matrix(shard: Tensor, param: Tensor) -> Tensor:
     """Return the whole matrix, gathered in bf16 if the parameter is sharded."""
     if not isinstance(param, DTensor):
         return shard
@@ -72,12 +73,12 @@ class Muon(AdamW):
 
     label = "Muon"
 
-    def _zero_states(self, param: torch.Tensor, group: Group) -> State:
+    def _zero_states(self, param: Tensor, group: Group) -> State:
         if not group["block_matrices"]:
             return super()._zero_states(param, group)
         return {"step": no_updates(param), "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
 
-    def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+    def _update(self, numbered: list[Numbered], clip: Tensor, corrected: Tensor) -> None:
         """Update matrices of blocks in batches, and each run of other parameters as AdamW."""
         for in_blocks, same in itertools.groupby(range(len(numbered)), lambda i: numbered[i].group["block_matrices"]):
             members = list(same)
@@ -87,7 +88,7 @@ class Muon(AdamW):
         for batch in _batches([one for one in numbered if one.group["block_matrices"]]):
             self._update_matrices(batch, clip)
 
-    def _update_matrices(self, batch: list[Numbered], clip: torch.Tensor) -> None:
+    def _update_matrices(self, batch: list[Numbered], clip: Tensor) -> None:
         """Update matrices of one shape in place: Nesterov momentum, orthogonalized and scaled.
 
         The scale gives the update the root mean square of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so
@@ -110,7 +111,7 @@ class Muon(AdamW):
             rounded = stochastic_round(new, self._noise(batch, new))
             torch._foreach_copy_(shards, list(torch.where(usable, rounded, torch.stack(shards))))
 
-    def _updates(self, params: list[torch.nn.Parameter], clip: torch.Tensor) -> torch.Tensor:
+    def _updates(self, params: list[torch.nn.Parameter], clip: Tensor) -> Tensor:
         """Update the momentum of matrices of one shape; return this rank's shards of their directions, bf16 [B, R, C].
 
         Computed even if the step is left out, of which only the device knows: then nothing of it is stored.
@@ -127,7 +128,7 @@ class Muon(AdamW):
         orthogonal = orthogonalized(whole)
         return torch.stack([local_part(matrix, param) for matrix, param in zip(orthogonal, params, strict=True)])
 
-    def _noise(self, batch: list[Numbered], shards: torch.Tensor) -> torch.Tensor:
+    def _noise(self, batch: list[Numbered], shards: Tensor) -> Tensor:
         """Return the random bits that round the shards [B, R, C], int32 of that shape."""
         keys = [self._key(one) for one in batch]
         numbers = [[first_element(one.param), key, key >> 32] for one, key in zip(batch, keys, strict=True)]

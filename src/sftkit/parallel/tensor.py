@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -154,17 +155,17 @@ def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement)
 def _as_dtensor(mesh: DeviceMesh, placement: Callable[[], Placement]) -> Any:
     """Return a hook that wraps the input, this rank's shard, as a DTensor."""
 
-    def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (DTensor.from_local(inputs[0], mesh, [placement()], run_check=False), *inputs[1:])
 
     return hook
 
 
-def _to_local(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> torch.Tensor:
+def _to_local(_: torch.nn.Module, __: tuple[Tensor, ...], output: DTensor) -> Tensor:
     return output.to_local()
 
 
-def _gather(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> DTensor:
+def _gather(_: torch.nn.Module, __: tuple[Tensor, ...], output: DTensor) -> DTensor:
     """Gather whole rows; a DTensor still, so that gradients of what reads it are added up before they are scattered."""
     return _exchanged(output, Replicate())
 
@@ -172,7 +173,7 @@ def _gather(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -
 def _add_up(activations: Activations) -> Any:
     """Return a hook that adds the ranks' parts of an output up, as activations lie between layers."""
 
-    def hook(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> torch.Tensor:
+    def hook(_: torch.nn.Module, __: tuple[Tensor, ...], output: DTensor) -> Tensor:
         return _exchanged(output, activations.placement).to_local()
 
     return hook

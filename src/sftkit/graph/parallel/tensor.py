@@ -121,10 +121,7 @@ class TensorPlan:
 
 
 _DEEPSEEK_V3 = TensorPlan(
-    columns=(
-        *("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"),
-        *("mlp.gate_proj", "mlp.up_proj"),
-    ),
+    columns=(*("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), *("mlp.gate_proj", "mlp.up_proj")),
     rows=ROWWISE,
     gathered=NORMS,
     replicated=(
