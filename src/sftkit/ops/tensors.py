@@ -10,7 +10,7 @@ Stochastic rounding of fp32 to bf16, with random bits from a hash instead of a g
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,3 +172,21 @@ def int32(bits: int) -> Tensor:
 def signed32(bits: int) -> int:
     """Return the lowest 32 bits as a signed number."""
     return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
+
+
+class ParameterShard(NamedTuple):
+    """A parameter, or this rank's shard of it: contiguous tensors of the same number of elements."""
+
+    weight: Tensor
+    "fp32; bf16 if everything is rounded stochastically"
+    rounded: Tensor | None
+    "bf16, follows `weight` by stochastic rounding"
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    scalars: tuple[float, float, float, float]
+    "learning rate times weight decay, 1 - beta1, 1 - beta2, eps"
+    offset: int
+    "index of its first element in the whole parameter, for the random bits"
+    key: int
+    "64 bits, for the random bits"

@@ -1,6 +1,6 @@
 """AdamW whose update of all parameters is one graph: optim.implementation compiled and foreach_map.
 
-The formula, the states and the random bits are those of adamw.py and formula.py. There a kernel written by hand updates
+The formula, the states and the random bits are those of adamw.py. There a kernel written by hand updates
 all parameters; here Inductor writes the kernels, with foreach_map one for many parameters (horizontal fusion), and CUDA
 graphs may replay the call. The price is a graph that grows with the model, and guards on every tensor in it.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.ops.tensors import elements, noise16, signed32, stochastic_round
-from sftkit.optim.adamw import AdamW, Numbered, flat, numbers_of, small_table
+from sftkit.optim.adamw import AdamW, Numbered, flat, small_table
 from sftkit.optim.protocol import Groups, parameters_of
 
 Tensors = Sequence[Tensor]
@@ -36,37 +36,11 @@ class Each(Protocol):
         """Return the results, in order."""
 
 
-class FlatParameters(NamedTuple):
-    """The tensors of P parameters, flat."""
-
-    weights: Tensors
-    "fp32: masters first, then parameters without one"
-    rounded: Tensors
-    "the bf16 parameters of the masters, in their order"
-    grads: Tensors
-    "in the order of `weights`, as the moments are"
-    exp_avgs: Tensors
-    exp_avg_sqs: Tensors
-
-
-class Tables(NamedTuple):
-    """The numbers of an update that vary from parameter to parameter, on the device."""
-
-    scalars: Tensor
-    "fp32 [P, 4]: learning rate times weight decay, 1 - beta1, 1 - beta2, eps"
-    corrected: Tensor
-    "fp64 [P, 2], rows of formula.corrections"
-    keys: Tensor
-    "int32 [P, 2], of the random bits"
-
-
 def one_by_one(operator: Callable[..., Tensor], *lists: Tensors) -> list[Tensor]:
     """Return what the operator makes of each parameter, by a loop that the graph unrolls."""
     return [operator(*values) for values in zip(*lists, strict=True)]
 
 
-Update = Callable[[FlatParameters, Tensor, Tables], None]
-"A function like update_all, with the `each` that it uses."
 EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": cast(Each, foreach_map)}  # torch has no types of it
 
 
@@ -101,15 +75,20 @@ def _rounded(old: Tensor, weight: Tensor, clip: Tensor, key0: Tensor, key1: Tens
     return torch.where(clip.isnan(), old, stochastic_round(weight, noise16(elements(old), key0, key1)[0]))
 
 
-def update_all(each: Each, parameters: FlatParameters, clip: Tensor, tables: Tables) -> None:
-    """Update parameters in place, as formula.update_exact updates one.
+def update_all(
+    each: Each, parameters: Sequence[Tensors], clip: Tensor, scalars: Tensor, corrected: Tensor, keys: Tensor
+) -> None:
+    """Update P parameters in place, as adamw.update_eagerly updates one whose states are exact.
 
     Args:
         each: applies an operator to all parameters.
+        parameters: flat tensors: weights, fp32, masters before parameters without one; the bf16 parameters of the
+            masters; gradients, exp_avg and exp_avg_sq, in the order of the weights.
         clip: fp32 0-d; nan: nothing changes.
+        scalars: fp32 [P, 4], of adamw.numbers_of. corrected: fp64 [P, 2], of adamw.corrections.
+        keys: int32 [P, 2], of the random bits.
     """
     weights, rounded, grads, exp_avgs, exp_avg_sqs = parameters
-    scalars, corrected, keys = tables
     clips = [clip] * len(weights)
     decays, rates1, rates2, epsilons = map(_numbers, scalars.unbind(1))
     step_sizes, roots2 = map(_numbers, corrected.float().unbind(1))
@@ -146,10 +125,10 @@ class GraphAdamW(AdamW):
         self._compiled = True
         each = EACH[optim.implementation]
 
-        def update(parameters: FlatParameters, clip: Tensor, tables: Tables) -> None:
-            update_all(each, parameters, clip, tables)
+        def update(parameters: Sequence[Tensors], *tables: Tensor) -> None:
+            update_all(each, parameters, *tables)
 
-        self._graph: Update = torch.compile(update, **{**graph, "fullgraph": True, "dynamic": False})
+        self._graph = torch.compile(update, **{**graph, "fullgraph": True, "dynamic": False})
         self._keeps_gradients = optim.static_gradients
         self._gradients: dict[torch.nn.Parameter, Tensor] = {}
         "Memory of the gradients, flat, where optim.static_gradients keeps it."
@@ -164,25 +143,19 @@ class GraphAdamW(AdamW):
         # training.
         whole = all(p.grad is not None for p in parameters_of(self.param_groups))
         run = self._graph if self._compiled and whole else partial(update_all, one_by_one)
-        states = [self.state[one.param] for one in numbered]
-        flats = [flat(one.param) for one in numbered]
-        masters = [state["master"] for state in states if "master" in state]
-        weights = [*masters, *flats[len(masters) :]]
-        moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
-        grads = [self._gradient(one.param) for one in numbered]
+        shards = [self._shard(one) for one in numbered]
+        stored = [[getattr(shard, name) for shard in shards] for name in ("weight", "exp_avg", "exp_avg_sq")]
+        rounded = [shard.rounded for shard in shards if shard.rounded is not None]
         # Private: of pytorch/pytorch#107154, without a public name. CUDA graphs then write to these tensors where they
         # lie, instead of to copies.
-        for tensor in (*weights, *flats, *moments[0], *moments[1]):
+        for tensor in (*rounded, *(tensor for kind in stored for tensor in kind)):
             torch._dynamo.mark_static_address(tensor)
-        parameters = FlatParameters(weights, flats[: len(masters)], grads, *moments)
-        run(parameters, clip, self._tables(numbered, corrected))
-
-    def _tables(self, numbered: list[Numbered], corrected: Tensor) -> Tables:
-        """Return the tables of an update of these parameters."""
-        scalars = [numbers_of(one.group) for one in numbered]
-        keys = [(signed32(key), signed32(key >> 32)) for key in map(self._key, numbered)]
+        keys = [(signed32(shard.key), signed32(shard.key >> 32)) for shard in shards]
         device = corrected.device
-        return Tables(small_table(scalars, torch.float32, device), corrected, small_table(keys, torch.int32, device))
+        scalars = small_table([shard.scalars for shard in shards], torch.float32, device)
+        grads = [self._gradient(one.param) for one in numbered]
+        parameters = [stored[0], rounded, grads, *stored[1:]]
+        run(parameters, clip, scalars, corrected, small_table(keys, torch.int32, device))
 
     def _gradient(self, param: torch.nn.Parameter) -> Tensor:
         """Return the gradient, flat, in the memory that is kept for it if any; a gradient that lies

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
 from sftkit.ops.tensors import as_sharded, local, local_part, signed32, stochastic_round
-from sftkit.optim.adamw import AdamW, Numbered, RandomBits, first_element, no_updates, small_table
+from sftkit.optim.adamw import AdamW, Numbered, first_element, no_updates, random_bits, small_table
 from sftkit.optim.protocol import Group, Groups, State
 
 MOMENTUM = 0.95
@@ -96,9 +96,12 @@ class Muon(AdamW):
 
         The update needs the whole matrix, so a sharded one is gathered, and each rank computes all of it.
         """
-        params, group = [one.param for one in batch], batch[0].group
-        states, shards = [self.state[param] for param in params], [local(param).detach() for param in params]
-        updates, usable = self._updates(params, clip), ~clip.isnan()
+        params = [one.param for one in batch]
+        group = batch[0].group
+        states = [self.state[param] for param in params]
+        shards = [local(param).detach() for param in params]
+        updates = self._updates(params, clip)
+        usable = ~clip.isnan()
         weights = [state.get("master", shard).view(shard.shape) for state, shard in zip(states, shards, strict=True)]
         weight = torch.stack(weights)
         new = weight * (1 - group["lr"] * group["weight_decay"])
@@ -108,7 +111,11 @@ class Muon(AdamW):
         # (pytorch/pytorch#193607).
         torch._foreach_copy_(weights, list(new))
         if "master" in states[0]:
-            rounded = stochastic_round(new, self._noise(batch, new))
+            keys = [self._key(one) for one in batch]
+            numbers = [[first_element(one.param), key, key >> 32] for one, key in zip(batch, keys, strict=True)]
+            table = small_table([[signed32(number) for number in row] for row in numbers], torch.int32, new.device)
+            noise, *_ = random_bits(new[0].flatten(), *table.unsqueeze(1).unbind(2))
+            rounded = stochastic_round(new, noise.view(new.shape))
             torch._foreach_copy_(shards, list(torch.where(usable, rounded, torch.stack(shards))))
 
     def _updates(self, params: list[torch.nn.Parameter], clip: Tensor) -> Tensor:
@@ -127,13 +134,6 @@ class Muon(AdamW):
             whole = torch.stack([_full_matrix(shard, param) for shard, param in zip(grads, params, strict=True)])
         orthogonal = orthogonalized(whole)
         return torch.stack([local_part(matrix, param) for matrix, param in zip(orthogonal, params, strict=True)])
-
-    def _noise(self, batch: list[Numbered], shards: Tensor) -> Tensor:
-        """Return the random bits that round the shards [B, R, C], int32 of that shape."""
-        keys = [self._key(one) for one in batch]
-        numbers = [[first_element(one.param), key, key >> 32] for one, key in zip(batch, keys, strict=True)]
-        table = small_table([[signed32(number) for number in row] for row in numbers], torch.int32, shards.device)
-        return RandomBits(*table.unsqueeze(1).unbind(2)).noise(shards[0].flatten())[0].view(shards.shape)
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Muon:

@@ -1,10 +1,8 @@
-"""The protocol of optimizers: the rest of the package uses one without knowing which.
+"""The protocol of optimizers, and what a step needs beside an update.
 
-The norm of all gradients and the factor that clips them. No host sync.
-
-The learning rate as a pure function of the step.
-
-Optimizer states by the names of their parameters and in their shapes: what checkpoints store, at any sharding.
+That is the norm of all gradients with the factor that clips them, without a host sync; the learning rate as a pure
+function of the step; and optimizer states by the names of their parameters and in their shapes, which checkpoints store
+at any sharding.
 """
 
 from __future__ import annotations
@@ -130,7 +128,12 @@ def squared_norm(parameters: Iterable[Tensor], world_size: int, copies: Mapping[
     for p in parameters:
         device = p.device
         if p.grad is not None:
-            by_copies.setdefault(_copies(p, (copies or {}).get(id(p), world_size)), []).append(local(p.grad))
+            number = (copies or {}).get(id(p), world_size)
+            if isinstance(p, DTensor):
+                # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
+                sharding = [i for i, place in enumerate(p.placements) if not place.is_replicate()]
+                number //= math.prod(p.device_mesh.size(i) for i in sharding)
+            by_copies.setdefault(number, []).append(local(p.grad))
     if not by_copies:  # in the dtype of ranks that have gradients, since the shares are added up
         return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     return torch.stack([_sum_of_squares(grads) / copies for copies, grads in by_copies.items()]).sum()
@@ -145,15 +148,6 @@ def _sum_of_squares(grads: list[Tensor]) -> Tensor:
     # In fp32 torch's sum on a CPU loses 6e-4 of a norm of 2^24 elements, 5e-3 of 2^26.
     chunks = (chunk for grad in grads for chunk in grad.reshape(-1).split(SUM_CHUNK))
     return torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]).square().sum()
-
-
-def _copies(param: Tensor, world_size: int) -> int:
-    """Return how many ranks hold the same shard of a parameter."""
-    if not isinstance(param, DTensor):
-        return world_size
-    # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
-    shards = (param.device_mesh.size(i) for i, place in enumerate(param.placements) if not place.is_replicate())
-    return world_size // math.prod(shards)
 
 
 def clip_coefficient(norm: Tensor, usable: Tensor, max_norm: float | None) -> Tensor:
@@ -198,7 +192,8 @@ def share(ratio: float, total_steps: int) -> Fraction:
     return Fraction(str(ratio)) * total_steps
 
 
-STEP, ATTEMPTS = "step", "attempts"
+STEP = "step"
+ATTEMPTS = "attempts"
 
 
 def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str, Tensor]:
@@ -216,8 +211,13 @@ def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str,
             state.update(optimizer.new_state(param, group))
         found[f"{STEP}.{name}"] = state[STEP].to(torch.int64)
         for key, value in state.items():
-            if key != STEP:
-                found |= _as_parameter(f"{key}.{name}", value, param)
+            # torchao's states are 8-bit codes and a scale per block of the shard.
+            codes = getattr(local(value), "codes", None)
+            if key != STEP and codes is None:
+                found[f"{key}.{name}"] = _shaped(local(value), param)
+            elif key != STEP:
+                found[f"{key}.{name}.codes"] = _shaped(codes, param)
+                found[f"{key}.{name}.scale"] = local(value).scale
     return found
 
 
@@ -240,16 +240,6 @@ def _named(optimizer: Optimizer, orig_model: PreTrainedModel) -> list[tuple[str,
     return [(names[id(p)], p, group) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _as_parameter(key: str, value: Tensor, param: torch.nn.Parameter) -> dict[str, Tensor]:
-    """Return the tensors of one state, by name."""
-    value = local(value)
-    # torchao's: 8-bit codes and a scale per block of the shard
-    codes, scale = getattr(value, "codes", None), getattr(value, "scale", None)
-    if codes is not None and scale is not None:
-        return {f"{key}.codes": _shaped(codes, param), f"{key}.scale": scale}
-    return {key: _shaped(value, param)}
-
-
-def _shaped(value: Tensor, param: torch.nn.Parameter) -> Tensor:
+def _shaped(value: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:
     """Return a state in the parameter's shape, sharded as that is."""
     return as_sharded(value.view(local(param).shape), param)
