@@ -36,7 +36,7 @@ from sftkit.models.generation_config import stop_ids
 from sftkit.models.kinds import check_causal
 from sftkit.models.structure import inference, positions
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention_choice import eager_backend
+from sftkit.ops.attention import eager_backend
 from sftkit.parallel.fsdp import reshard
 from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import evaluation_dir

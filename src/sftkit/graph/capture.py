@@ -29,7 +29,7 @@ from sftkit.graph.passes.apply import Passes, Recorder, Stage
 from sftkit.graph.passes.gather_once import SharedWeights
 from sftkit.graph.passes.reduce_once import WholeGradients
 from sftkit.objectives.objective import ModelWithLoss, Sums
-from sftkit.ops.attention_choice import eager_backend
+from sftkit.ops.attention import eager_backend
 from sftkit.ops.flex import attention_as_operator
 from sftkit.ops.linear_cross_entropy import loss_as_operator
 from sftkit.runtime.start import replaced

@@ -41,7 +41,7 @@ from sftkit.memory.remedies import oom_advice
 from sftkit.models.structure import decoder_blocks
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention_choice import Execution, choose_backend, eager_backend
+from sftkit.ops.attention import choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.fsdp import Sharding
@@ -171,8 +171,8 @@ class GraphEngine:
         with ExitStack() as stack:  # what fails on the way puts back what was set
             # Attention decides what a block keeps, sharding what is gathered: the plan needs both. A caller is told of
             # it before anything large is allocated, as the estimate is most useful where the run then ends.
-            execution = Execution(cfg.compile.enabled, captured=True)
-            choice = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt)
+            compiled = cfg.compile.enabled
+            choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=compiled, captured=True)
             keep_weights, keep_gradients = "reshard_after_forward" not in passes, "reduce_once" in passes
             sharding = Sharding(keep_weights=keep_weights, keep_gradients=keep_gradients)
             fixed = Fixed(backend=choice.backend, sharding=sharding if rt.topology.sharded else None)
