@@ -23,7 +23,7 @@ from sftkit.data.types import EncoderInputs, Row
 from sftkit.generation import decode as rows_of_batches
 from sftkit.generation.decode import Batching, Decoding, Prompts, generate
 from sftkit.generation.kv_cache import StaticStep
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.load import from_scratch
 from sftkit.models.vision import PIXELS, VisionToText
 

@@ -119,7 +119,7 @@ MUTATIONS = [
     M("models/vocabulary.py", "a new row is zeros",
       "return total / rows", "return total * 0", "models/test_vocabulary.py"),
     M("models/vocabulary.py", "logits of padding stay",
-      "return logits[..., :tokens]", "return logits", "models/test_padding.py"),
+      "lambda _, __, logits: logits[..., :tokens]", "lambda _, __, logits: logits", "models/test_padding.py"),
     M("models/structure.py", "the head counts for every token",
       "counted.head * work.targets", "counted.head * work.tokens", "models/test_model.py verify/test_counts.py"),
     M("models/structure.py", "all experts count",

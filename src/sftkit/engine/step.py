@@ -20,7 +20,7 @@ from sftkit.data.batches.collate import Batch, warm_up_batch
 from sftkit.data.batches.epoch import row_shard
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.batches.pack import Layout
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.structure import encoder, vocab_size
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Objective, Totals
 from sftkit.ops.attention import DROPOUTS

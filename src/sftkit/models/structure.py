@@ -1,7 +1,6 @@
-"""The parts of a transformers model by what they do, and the work that they take.
+"""The parts of a transformers model by what they do, the work that they take, and the stages that hold them.
 
-Which rank of a pipeline holds which parameters of a model; on the others they are on the meta
-device (parallel/stages.py).
+With a pipeline a rank holds some of the parameters; the others are on the meta device there (parallel/stages.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.rope import max_positions
@@ -49,7 +48,9 @@ def quiet_routers(orig_model: PreTrainedModel) -> Iterator[None]:
     transformers makes an auxiliary loss of them, which needs a mask of the same positions: with a cache of earlier
     positions it raises an error. Training reads the routers by itself (models/routing.py).
     """
-    asked = [c for c in {id(c): c for c in _configs(orig_model)}.values() if getattr(c, "output_router_logits", False)]
+    inside = [module.config for module in orig_model.modules() if isinstance(module, PreTrainedModel)]
+    configs = {id(config): config for config in (orig_model.config.get_text_config(), *inside)}.values()
+    asked = [config for config in configs if getattr(config, "output_router_logits", False)]
     for config in asked:
         config.output_router_logits = False
     try:
@@ -57,13 +58,6 @@ def quiet_routers(orig_model: PreTrainedModel) -> Iterator[None]:
     finally:
         for config in asked:
             config.output_router_logits = True
-
-
-def _configs(orig_model: PreTrainedModel) -> Iterator[PretrainedConfig]:
-    yield orig_model.config.get_text_config()
-    for module in orig_model.modules():
-        if isinstance(module, PreTrainedModel):
-            yield module.config
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:
@@ -105,8 +99,8 @@ def encoder(orig_model: PreTrainedModel) -> torch.nn.Module | None:
 def called(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the modules that a step calls: the decoder, and before it the encoder and its projection to the decoder's
     size where there are such."""
-    first, between = encoder(orig_model), getattr(orig_model, "enc_to_dec_proj", None)
-    return [module for module in (first, between, decoder(orig_model)) if module is not None]
+    between = getattr(orig_model, "enc_to_dec_proj", None)
+    return [module for module in (encoder(orig_model), between, decoder(orig_model)) if module is not None]
 
 
 def output_projection(orig_model: PreTrainedModel) -> torch.nn.Linear:
@@ -258,12 +252,15 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     sizes = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
     # Forward and backward pass take three products of each kind, scores and values, at 2 FLOPs a multiplication.
     per_pair = 6 * config.num_attention_heads * sizes
-    counted, inner = count_parameters(orig_model), encoder(orig_model)
+    counted = count_parameters(orig_model)
+    inner = encoder(orig_model)
     flops = 6.0 * (counted.body * work.tokens + counted.head * work.targets) + float(per_pair) * work.layer_pairs
     if inner is None:
         return flops
     assert isinstance(inner, PreTrainedModel)
-    own, encoded, length = inner.config, work.encoded, work.encoder_positions
+    own = inner.config
+    encoded = work.encoded
+    length = work.encoder_positions
     of_decoder = float(per_pair) * config.num_hidden_layers * work.tokens * length
     flops += 6.0 * counted.encoder * encoded * length + of_decoder
     heads = own.num_attention_heads

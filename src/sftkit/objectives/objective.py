@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from sftkit.data.batches.collate import Batch
 from sftkit.data.types import Examples
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.routing import Routing
 from sftkit.models.structure import from_last, stages_of, vocab_size
 from sftkit.ops.attention import use_document_attention

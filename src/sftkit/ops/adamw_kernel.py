@@ -156,20 +156,10 @@ def update_(rows: Sequence[ParameterShard], clip: Tensor, corrected: Tensor) -> 
         host = torch.from_numpy(table)
         if clip.is_cuda:  # no host sync from pinned memory, which torch's allocator reuses only after it was read
             host = host.pin_memory()
-        _adamw[(chunks,)](
-            host.to(clip.device, non_blocking=True),
-            len(numbers),
-            clip,
-            corrected,
-            WEIGHT=_TYPES[weight],
-            GRAD=_TYPES[grad],
-            ROUNDED=has_rounded,
-            STOCHASTIC=weight == torch.bfloat16,
-            ALIGNED=aligned,
-            COLUMNS=COLUMNS,
-            CHUNK=CHUNK,
-            BLOCK=BLOCK,
-        )
+        constants = {"WEIGHT": _TYPES[weight], "GRAD": _TYPES[grad], "COLUMNS": COLUMNS, "CHUNK": CHUNK, "BLOCK": BLOCK}
+        switches = {"ROUNDED": has_rounded, "STOCHASTIC": weight == torch.bfloat16, "ALIGNED": aligned}
+        on_device = host.to(clip.device, non_blocking=True)
+        _adamw[(chunks,)](on_device, len(numbers), clip, corrected, **constants, **switches)
 
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}

@@ -1,13 +1,9 @@
-"""Attention of one new position over keys and values in memory of a fixed size: every shape is
-static, nothing is repeated.
+"""Attention that is not causal within a row: from texts to what was encoded for them, and from one new position.
 
-They are those of the text so far, or of what was encoded for it.
-
-Attention that is not causal: within the input of an encoder, and from texts to what was encoded for them.
-
-Several texts in a row each see their own input's positions only. Those boundaries travel as the mask of the
-decoder's layers, the one argument that every architecture passes to its cross attention, with fixed shapes whatever
-the texts are.
+Several texts in a row each see the positions of their own input only. Those boundaries travel as the mask of the
+decoder's layers, the one argument that every architecture passes to its cross attention, with fixed shapes whatever the
+texts are. A decoding step attends from one position to keys and values in memory of a fixed size, those of the text so
+far or of what was encoded for it: every shape is static, and nothing is repeated.
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import IGNORE
-from sftkit.ops.linear_cross_entropy import RowLoss
 
-BLOCK, WARPS = 4096, 16
-PLAIN_BLOCK, PLAIN_WARPS = 8192, 32
+BLOCK = 4096
+WARPS = 16
+PLAIN_BLOCK = 8192
+PLAIN_WARPS = 32
 """For large vocabularies without smoothing and token metrics: a lane has few sums, so a program can be large, and fewer
 rows share the L2 cache (benchmarks/h200_step, loss_kernels)."""
 
@@ -121,7 +123,9 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
             tl.store(logits + column, result, mask=inside, eviction_policy="evict_first")
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, sums: Tensor, loss: RowLoss, *, gradients: bool) -> None:
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
+) -> None:
     """Measure every row of logits and, if `gradients`, replace it by the gradient of its loss. Math in fp32.
 
     Args:
@@ -129,26 +133,14 @@ def cross_entropy_(logits: Tensor, targets: Tensor, sums: Tensor, loss: RowLoss,
         targets: int64 [N], unit stride, each IGNORE or in [0, V).
         sums: fp32 [4, N], written; rows as in `linear_cross_entropy.LossSums`; unit stride in N.
     """
-    options, softcap = loss
     plain = logits.shape[1] > PLAIN_BLOCK and not (options.label_smoothing or options.token_metrics)
     assert logits.stride(1) == targets.stride(0) == sums.stride(1) == 1, "rows must be dense"
+    weights = (options.z_loss, options.label_smoothing)
+    switches = {"SOFTCAP": softcap is not None, "SMOOTHING": options.label_smoothing > 0.0, "GRADIENTS": gradients}
+    sizes = {"BLOCK": PLAIN_BLOCK if plain else BLOCK, "num_warps": PLAIN_WARPS if plain else WARPS}
     _cross_entropy_row[(logits.shape[0],)](
-        logits,
-        logits.stride(0),
-        targets,
-        sums,
-        sums.stride(0),
-        logits.shape[1],
-        softcap or 1.0,
-        options.z_loss,
-        options.label_smoothing,
-        IGNORED=IGNORE,
-        SOFTCAP=softcap is not None,
-        SMOOTHING=options.label_smoothing > 0.0,
-        METRICS=options.token_metrics,
-        GRADIENTS=gradients,
-        BLOCK=PLAIN_BLOCK if plain else BLOCK,
-        num_warps=PLAIN_WARPS if plain else WARPS,
+        *(logits, logits.stride(0), targets, sums, sums.stride(0), logits.shape[1], softcap or 1.0, *weights),
+        **{"IGNORED": IGNORE, "METRICS": options.token_metrics, **switches, **sizes},
     )
 
 

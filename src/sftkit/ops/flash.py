@@ -92,36 +92,28 @@ def document_attention(
     # functions, flash_attn.cute's (Dao-AILab/flash-attention#2154) and torch's varlen_attn (pytorch/pytorch#164502),
     # give it the forward pass alone.
     if kernel == "fa4":
-        out, lse = fa4()._flash_attn_fwd(
-            query,
-            key,
-            value,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_length,
-            max_seqlen_k=max_length,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=window - 1 if window else None,
-            return_lse=True,
-        )
+        rows = _fa4_rows(cu_seqlens, cu_seqlens_k, max_length, window)
+        named = {"softmax_scale": scale, "causal": causal, "return_lse": True}
+        out, lse = fa4()._flash_attn_fwd(query, key, value, **named, **rows)
         return out, lse
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens_k,
-        max_length,
-        max_length,
-        0.0,
-        causal,
-        False,  # noqa: FBT003 - torch has no name for it: no debug mask is returned
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0 if causal else -1,
-    )
+    rows = (cu_seqlens, cu_seqlens_k, max_length, max_length)
+    # No dropout; and torch has no name for the last one by place: no debug mask is returned.
+    options = (0.0, causal, False)
+    sizes = _aten_window(window, causal=causal)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(query, key, value, *rows, *options, scale=scale, **sizes)
     return out, lse
+
+
+def _fa4_rows(cu_seqlens: Tensor, cu_seqlens_k: Tensor, max_length: int, window: int) -> dict[str, Any]:
+    """Return what both passes of FlashAttention-4 are told of documents and window."""
+    starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+    longest = {"max_seqlen_q": max_length, "max_seqlen_k": max_length}
+    return {**starts, **longest, "window_size_left": window - 1 if window else None}
+
+
+def _aten_window(window: int, *, causal: bool) -> dict[str, int]:
+    """Return what both passes of torch's FlashAttention are told of the window; -1: no bound."""
+    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0 if causal else -1}
 
 
 @document_attention.register_fake
@@ -149,44 +141,16 @@ def document_attention_backward(  # noqa: PLR0913 - an operator takes tensors an
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `document_attention` by query, key and value, in their shapes and dtypes."""
     if kernel == "fa4":
-        grads = fa4()._flash_attn_bwd(
-            query,
-            key,
-            value,
-            out,
-            grad,
-            lse,
-            scale,
-            causal,
-            window_size_left=window - 1 if window else None,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_length,
-            max_seqlen_k=max_length,
-        )
+        rows = _fa4_rows(cu_seqlens, cu_seqlens_k, max_length, window)
+        grads = fa4()._flash_attn_bwd(query, key, value, out, grad, lse, scale, causal, **rows)
         return _cleared(grads, cu_seqlens, cu_seqlens_k, causal=causal)
     # Private, as in document_attention: torch.nn.attention.varlen has a backward pass of its own, but no function for
     # it.
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    grads = torch.ops.aten._flash_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        cu_seqlens,
-        cu_seqlens_k,
-        max_length,
-        max_length,
-        0.0,
-        causal,
-        no_dropout,
-        torch.empty(0, device=query.device),
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0 if causal else -1,
-    )
+    rows = (cu_seqlens, cu_seqlens_k, max_length, max_length)
+    no_dropout = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
+    given = (grad, query, key, value, out, lse, *rows, 0.0, causal, *no_dropout)
+    sizes = _aten_window(window, causal=causal)
+    grads = torch.ops.aten._flash_attention_backward(*given, scale=scale, **sizes)
     return _cleared(grads, cu_seqlens, cu_seqlens_k, causal=causal)
 
 
@@ -241,25 +205,16 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
 document_attention.register_autograd(_backward, setup_context=_save)
 
 
-def _pair_flops(
-    query_shape: Sequence[int],
-    value_shape: Sequence[int],
-    cu_seqlens: Sequence[int],
-    cu_seqlens_k: Sequence[int],
-    max_length: int,
-    scale: float,
-    window: int,
-    kernel: str,
-    causal: bool = True,  # noqa: FBT001, FBT002 - as above
-) -> int:
+def _pair_flops(query: Sequence[int], value: Sequence[int], *more: Any, **named: Any) -> int:
     """Return the FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound.
 
     Not causal, for documents with equally many keys.
     """
-    positions, heads, head_dim = query_shape
-    if not causal:
-        return positions * heads * (head_dim + value_shape[-1]) * (value_shape[0] // (cu_seqlens_k[0] - 1))
-    return positions * heads * (head_dim + value_shape[-1]) * min(window or max_length, max_length) // 2
+    positions, heads, head_dim = query
+    _, cu_seqlens_k, max_length, _, window, _, *causal = more
+    if not named.get("causal", all(causal)):
+        return positions * heads * (head_dim + value[-1]) * (value[0] // (cu_seqlens_k[0] - 1))
+    return positions * heads * (head_dim + value[-1]) * min(window or max_length, max_length) // 2
 
 
 @register_flop_formula(torch.ops.sftkit.document_attention)

@@ -1,6 +1,6 @@
-"""Settings by which attention scores, the products of queries and keys, become weights; the same for every kernel.
+"""Document-isolated causal attention by FlexAttention: which blocks of the mask are not empty, and the call.
 
-Document-isolated causal attention by FlexAttention: which blocks of the mask are not empty, and the call.
+`Scores` are the settings by which the products of queries and keys become weights, the same for every backend.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def attend_flex(
     """
     doc_ids, blocks = documents
     scale, window, softcap, *_ = scores
-    row_length, whole = query.shape[2], doc_ids.shape[1]
+    row_length = query.shape[2]
+    whole = doc_ids.shape[1]
     if whole > row_length:  # flex's backward pass reads past the end of rows that are not multiples of its blocks
         query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))
 
@@ -147,15 +148,7 @@ def attend_flex(
     score_mod = None if softcap is None else capped
     if _operator is not None:
         out = _operator(Call(query, key, value, block_mask, visible, score_mod, doc_ids, scale))
-        return out[:, :, :row_length].transpose(1, 2)
-    out = flex_attention(
-        query,
-        key,
-        value,
-        score_mod=score_mod,
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=key.shape[1] < query.shape[1],
-    )
-    assert isinstance(out, Tensor)
+    else:
+        named: Any = {"scale": scale, "enable_gqa": key.shape[1] < query.shape[1]}
+        out = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask, **named)
     return out[:, :, :row_length].transpose(1, 2)

@@ -1,11 +1,9 @@
-"""The shard of a tensor that a rank holds.
+"""Tensors spread over ranks, and random bits that are the same on all of them.
 
-Context parallelism: each rank has an early and a late chunk of every row, and gathers the keys and values of all.
-
-Queries stay where they are, so a rank attends from its chunks to whole rows (as Llama 3, arXiv
-2407.21783, section 3.3.2).
-
-Stochastic rounding of fp32 to bf16, with random bits from a hash instead of a generator.
+The shard of a tensor that a rank holds. The rows of context parallelism: each rank has an early and a late chunk of
+every row and gathers the keys and values of all; queries stay where they are, so a rank attends from its chunks to
+whole rows (as Llama 3, arXiv 2407.21783, section 3.3.2). And stochastic rounding of fp32 to bf16, with random bits from
+a hash instead of a generator.
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ def as_sharded(shard: Tensor, param: Tensor) -> Tensor:
     """Return a shard as part of a DTensor that is sharded like `param`; where that is whole, the shard itself."""
     if not isinstance(param, DTensor):
         return shard
-    mesh, placements = param.device_mesh, param.placements
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+    whole = {"shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(shard, param.device_mesh, param.placements, run_check=False, **whole)
 
 
 def gather_rows(key: Tensor, value: Tensor, group: str) -> tuple[Tensor, Tensor]:
@@ -72,8 +70,7 @@ def gather_rows(key: Tensor, value: Tensor, group: str) -> tuple[Tensor, Tensor]
         [B, KV, T, D] each, T = C x ranks
     """
     parts = _all_gather(torch.stack([key, value]), group).unflatten(-2, (2, -1))  # [n, 2, B, KV, 2, C/2, D]
-    early, late = parts.select(-3, 0), parts.select(-3, 1).flip(0)
-    chunks = torch.cat([early, late])  # [2n, 2, B, KV, C/2, D], chunk by chunk
+    chunks = torch.cat([parts.select(-3, 0), parts.select(-3, 1).flip(0)])  # [2n, 2, B, KV, C/2, D]
     rows = chunks.movedim(0, 3).flatten(3, 4)
     return rows[0], rows[1]
 

@@ -202,7 +202,9 @@ class AdamW(torch.optim.Optimizer):
         numbers = itertools.count()
         for group in self.param_groups:  # groups of another maker than build.parameter_groups: all parameters, in order
             group.setdefault("numbers", list(itertools.islice(numbers, len(group["params"]))))
-        self._optim, self.stochastic, self.seed = optim, stochastic, seed
+        self._optim = optim
+        self.stochastic = stochastic
+        self.seed = seed
 
     @property
     def kind(self) -> str:
@@ -304,16 +306,10 @@ class AdamW(torch.optim.Optimizer):
         assert one.param.grad is not None
         state, weight = self.state[one.param], flat(one.param)
         master = state.get("master")
-        return ParameterShard(
-            weight=weight if master is None else master,
-            rounded=None if master is None else weight,
-            grad=flat(one.param.grad),
-            exp_avg=state["exp_avg"],
-            exp_avg_sq=state["exp_avg_sq"],
-            scalars=numbers_of(one.group),
-            offset=first_element(one.param),
-            key=self._key(one),
-        )
+        rounded = None if master is None else weight
+        tensors = (weight if master is None else master, rounded, flat(one.param.grad))
+        moments = (state["exp_avg"], state["exp_avg_sq"])
+        return ParameterShard(*tensors, *moments, numbers_of(one.group), first_element(one.param), self._key(one))
 
     def _key(self, one: Numbered) -> int:
         """Return the 64-bit key of the random bits of an update."""

@@ -37,7 +37,9 @@ class Meshes:
 
 def make_meshes(topology: Topology, device_type: str) -> Meshes:
     """Make the process groups of a topology; every rank calls it."""
-    t, mesh, names = topology, partial(init_device_mesh, device_type), ("replicas", "shards")
+    t = topology
+    mesh = partial(init_device_mesh, device_type)
+    names = ("replicas", "shards")
     if t.tensor > 1:
         # Ranks of a tensor group are neighbours: they exchange in each layer, so they belong into one machine.
         whole = mesh((t.replicas, t.shards, t.tensor), mesh_dim_names=(*names, "tensor"))
@@ -126,7 +128,8 @@ def add_up_gradients(model: torch.nn.Module) -> None:
 
 def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return embedding and head, unless they are one weight: then it belongs to the root, which keeps it for both."""
-    embedding, projection = embedding_module(orig_model), output_projection(orig_model)
+    embedding = embedding_module(orig_model)
+    projection = output_projection(orig_model)
     return [] if projection.weight is embedding.weight else [embedding, projection]
 
 

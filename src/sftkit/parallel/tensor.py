@@ -75,8 +75,13 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
     orig_model._activations = activations  # type: ignore[assignment]
     # Placements are asked at each call, as without_sequence_parallel changes that of activations. Heads
     # are dimension 2.
-    channels, heads = _as_dtensor(mesh, lambda: Shard(-1)), _as_dtensor(mesh, lambda: Shard(2))
-    between, add_up = _as_dtensor(mesh, lambda: activations.placement), _add_up(activations)
+    channels = _as_dtensor(mesh, lambda: Shard(-1))
+    heads = _as_dtensor(mesh, lambda: Shard(2))
+    between = _as_dtensor(mesh, lambda: activations.placement)
+
+    def add_up(_: torch.nn.Module, __: tuple[Tensor, ...], output: DTensor) -> Tensor:
+        return _exchanged(output, activations.placement).to_local()
+
     # By hooks: the model's own code then computes on plain tensors of this rank's heads and channels, in
     # whatever attention backend.
     for names, placement, pre_hook, hook in (
@@ -168,15 +173,6 @@ def _to_local(_: torch.nn.Module, __: tuple[Tensor, ...], output: DTensor) -> Te
 def _gather(_: torch.nn.Module, __: tuple[Tensor, ...], output: DTensor) -> DTensor:
     """Gather whole rows; a DTensor still, so that gradients of what reads it are added up before they are scattered."""
     return _exchanged(output, Replicate())
-
-
-def _add_up(activations: Activations) -> Any:
-    """Return a hook that adds the ranks' parts of an output up, as activations lie between layers."""
-
-    def hook(_: torch.nn.Module, __: tuple[Tensor, ...], output: DTensor) -> Tensor:
-        return _exchanged(output, activations.placement).to_local()
-
-    return hook
 
 
 def _exchanged(rows: DTensor, placement: Placement) -> DTensor:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.data.types import Examples
 from sftkit.experiments.bench.plan import SYNTHETIC, DataPlan, read_lengths
-from sftkit.models.kinds import check_causal, kind_of
+from sftkit.models.kind import check_causal, kind_of
 from sftkit.models.load import DTYPES, scratch_config
 from sftkit.models.vocabulary import check_rows
 from sftkit.ops.attention import plain_implementation

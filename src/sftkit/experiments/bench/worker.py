@@ -23,7 +23,7 @@ from sftkit.experiments.bench.clock import ClockSamples
 from sftkit.experiments.bench.jobs import Job, read_job
 from sftkit.experiments.bench.rows import graphs_of, measured_row, over_ranks, run_job
 from sftkit.experiments.bench.synthetic import ModelSpec, new_model, synthetic_documents
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.structure import count_parameters, vocab_size
 from sftkit.models.tokenizer import base_tokenizer
 from sftkit.models.vocabulary import pad_vocabulary

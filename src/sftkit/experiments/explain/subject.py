@@ -19,7 +19,7 @@ from sftkit.data.batches.collate import Batch, collate, warm_up_batch
 from sftkit.data.batches.pack import DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.load import (
     DTYPES,
     from_config,
