@@ -30,8 +30,8 @@ from sftkit.rundir.names import TOKENIZER, resolve
 from sftkit.runtime.script import working
 from sftkit.runtime.start import Runtime
 
-END_OF_TEXT, PAD, IM_START, IM_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
-SPECIAL_TOKENS = (END_OF_TEXT, PAD, IM_START, IM_END)
+OnBadRow = Literal["error", "skip"]
+END_OF_TEXT, PAD, IM_START, IM_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 TURN_MARK = re.compile(r"<\|\w+\|>")
 
 ROUND_TRIP = "It's 12345, WE'LL  go on:\n\n\tdef f(x):\r\n    return x!=1;  naïve 東京 🙂 end"
@@ -200,11 +200,7 @@ def read_template(template: str) -> str:
 
 
 def base_tokenizer(
-    model: ModelConfig,
-    train: tuple[SourceConfig, ...],
-    on_bad_row: Literal["error", "skip"],
-    run_dir: Path,
-    rt: Runtime,
+    model: ModelConfig, train: tuple[SourceConfig, ...], on_bad_row: OnBadRow, run_dir: Path, rt: Runtime
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
     if model.train_tokenizer is None:
@@ -221,10 +217,7 @@ def base_tokenizer(
 
 
 def new_tokenizer(
-    model: ModelConfig,
-    training: TokenizerTraining,
-    train: tuple[SourceConfig, ...],
-    on_bad_row: Literal["error", "skip"],
+    model: ModelConfig, training: TokenizerTraining, train: tuple[SourceConfig, ...], on_bad_row: OnBadRow
 ) -> PreTrainedTokenizerBase:
     """Train a tokenizer on its sources, with `model.chat_template` or our own template."""
     template = model.chat_template or "chatml"
@@ -259,7 +252,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
     return fast
 
 
-def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: Literal["error", "skip"]) -> Iterator[str]:
+def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: OnBadRow) -> Iterator[str]:
     """Yield the texts of all rows: their text, the captions of pictures, or the content of each message."""
     for source in tokenizer_sources:
         for row in sources.read_source(source, on_bad_row):

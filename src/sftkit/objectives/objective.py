@@ -1,11 +1,7 @@
-"""Named sums: those that an objective returns for a batch, and their totals over the micro-batches of a step.
+"""What is minimised: the protocol of objectives, their sums, and a model with its objective, which a step calls.
 
-The protocol of objectives: what a new one must define. The script of a stage names the objective; loop, engines and
-metrics call it.
-
-An objective with the auxiliary loss of a model's routers beside it.
-
-A model with its objective: what the train step calls, compiles and wraps.
+The script of a stage names the objective; loop, engines and metrics call it. `Totals` are named sums over the
+micro-batches of a step. `Balanced` adds the auxiliary loss of a model's routers to an objective.
 """
 
 from __future__ import annotations
@@ -135,11 +131,16 @@ class Balanced:
 
     def __init__(self, objective: Objective, weight: float) -> None:
         """Wrap an objective. `weight`: of the auxiliary loss in what is minimised; 0: it is measured only."""
-        self._objective, self._weight = objective, weight
-        self.measured, self.monitored = (*objective.measured, AUX_LOSS), objective.monitored
+        self._objective = objective
+        self._weight = weight
+        self.measured = (*objective.measured, AUX_LOSS)
         # The rest is the wrapped objective's, which knows nothing of routers.
-        self.select, self.sums, self.sums_of_logits = objective.select, objective.sums, objective.sums_of_logits
-        self.count, self.divisors = objective.count, objective.divisors
+        self.monitored = objective.monitored
+        self.select = objective.select
+        self.sums = objective.sums
+        self.sums_of_logits = objective.sums_of_logits
+        self.count = objective.count
+        self.divisors = objective.divisors
 
     def added(self, sums: Sums, aux_loss: Tensor | None) -> Sums:
         """Return the sums of a batch with the auxiliary loss of its rows; None, as in an evaluation, counts as 0."""
@@ -173,7 +174,9 @@ class ModelWithLoss(torch.nn.Module):
         super().__init__()
         use_document_attention(orig_model)
         self.orig_model = orig_model
-        self.routing, self.backend, self.kind = routing, backend, kind_of(orig_model.config)
+        self.routing = routing
+        self.backend = backend
+        self.kind = kind_of(orig_model.config)
         self.objective = Balanced(objective, routing.weight) if routing is not None and routing.has_loss else objective
         self.context_group: str | None = None
         "name of the group of ranks that hold chunks of the same rows; set where the model is sharded"

@@ -111,7 +111,15 @@ def bidirectional_attention(query: Tensor, key: Tensor, value: Tensor, mask: Ten
         scores: a window or soft cap is not computed.
     """
     if mask is not None and mask.dtype == torch.int32:
-        return _see_own(query, key, value, mask.flatten(), scores.scale)
+        # Each query sees all positions of one encoded input, all of one length; the mask is where their queries start.
+        rows, _, row_length, _ = query.shape
+        query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
+        starts = mask.flatten()
+        length = len(key) // (len(starts) - 1)
+        starts_k = length * torch.arange(len(starts), dtype=torch.int32, device=key.device)
+        sizes = (max(row_length, length), scores.scale, 0, "varlen")
+        out, _ = document_attention(query, key, value, starts, starts_k, *sizes, causal=False)
+        return out.unflatten(0, (rows, row_length))
     bias = scores.bias
     if bias is not None:
         mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
@@ -120,16 +128,3 @@ def bidirectional_attention(query: Tensor, key: Tensor, value: Tensor, mask: Ten
         query, key, value, attn_mask=mask, dropout_p=scores.dropout, scale=scores.scale, enable_gqa=grouped
     )
     return out.transpose(1, 2)
-
-
-def _see_own(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float) -> Tensor:
-    """Let each query see all positions of one encoded input, all of one length; `starts`:
-    int32, of the inputs' queries."""
-    rows, _, row_length, _ = query.shape
-    query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
-    count = len(starts) - 1
-    length = len(key) // count
-    starts_k = length * torch.arange(count + 1, dtype=torch.int32, device=key.device)
-    longest = max(row_length, length)
-    out, _ = document_attention(query, key, value, starts, starts_k, longest, scale, 0, "varlen", causal=False)
-    return out.unflatten(0, (rows, row_length))

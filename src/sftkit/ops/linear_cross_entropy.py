@@ -84,22 +84,14 @@ class _LinearNLL(torch.autograd.Function):
     """Forward computes the gradients of the loss sum; backward scales them by the incoming gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        softcap: float | None,
-        tokens: int | None,
-        targets: Tensor,
-        options: LossConfig,
-    ) -> tuple[Tensor, ...]:
-        """Compute the sums and, where wanted, the gradients of their loss."""
+    def forward(ctx: Any, hidden: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        """Compute the sums and, where wanted, the gradients of their loss. `given`: Head, targets and options."""
+        *head, targets, options = given
         wanted = ctx.needs_input_grad[:3]
         # The gradients are made here, with the logits at hand, and kept instead of them.
         compute = _called_as_operator if _operator else _sums_and_gradients
         ctx.traced = _operator
-        sums, *gradients = compute(hidden, Head(weight, bias, softcap, tokens), targets, options, wanted)
+        sums, *gradients = compute(hidden, Head(*head), targets, options, wanted)
         ctx.save_for_backward(*gradients)
         ctx.dtype = hidden.dtype
         ctx.mark_non_differentiable(*sums[1:])

@@ -31,7 +31,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     Args:
         matrices: [B, R, C]. One launch does a step of all: small matrices one by one would wait for the host.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a, b, c = (3.4445, -4.7750, 2.0315)
     tall = matrices.size(1) > matrices.size(2)
     x = matrices.bfloat16().mT if tall else matrices.bfloat16()
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -39,15 +39,6 @@ def orthogonalized(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def _full_matrix(shard: Tensor, param: Tensor) -> Tensor:
-    """Return the whole matrix, gathered in bf16 if the parameter is sharded."""
-    if not isinstance(param, DTensor):
-        return shard
-    sharded = as_sharded(shard.bfloat16(), param)
-    assert isinstance(sharded, DTensor)
-    return sharded.full_tensor()
 
 
 def _batches(matrices: list[Numbered]) -> Iterator[list[Numbered]]:
@@ -131,7 +122,8 @@ class Muon(AdamW):
         torch._foreach_copy_(buffers, list(torch.where(~clip.isnan(), momentum, before, out=momentum)))  # private, too
         del before, momentum  # the memory of the steps that follow
         if isinstance(params[0], DTensor):
-            whole = torch.stack([_full_matrix(shard, param) for shard, param in zip(grads, params, strict=True)])
+            sharded = [as_sharded(shard.bfloat16(), param) for shard, param in zip(grads, params, strict=True)]
+            whole = torch.stack([matrix.full_tensor() for matrix in sharded])  # type: ignore[attr-defined]
         orthogonal = orthogonalized(whole)
         return torch.stack([local_part(matrix, param) for matrix, param in zip(orthogonal, params, strict=True)])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -162,20 +161,6 @@ def set_gradient_sync(model: torch.nn.Module, *, last: bool) -> None:
     # communication, which the memory plan decides.
     orig_model.set_requires_gradient_sync(last or not sharding.keep_gradients)
     orig_model.set_reshard_after_backward(last or not sharding.keep_weights)
-
-
-@contextmanager
-def plain_backward(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Gather the weights of embedding and head in the backward pass, within the context: that of a forward pass that is
-    not ours reads the head through its logits."""
-    alone = [module for module in _alone(orig_model) if isinstance(module, FSDPModule)]
-    for module in alone:
-        module.set_unshard_in_backward(True)
-    try:
-        yield
-    finally:
-        for module in alone:
-            module.set_unshard_in_backward(False)
 
 
 def reshard(orig_model: torch.nn.Module) -> None:

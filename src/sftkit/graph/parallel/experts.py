@@ -102,14 +102,7 @@ class _Exchanged(torch.autograd.Function):
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        sizes: Tensor,
-        room: int,
-        group: str,
-        back: bool,  # noqa: FBT001 - as above
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:  # noqa: FBT001
         ctx.save_for_backward(sizes)
         ctx.room = len(rows)
         ctx.group = group
@@ -127,13 +120,7 @@ class _Send(torch.autograd.Function):
 
 
 @torch.library.custom_op("sftkit::all_to_all", mutates_args=())
-def _all_to_all(
-    rows: Tensor,
-    sizes: Tensor,
-    room: int,
-    group: str,
-    back: bool,  # noqa: FBT001 - an operator takes its arguments by place
-) -> Tensor:
+def _all_to_all(rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:  # noqa: FBT001 - an operator
     # On the host already: _exchange_counts has waited for them, once for tokens, results and the gradients of both.
     given, taken = reversed(sizes.tolist()) if back else sizes.tolist()
     arrived = rows.new_zeros(room, *rows.shape[1:])
