@@ -298,7 +298,7 @@ def _without_gpu() -> Iterator[None]:
     """Keep the schedulers from asking for a GPU's bandwidth or speed where there is none, and they fail: they ask even
     where other estimates are given (pytorch/pytorch#182883)."""
     scheduling = "torch._inductor.fx_passes.overlap_scheduling"
-    # Any number will do: on a CPU products and collectives are estimated in passes/overlap.py.
+    # Any number will do: on a CPU products and collectives are estimated in passes/order.py.
     stand_ins: dict[tuple[str, str], Callable[..., float]] = {
         ("torch.utils._runtime_estimation", "get_gpu_dram_gbps"): lambda: 10.0,  # torch 2.13
         (scheduling, "get_gpu_dram_gbps"): lambda: 10.0,
@@ -349,7 +349,7 @@ def by_inductor(graph: GraphModule, examples: Sequence[Any], *, is_backward: boo
 def _let_dependencies_be_traced() -> None:
     """Give the operator that writes an order into a graph the rule of autograd that torch has from 2.13 on. Inductor
     runs a graph on fake tensors before it compiles it, and without the rule 2.11 ends there, whether or not gradients
-    are wanted (pytorch/pytorch#165786, mended by #168894)."""
+    are wanted (pytorch/pytorch#165786, fixed by #168894)."""
     operator = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
     key = private("torch._C", "DispatchKey").Autograd
     if not operator.has_kernel_for_dispatch_key(key):

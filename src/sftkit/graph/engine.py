@@ -53,7 +53,7 @@ from sftkit.tracking.names import StepOutcome
 
 
 def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "allgather") -> None:
-    """Refuse processes that the engine has no sharding for, and models that it was not made for.
+    """Reject processes that the engine has no sharding for, and models that it was not made for.
 
     Args:
         dispatcher: graph.token_dispatcher.
@@ -82,7 +82,7 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
 
 
 def check_device(passes: Sequence[str], attention: str, device: torch.device) -> None:
-    """Refuse passes that this device cannot run, before a model is loaded.
+    """Reject passes that this device cannot run, before a model is loaded.
 
     Args:
         passes: names of graph.passes. attention: the backend that the recipe names.

@@ -261,7 +261,7 @@ def model_of_files(model: ModelConfig, checkpoint: Path | None = None) -> PreTra
 def check_complete(
     where: str | Path, model_class: type, missing: Set[str], mismatched: Set[tuple[str, torch.Size, torch.Size]]
 ) -> None:
-    """Refuse files that do not have all weights of the model.
+    """Reject files that do not have all weights of the model.
 
     Args:
         missing, mismatched: as from_pretrained reports them, the latter with both shapes.

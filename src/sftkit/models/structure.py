@@ -232,7 +232,7 @@ class Work:
     tokens: int
     targets: int
     layer_pairs: int
-    "allowed (query, key) pairs, summed over the layers (`attention_windows`, `balance.causal_pairs`)"
+    "allowed (query, key) pairs, summed over the layers (see `attention_windows`)"
     encoded: int = 0
     "inputs of an encoder"
     encoder_positions: int = 0
@@ -272,7 +272,7 @@ def stage_flops(orig_model: PreTrainedModel, work: Work, layers: Sequence[int]) 
     """Return the FLOPs of each process of a pipeline, which add up to train_flops; the last one has the head.
 
     Args:
-        layers: of each process. They are alike (parallel.balance); the final norm is counted with them.
+        layers: of each process. They are alike (parallel.stages); the final norm is counted with them.
     """
     layer = train_flops(orig_model, replace(work, targets=0)) / sum(layers)
     head = train_flops(orig_model, Work(0, work.targets, 0))
@@ -338,7 +338,7 @@ class Stages:
         return int(self.mesh.mesh[self.holders[name][0]][0])
 
     def elsewhere(self, state: str) -> bool:
-        """Return whether an optimizer state (optim.state.named_states) belongs to a parameter that
+        """Return whether an optimizer state (optim.protocol.named_states) belongs to a parameter that
         this rank does not hold."""
         return any(self.pipeline_rank not in places and _is_of(state, name) for name, places in self.holders.items())
 

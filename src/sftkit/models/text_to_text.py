@@ -85,7 +85,7 @@ class EncoderDecoder(ModelKind):
             pooler.forward = _nothing
 
     def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
-        """Refuse models in parts and float8: these models are trained as replicas in the precision of the run."""
+        """Reject models in parts and float8: these models are trained as replicas in the precision of the run."""
         name = orig_model.config.model_type
         if topology.partial:
             raise ConfigError(
@@ -164,7 +164,7 @@ def _nothing(hidden: Tensor) -> None:
 
 
 def require_inputs(examples: Examples, what: str) -> None:
-    """Refuse documents with nothing to encode.
+    """Reject documents with nothing to encode.
 
     Raises:
         DataError: they have none.

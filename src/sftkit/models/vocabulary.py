@@ -94,7 +94,7 @@ def new_rows(orig_model: PreTrainedModel) -> NewRows | None:
 
 
 def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer with tokens that the model has no rows for.
+    """Reject a tokenizer with tokens that the model has no rows for.
 
     Tokens that were added will get rows. Special tokens that neither text nor the template ever becomes need none: the
     tokenizer of Gemma 3 1B has one for images, its model does not.

@@ -519,7 +519,7 @@ def _measured(
                 times[name] = _milliseconds(name, shape, device)
             except Exception as error:  # such as an installation that does not fit this GPU or torch
                 log.warning("attention backend %s does not work here: %s", name, " ".join(str(error).split())[:200])
-        # Not kept where one failed: the next start may find it mended.
+        # Not kept where one failed: the next start may find it fixed.
         if len(times) < len(backends):
             return times
         cached[key] = times

@@ -345,7 +345,7 @@ class AdamW(torch.optim.Optimizer):
                 self.state[param] = {name: value.to(param.device, copy=True) for name, value in saved.items()}
 
     def _check_states(self, saved: State, param: Tensor, group: Group) -> None:
-        """Refuse states of other names or dtypes than this optimizer keeps for the parameter."""
+        """Reject states of other names or dtypes than this optimizer keeps for the parameter."""
         expected = {*self._zero_states(param, group), *(["master"] if self._has_master(param) else [])}
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         same = {value.dtype for name, value in saved.items() if name != "step"} == {dtype}

@@ -54,7 +54,7 @@ def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
     pipeline together and with the same inputs. Weights of a sharded stage are gathered once, over the ranks that share
     it. A model that is no pipeline's stays as it is, and so does one that is in such a context already.
 
-    Hidden states of the decoder are the last stage's alone: `models.stages.from_last`. Logits are the same on all.
+    Hidden states of the decoder are the last stage's alone: `models.structure.from_last`. Logits are the same on all.
     """
     stages = stages_of(orig_model)
     if stages is None or stages.entered:
@@ -403,7 +403,7 @@ def into_stages(
 
     Args:
         source: where the weights of an empty model come from (models.load).
-        layers: of each stage (balance.layers_of_stages).
+        layers: of each stage (stages.layers_of_stages).
     """
     orig_model = model.orig_model
     empty = any(p.is_meta for p in orig_model.parameters())

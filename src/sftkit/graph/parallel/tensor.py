@@ -116,7 +116,7 @@ PLANS = {
 
 
 def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
-    """Refuse a model that tensor parallelism over so many ranks is not possible for.
+    """Reject a model that tensor parallelism over so many ranks is not possible for.
 
     Raises:
         ConfigError: an architecture without a plan, or numbers that the ranks do not divide.
