@@ -272,7 +272,7 @@ def _flash_unsupported(
         return "has no soft cap of the scores, which this model needs"
     if problem := flash.kernel_unsupported_reason(kernel, device, orig_model.dtype):
         return problem
-    head_dim, _ = head_sizes(orig_model)
+    head_dim = head_sizes(orig_model)[0]
     fits = head_dim in (64, 96, 128) if kernel == "fa4" else head_dim % 8 == 0 and head_dim <= 256
     return None if fits else f"has no kernel for heads of {head_dim}"
 

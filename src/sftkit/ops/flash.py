@@ -92,9 +92,9 @@ def document_attention(
     # functions, flash_attn.cute's (Dao-AILab/flash-attention#2154) and torch's varlen_attn (pytorch/pytorch#164502),
     # give it the forward pass alone.
     if kernel == "fa4":
-        rows = _fa4_rows(cu_seqlens, cu_seqlens_k, max_length, window)
-        named = {"softmax_scale": scale, "causal": causal, "return_lse": True}
-        out, lse = fa4()._flash_attn_fwd(query, key, value, **named, **rows)
+        named = _fa4_rows(cu_seqlens, cu_seqlens_k, max_length, window)
+        named |= {"softmax_scale": scale, "causal": causal, "return_lse": True}
+        out, lse = fa4()._flash_attn_fwd(query, key, value, **named)
         return out, lse
     rows = (cu_seqlens, cu_seqlens_k, max_length, max_length)
     # No dropout; and torch has no name for the last one by place: no debug mask is returned.
@@ -141,8 +141,8 @@ def document_attention_backward(  # noqa: PLR0913 - an operator takes tensors an
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `document_attention` by query, key and value, in their shapes and dtypes."""
     if kernel == "fa4":
-        rows = _fa4_rows(cu_seqlens, cu_seqlens_k, max_length, window)
-        grads = fa4()._flash_attn_bwd(query, key, value, out, grad, lse, scale, causal, **rows)
+        named = _fa4_rows(cu_seqlens, cu_seqlens_k, max_length, window)
+        grads = fa4()._flash_attn_bwd(query, key, value, out, grad, lse, scale, causal, **named)
         return _cleared(grads, cu_seqlens, cu_seqlens_k, causal=causal)
     # Private, as in document_attention: torch.nn.attention.varlen has a backward pass of its own, but no function for
     # it.

@@ -54,7 +54,7 @@ def as_sharded(shard: Tensor, param: Tensor) -> Tensor:
     """Return a shard as part of a DTensor that is sharded like `param`; where that is whole, the shard itself."""
     if not isinstance(param, DTensor):
         return shard
-    whole = {"shape": param.shape, "stride": param.stride()}
+    whole: Any = {"shape": param.shape, "stride": param.stride()}
     return DTensor.from_local(shard, param.device_mesh, param.placements, run_check=False, **whole)
 
 

@@ -212,12 +212,12 @@ def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str,
         found[f"{STEP}.{name}"] = state[STEP].to(torch.int64)
         for key, value in state.items():
             # torchao's states are 8-bit codes and a scale per block of the shard.
-            codes = getattr(local(value), "codes", None)
-            if key != STEP and codes is None:
-                found[f"{key}.{name}"] = _shaped(local(value), param)
+            own: Any = local(value)
+            if key != STEP and not hasattr(own, "codes"):
+                found[f"{key}.{name}"] = _shaped(own, param)
             elif key != STEP:
-                found[f"{key}.{name}.codes"] = _shaped(codes, param)
-                found[f"{key}.{name}.scale"] = local(value).scale
+                found[f"{key}.{name}.codes"] = _shaped(own.codes, param)
+                found[f"{key}.{name}.scale"] = own.scale
     return found
 
 

@@ -336,7 +336,7 @@ class Pipelined(torch.nn.Module):
         options: Any = {"device": device, "requires_grad": True}
         hidden = torch.empty(*batch.shape, weight.shape[1], dtype=weight.dtype, **options)
         loss = torch.empty(1, dtype=torch.promote_types(weight.dtype, torch.float32), **options)
-        given = {"input_args": torch.empty(1) if stage.is_first else hidden}
+        given: Any = {"input_args": torch.empty(1) if stage.is_first else hidden}
         given["output_args"] = loss if stage.is_last else hidden
         return PipelineStage(
             stage, stage.number, len(self.placement.layers), device, **given, group=self.placement.group

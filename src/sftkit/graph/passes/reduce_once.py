@@ -199,7 +199,7 @@ def _without_reductions(
         for whole in others:  # of a tied weight
             summed = _added(copied, summed, whole)
         sums.append(summed)
-    outputs = list(output.args[0])
+    outputs: Any = list(output.args[0])  # type: ignore[arg-type]
     replaced = [outputs[at] for at in left_out]
     for at in left_out:
         outputs[at] = None
