@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -30,7 +30,6 @@ from sftkit.rundir.names import TOKENIZER, resolve
 from sftkit.runtime.script import working
 from sftkit.runtime.start import Runtime
 
-OnBadRow = Literal["error", "skip"]
 END_OF_TEXT, PAD, IM_START, IM_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 TURN_MARK = re.compile(r"<\|\w+\|>")
 
@@ -200,7 +199,7 @@ def read_template(template: str) -> str:
 
 
 def base_tokenizer(
-    model: ModelConfig, train: tuple[SourceConfig, ...], on_bad_row: OnBadRow, run_dir: Path, rt: Runtime
+    model: ModelConfig, train: tuple[SourceConfig, ...], on_bad_row: sources.OnBadRow, run_dir: Path, rt: Runtime
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
     if model.train_tokenizer is None:
@@ -217,7 +216,7 @@ def base_tokenizer(
 
 
 def new_tokenizer(
-    model: ModelConfig, training: TokenizerTraining, train: tuple[SourceConfig, ...], on_bad_row: OnBadRow
+    model: ModelConfig, training: TokenizerTraining, train: tuple[SourceConfig, ...], on_bad_row: sources.OnBadRow
 ) -> PreTrainedTokenizerBase:
     """Train a tokenizer on its sources, with `model.chat_template` or our own template."""
     template = model.chat_template or "chatml"
@@ -252,7 +251,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
     return fast
 
 
-def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: OnBadRow) -> Iterator[str]:
+def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: sources.OnBadRow) -> Iterator[str]:
     """Yield the texts of all rows: their text, the captions of pictures, or the content of each message."""
     for source in tokenizer_sources:
         for row in sources.read_source(source, on_bad_row):
