@@ -23,7 +23,7 @@ def main() -> None:
     from sftkit.generation.decode import stream
     from sftkit.generation.introduction import introduction
     from sftkit.generation.repl import ChatHistory, converse, print_answer
-    from sftkit.models.kinds import check_causal
+    from sftkit.models.kind import check_causal
     from sftkit.models.load import load_model
     from sftkit.models.tokenizer import load_tokenizer
     from sftkit.runtime.start import quiet_libraries, start_device

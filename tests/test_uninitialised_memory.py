@@ -75,7 +75,7 @@ ONLY_TIMED = {
     ("labs/bench/machine.py", "copy_tb_per_sec"): 2,
     ("labs/bench/machine.py", "matmul_tflops"): 1,
     ("memory/plan.py", "reserve_optimizer_state"): 1,
-    ("ops/attention_choice.py", "_gpu_milliseconds"): 1,
+    ("ops/attention.py", "_milliseconds"): 1,
     ("parallel/pipeline.py", "Pipelined._torch_stage"): 3,
 }
 "Those that take it to time it, to hold it or for its shape: nobody looks at the values."

@@ -24,7 +24,7 @@ from sftkit.data.batches.collate import Batch, collate, warm_up_batch
 from sftkit.data.batches.pack import DocumentLengths, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.load import (
     DTYPES,
     from_config,
@@ -38,8 +38,7 @@ from sftkit.models.structure import decoder, decoder_blocks, encoder, vocab_size
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.next_token import Caption, NextToken
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention import kernel_order, plain_implementation
-from sftkit.ops.attention_choice import Execution, choose_backend
+from sftkit.ops.attention import choose_backend, kernel_order, plain_implementation
 from sftkit.rundir.names import resolve, trained_length, unresolved_reason
 from sftkit.runtime.script import counted
 from sftkit.runtime.start import Runtime
@@ -132,8 +131,8 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
         raise ConfigError(f"data.max_length: {unresolved_reason(cfg.model.path)}")
     lengths = np.linspace(max(length // 8, 1), length, 64).astype(np.int64)
     layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, length, encoded=encodes))
-    execution = Execution(cfg.compile.enabled, captured=cfg.train.engine == "graph")
-    backend = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt).backend
+    execution = {"compiled": cfg.compile.enabled, "captured": cfg.train.engine == "graph"}
+    backend = choose_backend(cfg.attention.backend, orig_model, layout, rt, **execution).backend
     check_marked(cfg.compile, backend)
     model = ModelWithLoss(orig_model, backend, (Caption if encodes else NextToken)(cfg.loss))
     # Three batches: as the warm-up's, with other values of the same shape, and of another length.

@@ -38,7 +38,7 @@ from sftkit.models.text_to_text import TextToText
 from sftkit.models.vision import VisionToText, pixels_of
 from sftkit.objectives.next_token import Caption
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention_choice import Execution, unsupported_reason
+from sftkit.ops.attention import unsupported_reason
 from sftkit.optim.build import build_optimizer, parameter_groups
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -287,10 +287,10 @@ def test_all_but_a_pooler_is_trained_and_positions_do_not_decay() -> None:
 def test_kernels_without_relative_positions_are_refused_for_t5() -> None:
     orig_model, layout = made(TRANSLATOR), make_layout_of("packed", LENGTHS)
     for backend in ("varlen", "sdpa", "flex"):
-        found = unsupported_reason(backend, orig_model, layout, torch.device("cpu"), Execution(compiled=True))
+        found = unsupported_reason(backend, orig_model, layout, torch.device("cpu"), compiled=True)
         assert found is not None
         assert "no relative positions" in found
-    assert unsupported_reason("reference", orig_model, layout, torch.device("cpu"), Execution(compiled=True)) is None
+    assert unsupported_reason("reference", orig_model, layout, torch.device("cpu"), compiled=True) is None
 
 
 def test_an_input_that_several_documents_share_is_kept_once() -> None:

@@ -24,7 +24,7 @@ from sftkit.evals.scoring import evaluate_captions, prompts_of, token_f1
 from sftkit.generation import decode, kv_cache
 from sftkit.generation.decode import Batching, Decoding
 from sftkit.generation.repl import Answer
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.ops.attention import plain_attention
 
 TOKENIZER: Any = SimpleNamespace(

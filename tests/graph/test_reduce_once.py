@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
 from sftkit.graph.passes import reduce_once
-from sftkit.graph.passes.reduce_once import BackwardFork, Forked, WholeGradients
+from sftkit.graph.passes.reduce_once import BackwardFork, WholeGradients
 
 WEIGHT, NORM = ("weight", (1,), "fp32"), ("norm", (1,), "fp32")
 
@@ -24,7 +24,7 @@ class Half:
         examples = {key: torch.empty(1) for key in keys}
         gradients = dict(enumerate(examples.values(), start=1))
         self.fork = BackwardFork(GraphModule({}, Graph()), None, examples, gradients, {name for name, *_ in keys})
-        self._run = sums.half_of(self.fork, Forked(self.first, self.middle, self.last))
+        self._run = sums.half_of(self.fork, self.first, self.middle, self.last)
 
     def first(self, args: list[Any]) -> list[Any]:
         """One gradient that no rank shares, and none of the weights; then what is to be reduced."""
@@ -88,7 +88,7 @@ def test_a_half_is_the_only_one_that_holds_the_sums_which_it_is_given() -> None:
         seen.append(dict(sums._sums))
         return middle(args)
 
-    half._run = sums.half_of(half.fork, Forked(half.first, looking, half.last))
+    half._run = sums.half_of(half.fork, half.first, looking, half.last)
     with sums.summing(3):
         half(1.0)
         assert list(sums._sums) == [WEIGHT]
@@ -111,7 +111,7 @@ def test_halves_of_a_step_that_sum_other_gradients_are_refused() -> None:
 def test_more_micro_batches_than_there_are_graphs_for_are_refused() -> None:
     sums = WholeGradients(several=False)
     half = Half(sums)
-    half._run = sums.half_of(half.fork, Forked(half.first, None, half.last))
+    half._run = sums.half_of(half.fork, half.first, None, half.last)
     with sums.summing(3):
         half(1.0)
         with pytest.raises(RuntimeError, match="more micro-batches than its graphs were captured for"):

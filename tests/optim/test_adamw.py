@@ -16,17 +16,8 @@ from torch._dynamo import utils as dynamo_utils
 from sftkit.config.schema import OptimConfig
 from sftkit.config.tables import OPTIMIZERS
 from sftkit.errors import ConfigError
-from sftkit.ops.tensors import int32, noise16, stochastic_round
-from sftkit.optim.adamw import (
-    Coefficients,
-    FusedAdamW,
-    RandomBits,
-    Scalars,
-    WeightAndMoments,
-    corrections,
-    update_exact,
-    update_stochastic,
-)
+from sftkit.ops.tensors import ParameterShard, int32, noise16, stochastic_round
+from sftkit.optim.adamw import FusedAdamW, corrections, update_eagerly
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, learning_rate
 from sftkit.runtime.open import random_key
@@ -303,7 +294,7 @@ def test_rounding_keeps_what_bf16_can_hold_and_inf_and_nan() -> None:
 
 def rows_of_the_kernel(stochastic: bool, device: str) -> list[Any]:
     """Parameters of odd sizes, gradients that lie oddly, numbers of elements beyond 2^31."""
-    from sftkit.ops.adamw_kernel import CHUNK, ParameterShard
+    from sftkit.ops.adamw_kernel import CHUNK
 
     rows, generator = [], torch.Generator().manual_seed(0)
     for i, size in enumerate((1, 33, 0, 128 * 64, CHUNK, 2 * CHUNK + 7, 100_003, 16)):
@@ -334,13 +325,7 @@ def test_the_kernel_of_all_parameters_computes_what_torch_does_for_each_with_the
         assert torch.equal(row.exp_avg, before.exp_avg)
     update_(ours, clip, corrected)
     for row, other, factors in zip(ours, theirs, corrected, strict=True):
-        s = Scalars(*(torch.tensor(x, dtype=torch.float32) for x in other.scalars))
-        stored = WeightAndMoments(other.weight, other.exp_avg, other.exp_avg_sq)
-        by, bits = Coefficients(clip, s, factors), RandomBits.of(other.offset, other.key)
-        if stochastic:
-            update_stochastic(stored, other.grad, by, bits)
-        else:
-            update_exact(stored, other.rounded, other.grad, by, bits)
+        update_eagerly(other, clip, factors)
         pairs = [(getattr(row, name), getattr(other, name)) for name in ("weight", "exp_avg", "exp_avg_sq", "rounded")]
         for a, b in pairs:
             if b is not None:

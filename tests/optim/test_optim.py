@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from helpers import tiny_llama
 
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
+from sftkit.models.structure import Stages
 from sftkit.optim import muon
 from sftkit.optim.adamw import Numbered
 from sftkit.optim.build import build_optimizer
@@ -121,7 +121,8 @@ def test_a_missing_torchao_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_states_in_blocks_are_refused_for_a_weight_of_two_stages() -> None:
     model = tiny_llama()
-    model._stages = SimpleNamespace(holders={"model.embed_tokens.weight": (0, 1), "model.norm.weight": (1,)})  # type: ignore[assignment]
+    holders = {"model.embed_tokens.weight": (0, 1), "model.norm.weight": (1,)}
+    model._stages = Stages((1, 1), None, holders, None)  # type: ignore[assignment, arg-type]
     with pytest.raises(ConfigError, match=r"adamw8bit: its random numbers .* take optim\.name=adamw_sr"):
         make("adamw8bit", model)
 

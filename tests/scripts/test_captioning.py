@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from sftkit.data.reading import images
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.reports.card import _use
 from sftkit.rundir.names import step_dirs
 

@@ -12,7 +12,7 @@ from helpers import VOCAB_SIZE, make_examples
 from transformers import PreTrainedModel
 
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.load import from_scratch
 
 ENCODER = {"model_type": "vit", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

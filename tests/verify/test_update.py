@@ -94,8 +94,8 @@ def test_a_right_8_bit_update_is_that_of_torch(tmp_path: Path) -> None:
 
 def scaled_formula(right: Any) -> Any:
     def wrong(old: Any, grad: torch.Tensor, scalars: Any, corrected: torch.Tensor) -> Any:
-        new = right(old, grad, scalars, corrected)
-        return new._replace(weight=old.weight + 1.1 * (new.weight - old.weight))
+        weight, *moments = right(old, grad, scalars, corrected)
+        return (old[0] + 1.1 * (weight - old[0]), *moments)
 
     return wrong
 

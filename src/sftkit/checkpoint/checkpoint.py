@@ -21,7 +21,7 @@ from sftkit.checkpoint.save import Best, SaveEnd, Snapshot, Writer, free_bytes, 
 from sftkit.checkpoint.states import copies_done, load_states, snapshot_states, snapshot_weights
 from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.structure import stages_of
 from sftkit.models.weights import load_weights
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded

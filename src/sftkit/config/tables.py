@@ -271,7 +271,7 @@ OPTIMIZERS = {
         ),
         OptimizerSpec(
             name="adamw_sr",
-            code="sftkit.optim.adamw_sr:build",
+            code="sftkit.optim.adamw:build_stochastic",
             summary="all bf16, stochastically rounded",
             state_bytes={"bf16": 4},
             saves_memory=True,

@@ -55,7 +55,7 @@ from sftkit.models.float8 import apply_fp8
 from sftkit.models.routing import routing_of
 from sftkit.models.structure import decoder_blocks
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention_choice import Execution, choose_backend, eager_backend
+from sftkit.ops.attention import choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.pipeline import Pipelined, stage_times, stagewise
@@ -163,7 +163,7 @@ class Blocks:
             apply_fp8(cfg.train, cfg.compile, orig_model, layout, rt)
             self._code_key = compile_cache.code_key(cfg, orig_model, layout, rt)
             compile_cache.restore(cfg.compile, self._code_key, rt)
-            choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
+            choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=cfg.compile.enabled)
             check_marked(cfg.compile, choice.backend)
             if rt.device.type == "cuda" and (advice := recording_advice(cfg.compile, dynamic_layout=layout.dynamic)):
                 rt.print(advice, "warning")

@@ -39,7 +39,7 @@ from sftkit.engine.plain import PlainModel, documents_of, in_one_pass, plain_sum
 from sftkit.engine.self_check import REFUSED_FROM
 from sftkit.engine.step import MicroBatches, gradients, has_dropout
 from sftkit.models.float8 import position_multiple
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.structure import decoder_blocks, embedding_of, output_projection, stages_of, vocab_size
 from sftkit.objectives.objective import ModelWithLoss, Totals
 from sftkit.ops.attention import plain_attention, short_windows

@@ -20,10 +20,10 @@ from sftkit.data.batches.collate import Batch, warm_up_batch
 from sftkit.data.batches.epoch import row_shard
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.batches.pack import Layout
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.structure import encoder, vocab_size
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Objective, Totals
-from sftkit.ops.attention_choice import DROPOUTS
+from sftkit.ops.attention import DROPOUTS
 from sftkit.optim.protocol import Optimizer, clip_coefficient, parameters_of, squared_norm
 from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.wrap import gradient_scale, gradient_sync

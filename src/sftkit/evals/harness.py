@@ -30,7 +30,7 @@ from sftkit.errors import ConfigError
 from sftkit.evals.results import Evaluated, Result, Z
 from sftkit.evals.scoring import longest_input
 from sftkit.generation.kv_cache import plain_forward
-from sftkit.models.kinds import check_causal
+from sftkit.models.kind import check_causal
 from sftkit.models.load import load_model, load_options
 from sftkit.models.rope import max_positions
 from sftkit.objectives.next_token import NextToken

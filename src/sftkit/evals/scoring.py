@@ -27,7 +27,7 @@ from sftkit.evals.results import Evaluated, Result, example_record, interval
 from sftkit.evals.task import Choices, Likelihoods, Message, Question
 from sftkit.generation.decode import ALONE, Batching, PromptRow, Prompts, gathered, generate, text_of, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
-from sftkit.models.generation_config import stop_ids
+from sftkit.models.load import stop_ids
 from sftkit.models.rope import longrope_limit
 from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens

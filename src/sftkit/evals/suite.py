@@ -32,11 +32,11 @@ from sftkit.evals.results import Evaluated
 from sftkit.evals.task import Choices, Likelihoods, Question, Task
 from sftkit.generation.decode import Batching, Prompts, generate
 from sftkit.generation.repl import Answer
-from sftkit.models.generation_config import stop_ids
-from sftkit.models.kinds import check_causal
+from sftkit.models.kind import check_causal
+from sftkit.models.load import stop_ids
 from sftkit.models.structure import inference, positions
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention_choice import eager_backend
+from sftkit.ops.attention import eager_backend
 from sftkit.parallel.fsdp import reshard
 from sftkit.rundir.manifest import digest
 from sftkit.rundir.names import evaluation_dir

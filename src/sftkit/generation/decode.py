@@ -34,9 +34,8 @@ from sftkit.generation.kv_cache import (
     replay_unsupported_reason,
 )
 from sftkit.generation.repl import Answer, Sampling
-from sftkit.models.generation_config import stop_ids
-from sftkit.models.kind import Continuation
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import Continuation, kind_of
+from sftkit.models.load import stop_ids
 from sftkit.models.structure import quiet_routers
 from sftkit.ops.attention import mixes_tokens, windows
 from sftkit.runtime.start import Runtime

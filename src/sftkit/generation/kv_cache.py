@@ -21,8 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 
 from sftkit.models.kind import Continuation
 from sftkit.models.structure import EXPERT_COUNTS, decoder, inference
-from sftkit.ops.attention import implementation, mixes_tokens, plain_attention, relative_positions
-from sftkit.ops.attention_choice import head_sizes
+from sftkit.ops.attention import head_sizes, implementation, mixes_tokens, plain_attention, relative_positions
 from sftkit.ops.cross_attention import IMPLEMENTATION, attend_cached
 from sftkit.parallel.tensor import without_sequence_parallel
 

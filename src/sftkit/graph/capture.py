@@ -2,9 +2,8 @@
 
 The model's own Python runs once on fake tensors under AOTAutograd, without Dynamo: what it decides on the host is
 decided for good, what it computes is in the graph. Weights, the tensors of a batch, and the weight of the loss go in;
-named sums and gradients come out.
-
-What the step calls: a model with its loss, by its captured graphs, held to the shapes that were captured.
+named sums and gradients come out. `CapturedModel` is what a step calls: it runs the graph of a batch's shape, and
+rejects, captures or runs eagerly a shape that has none.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from sftkit.graph.passes.apply import Passes, Recorder, Stage
 from sftkit.graph.passes.gather_once import SharedWeights
 from sftkit.graph.passes.reduce_once import WholeGradients
 from sftkit.objectives.objective import ModelWithLoss, Sums
-from sftkit.ops.attention_choice import eager_backend
+from sftkit.ops.attention import eager_backend
 from sftkit.ops.flex import attention_as_operator
 from sftkit.ops.linear_cross_entropy import loss_as_operator
 from sftkit.runtime.start import replaced
@@ -86,7 +85,8 @@ class _Traced(torch.nn.Module):
 
     def __init__(self, model: ModelWithLoss, batch: Batch) -> None:
         super().__init__()
-        self.model, self.batch = model, batch
+        self.model = model
+        self.batch = batch
         self.measured: list[str] = []
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -110,7 +110,8 @@ def capture(model: ModelWithLoss, batch: Batch, passes: Passes) -> Graph:
     Raises:
         ConfigError: this torch lacks something that it takes.
     """
-    started, traced = time.perf_counter(), _Traced(model, batch)
+    started = time.perf_counter()
+    traced = _Traced(model, batch)
     # Held until both halves are compiled. Within, loss and attention are one operator each: a trace would unroll the
     # loop over chunks of logits, and torch's own flex_attention would start Dynamo in the middle of it.
     with ExitStack() as stack:
@@ -157,7 +158,9 @@ class CapturedModel(torch.nn.Module):
             saves_memory: see Passes.
         """
         super().__init__()
-        self.model, self._passes, self._saves_memory = model, passes, saves_memory
+        self.model = model
+        self._passes = passes
+        self._saves_memory = saves_memory
         self._recorder: Recorder | None = None
         self._shared = SharedWeights() if "gather_once" in passes else None
         self._sums = WholeGradients(several=micro_batches > 2) if "reduce_once" in passes else None
@@ -178,13 +181,16 @@ class CapturedModel(torch.nn.Module):
             self._recorder = Recorder()
         passes = Passes(self._passes, self._saves_memory, self._recorder, self._shared, self._sums)
         self._graphs[signature_of(batch)] = capture(self.model, batch, passes)
-        self.stages[_shape(batch)] = passes.stages
+        rows, length = batch.doc_ids.shape
+        self.stages[rows, length] = passes.stages
 
     def forget(self) -> None:
         """Drop all graphs: every batch runs eagerly from here on."""
         if self._recorder is not None:
             self._recorder.close()
-        self._graphs, self.stages, self._recorder = {}, {}, None
+        self._graphs = {}
+        self.stages = {}
+        self._recorder = None
 
     @property
     def num_graphs(self) -> int:
@@ -224,9 +230,6 @@ class CapturedModel(torch.nn.Module):
         # Checks and evaluations, outside of the contract, may bring any shape.
         if not self._graphs or self._on_other is None:
             return self.model(batch, self._eager)
-        return self._other(batch)
-
-    def _other(self, batch: Batch) -> Sums:
         reason = self._reason(batch)
         if self._on_other == "error":
             raise RecompileError(
@@ -246,7 +249,7 @@ class CapturedModel(torch.nn.Module):
 
     def _reason(self, batch: Batch) -> str:
         """Return what of the batch no graph has."""
-        rows, length = _shape(batch)
+        rows, length = batch.doc_ids.shape
         known = sorted(self.stages)
         declared = ", ".join(f"{r} x {t}" for r, t in known)
         if (rows, length) not in known:
@@ -260,9 +263,3 @@ class CapturedModel(torch.nn.Module):
             if all(s.get(name) != shape for s in signatures)
         ]
         return f"a micro-batch of {rows} x {length} positions with {', '.join(differing) or 'other inputs'}"
-
-
-def _shape(batch: Batch) -> tuple[int, int]:
-    """Return the rows of a batch, and the positions of each, whole where ranks share them."""
-    rows, length = batch.doc_ids.shape
-    return rows, length

@@ -96,14 +96,14 @@ def flex_operator(call: flex.Call) -> Tensor:
     # that it fills in and a score function that it puts in the place of none (pytorch/pytorch#167224).
     operator = private("torch._higher_order_ops.flex_attention", "flex_attention")
     options = private("torch.nn.attention.flex_attention", "_apply_kernel_options")
-    query, key, value = call.query, call.key, call.value
+    inputs = (call.query, call.key, call.value)
     score = call.capped or private("torch.nn.attention.flex_attention", "_identity")
     # With the log-sum-exp, which the backward pass wants.
-    known = options(query, key, value, True, None)  # noqa: FBT003 - private, so by place
+    known = options(*inputs, True, None)  # noqa: FBT003 - private, so by place
     # Its last entry is the mask function, replaced by one that reads the document ids it is given: a closure over a
     # tensor would be a constant of the graph.
     mask = (*call.block_mask.as_tuple()[:-1], call.visible)
-    out, *_ = operator(query, key, value, score, mask, call.scale, known, (), (call.doc_ids,))
+    out, *_ = operator(*inputs, score, mask, call.scale, known, (), (call.doc_ids,))
     return out
 
 
@@ -152,16 +152,10 @@ def schema_name(node: Node) -> str:
     return "" if target is None else str(target._schema.name)
 
 
-def is_mutable(node: Node) -> bool:
-    """Return whether a node calls an operator that writes to its inputs."""
-    target = operator_of(node)
-    return target is not None and bool(target._schema.is_mutable)
-
-
 def is_flex(node: Node) -> bool:
     """Return whether a node is FlexAttention or its gradient."""
-    names = ("flex_attention", "flex_attention_backward")
-    return any(node.target is private("torch._higher_order_ops.flex_attention", name) for name in names)
+    module = "torch._higher_order_ops.flex_attention"
+    return node.target in (private(module, "flex_attention"), private(module, "flex_attention_backward"))
 
 
 def parameter_of(node: Node) -> str | None:
@@ -185,13 +179,6 @@ def gradients_of(graph: GraphModule) -> dict[str, Node]:
         if named and isinstance(node, Node) and node.op != "placeholder":  # not the mesh of a DTensor
             found[named.group(1)] = node
     return found
-
-
-def group_named(name: str) -> ProcessGroup:
-    """Return a process group by its name, which an operator has in its place."""
-    # Private: the functional collectives find the group of a name by it, and a graph holds names
-    # (pytorch/pytorch#93173).
-    return private("torch.distributed.distributed_c10d", "_resolve_process_group")(name)
 
 
 def all_gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -277,13 +264,8 @@ def overlap_collectives(
     # their median. No version keeps times of collectives here.
     options = accepted(schedule, compute_estimator="analytical")
     with _quiet(), _without_gpu():
-        schedule(
-            graph,
-            collective_bucketing=True,
-            insert_overlap_deps=for_inductor,
-            custom_runtime_estimation=estimate,
-            **options,
-        )
+        options |= {"insert_overlap_deps": for_inductor, "custom_runtime_estimation": estimate}
+        schedule(graph, collective_bucketing=True, **options)
 
 
 def coalesced(target: Any) -> Any:
@@ -316,7 +298,7 @@ def _without_gpu() -> Iterator[None]:
     """Keep the schedulers from asking for a GPU's bandwidth or speed where there is none, and they fail: they ask even
     where other estimates are given (pytorch/pytorch#182883)."""
     scheduling = "torch._inductor.fx_passes.overlap_scheduling"
-    # Any number will do: on a CPU products and collectives are estimated in passes/overlap.py.
+    # Any number will do: on a CPU products and collectives are estimated in passes/order.py.
     stand_ins: dict[tuple[str, str], Callable[..., float]] = {
         ("torch.utils._runtime_estimation", "get_gpu_dram_gbps"): lambda: 10.0,  # torch 2.13
         (scheduling, "get_gpu_dram_gbps"): lambda: 10.0,
@@ -367,15 +349,11 @@ def by_inductor(graph: GraphModule, examples: Sequence[Any], *, is_backward: boo
 def _let_dependencies_be_traced() -> None:
     """Give the operator that writes an order into a graph the rule of autograd that torch has from 2.13 on. Inductor
     runs a graph on fake tensors before it compiles it, and without the rule 2.11 ends there, whether or not gradients
-    are wanted (pytorch/pytorch#165786, mended by #168894)."""
+    are wanted (pytorch/pytorch#165786, fixed by #168894)."""
     operator = private("torch._inductor.fx_passes.control_dependencies", "control_deps")
     key = private("torch._C", "DispatchKey").Autograd
     if not operator.has_kernel_for_dispatch_key(key):
-        operator.py_impl(key)(_run_ordered)
-
-
-def _run_ordered(after: Sequence[Any], subgraph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return subgraph(*args, **kwargs)
+        operator.py_impl(key)(lambda after, subgraph, *args, **kwargs: subgraph(*args, **kwargs))
 
 
 def compiled_region(graph: GraphModule, examples: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:

@@ -1,7 +1,7 @@
-"""Put a model on its device, or shard it over the processes: its weights read, each rank its own shards.
+"""The graph engine: a micro-batch is one captured graph, weights sharded by operators in it.
 
-The graph engine: a micro-batch is one captured graph, weights sharded by operators in it, loss and optimizers
-the core's own.
+Loss, optimizers and checks are those of the other engines. The model is put on its device first, or sharded over the
+processes, each rank reading its own shards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sftkit.memory.remedies import oom_advice
 from sftkit.models.structure import decoder_blocks
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention_choice import Execution, choose_backend, eager_backend
+from sftkit.ops.attention import choose_backend, eager_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.fsdp import Sharding
@@ -53,7 +53,7 @@ from sftkit.tracking.names import StepOutcome
 
 
 def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "allgather") -> None:
-    """Refuse processes that the engine has no sharding for, and models that it was not made for.
+    """Reject processes that the engine has no sharding for, and models that it was not made for.
 
     Args:
         dispatcher: graph.token_dispatcher.
@@ -82,7 +82,7 @@ def check_possible(rt: Runtime, orig_model: PreTrainedModel, dispatcher: str = "
 
 
 def check_device(passes: Sequence[str], attention: str, device: torch.device) -> None:
-    """Refuse passes that this device cannot run, before a model is loaded.
+    """Reject passes that this device cannot run, before a model is loaded.
 
     Args:
         passes: names of graph.passes. attention: the backend that the recipe names.
@@ -115,27 +115,16 @@ def distribute_for_graph(
         return
     # Modules change their class first for the products of experts, then for activations, last for sharding: the forward
     # pass that gathers weights must be the outermost, as it gives the others theirs.
-    meshes = make_graph_meshes(rt.topology, rt.device.type)
-    mesh = meshes.tensor_parallel
+    every, mesh = make_graph_meshes(rt.topology, rt.device.type)
     use_grouped_products(model.orig_model, None if mesh is None else mesh.get_group("tensor"), dispatcher)
     if mesh is not None:
         exchange_activations(model.orig_model, mesh)
-    shard_for_graph(model, weight_placement(model.orig_model, meshes), rt.precision)
+    shard_for_graph(model, weight_placement(model.orig_model, every, mesh), rt.precision)
     # Weights are read when their places are known, so that each rank reads no more than its own shards.
     materialize_weights(model.orig_model, source, rt.device)
 
 
 log = logging.getLogger(__name__)
-
-
-def _config_for_plan(cfg: Config) -> Config:
-    """Return the recipe as the memory plan should read it: with train.memory=speed only Inductor computes anything
-    again, as what it fuses costs no time. Of passes that checkpoint activations the plan knows nothing: it asks for
-    more than is needed."""
-    kept, passes = cfg.compile.activation_memory_budget, cfg.graph.passes
-    if kept is None and cfg.train.memory == "speed" and ("full_inductor" not in passes or CHECKPOINTING & set(passes)):
-        kept = 1.0
-    return replace(cfg, compile=replace(cfg.compile, activation_memory_budget=kept, backend="inductor"))
 
 
 class GraphEngine:
@@ -158,12 +147,17 @@ class GraphEngine:
         Raises:
             ConfigError: the recipe asks for what this model, layout, machine or engine cannot do.
         """
-        orig_model, layout, passes = training.orig_model, training.layout, cfg.graph.passes
+        orig_model = training.orig_model
+        layout = training.layout
+        passes = cfg.graph.passes
         once = [name for name in passes if PASSES[name].stage == "fork"]
         if once and layout.accumulation == 1:
             passes = tuple(name for name in passes if name not in once)
             rt.print(f"{', '.join(once)}: a step has one micro-batch, so there is nothing to put together")
-        self._cfg, self._rt, self._layout, self._run_dir = cfg, rt, layout, run_dir
+        self._cfg = cfg
+        self._rt = rt
+        self._layout = layout
+        self._run_dir = run_dir
         self._start = Start.of(training.source, training.checkpoint)
         # What needs no weights comes first: a wrong recipe fails before minutes of reading them.
         check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
@@ -171,12 +165,18 @@ class GraphEngine:
         with ExitStack() as stack:  # what fails on the way puts back what was set
             # Attention decides what a block keeps, sharding what is gathered: the plan needs both. A caller is told of
             # it before anything large is allocated, as the estimate is most useful where the run then ends.
-            execution = Execution(cfg.compile.enabled, captured=True)
-            choice = choose_backend(cfg.attention.backend, execution, orig_model, layout, rt)
-            keep_weights, keep_gradients = "reshard_after_forward" not in passes, "reduce_once" in passes
-            sharding = Sharding(keep_weights=keep_weights, keep_gradients=keep_gradients)
+            compiled = cfg.compile.enabled
+            choice = choose_backend(cfg.attention.backend, orig_model, layout, rt, compiled=compiled, captured=True)
+            keep_gradients = "reduce_once" in passes
+            sharding = Sharding(keep_weights="reshard_after_forward" not in passes, keep_gradients=keep_gradients)
             fixed = Fixed(backend=choice.backend, sharding=sharding if rt.topology.sharded else None)
-            self._plan = plan = make_plan(_config_for_plan(cfg), orig_model, layout, rt, fixed)
+            # With train.memory=speed only Inductor computes anything again, as what it fuses costs no time. The plan
+            # does not know the passes that checkpoint activations: it asks for more than is needed.
+            kept = cfg.compile.activation_memory_budget
+            again = "full_inductor" in passes and not CHECKPOINTING & set(passes)
+            kept = 1.0 if kept is None and cfg.train.memory == "speed" and not again else kept
+            planned = replace(cfg.compile, activation_memory_budget=kept, backend="inductor")
+            self._plan = plan = make_plan(replace(cfg, compile=planned), orig_model, layout, rt, fixed)
             on_plan(plan)
             # Weights come to the device as shards. The model is wrapped before: the loss reads the head without calling
             # it, so the wrapper has to know that this weight is a shard too.

@@ -1,21 +1,20 @@
-"""Looking at graphs: which nodes are collectives, and how many of what kind a graph has.
+"""Looking at graphs: what a node is, which decoder block it comes from, and which collectives belong together.
 
-Which decoder block a node of a captured graph comes from, written on it while the model's Python is traced.
-
-Which collectives belong together: those of the weights of a decoder block, and those at the ends of the model.
+The block is written on a node while the model's Python is traced. The collectives of a bucket are those of the weights
+of a decoder block, or of one end of the model.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import flop_counter
 from transformers import PreTrainedModel
 
@@ -23,13 +22,8 @@ from sftkit.graph import compat
 from sftkit.models.structure import decoder_blocks, embedding_module
 from sftkit.runtime.start import replaced_in_each
 
-KINDS = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "all_to_all": "all-to-all",
-}
-"How names of collective operators begin, and what they are called here."
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+"Collectives; names of their operators begin alike, with underscores."
 
 
 class Counts(NamedTuple):
@@ -54,7 +48,7 @@ def collective(node: Node) -> str | None:
     # Two kinds have a collective's name: torch's functional ones, and exchanges that are an operator of this project.
     if namespace != "sftkit" and "c10d_functional" not in namespace:
         return None
-    return next((kind for prefix, kind in KINDS.items() if name.lstrip("_").startswith(prefix)), None)
+    return next((kind for kind in KINDS if name.lstrip("_").startswith(kind.replace("-", "_"))), None)
 
 
 def waits_for(node: Node) -> list[Node]:
@@ -106,7 +100,8 @@ def gathered_from(graph: GraphModule) -> list[Node]:
         elif collective(node) == "all-gather" and weights.issuperset(inputs):
             # The cast before the gather goes too: the backward pass starts again from the shard, which is
             # in memory anyway.
-            whole |= {node, *_leading_to(inputs[0])}
+            before = reached(inputs, lambda node: node.all_input_nodes)
+            whole |= {node, *(each for each in before if each.op != "placeholder")}
         elif inputs and whole.issuperset(inputs) and keeps_values(node):
             whole.add(node)
         elif len(inputs) == 1 and weights.issuperset(inputs) and keeps_values(node):
@@ -114,12 +109,15 @@ def gathered_from(graph: GraphModule) -> list[Node]:
     return [node for node in graph.graph.nodes if node in whole]
 
 
-def _leading_to(node: Node) -> list[Node]:
-    """Return a node and those before it up to an input, which is left out."""
-    found = []
-    while node.op != "placeholder":
-        found.append(node)
-        node = node.all_input_nodes[0]
+def reached(start: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return the nodes of a start and all that `onward` leads to from them."""
+    found: set[Node] = set()
+    waiting = list(start)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(onward(node))
     return found
 
 
@@ -143,9 +141,18 @@ _BLOCK_MARK = "sftkit_block"
 
 def blocks_tagged(orig_model: PreTrainedModel) -> AbstractContextManager[None]:
     """Tag what a decoder block computes with the number of the block, for whoever traces within the context."""
+
+    def tagged(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
+        @wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with compat.annotated({_BLOCK_MARK: number}):
+                return forward(*args, **kwargs)
+
+        return call
+
     # In the place of `forward`, not by hooks: those run outside of it, and a context has to be open while it runs.
     blocks = enumerate(decoder_blocks(orig_model))
-    return replaced_in_each("forward", {block: _tagged(block.forward, number) for number, block in blocks})
+    return replaced_in_each("forward", {block: tagged(block.forward, number) for number, block in blocks})
 
 
 def block_of(node: Node) -> int | None:
@@ -154,18 +161,12 @@ def block_of(node: Node) -> int | None:
     return compat.annotation(node, _BLOCK_MARK)
 
 
-def _tagged(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
-    @wraps(forward)
-    def tagged(*args: Any, **kwargs: Any) -> Any:
-        with compat.annotated({_BLOCK_MARK: number}):
-            return forward(*args, **kwargs)
-
-    return tagged
-
-
-EMBEDDING, HEAD = "embedding", "head"
-_MARK, _WEIGHT = "sftkit_bucket", "sftkit_weight"
-"Annotations of a collective: its bucket, and whose it is."
+EMBEDDING = "embedding"
+HEAD = "head"
+_MARK = "sftkit_bucket"
+"Annotation of a collective: its bucket."
+_WEIGHT = "sftkit_weight"
+"Annotation of a collective: whose it is."
 
 
 def buckets_of(orig_model: PreTrainedModel, prefix: str = "") -> dict[str, str]:
@@ -221,25 +222,48 @@ def weight_of(node: Node) -> str | None:
 
 def _gathers(weight: Node) -> list[Node]:
     """Return the all-gathers that a weight's local shard goes into, through nodes with no other input."""
-    found, waiting = [], [weight]
-    while waiting:
-        for user in waiting.pop().users:
-            if collective(user) == "all-gather":
-                found.append(user)
-            elif len(user.all_input_nodes) == 1 and user.op != "output":
-                waiting.append(user)
-    return found
+
+    def is_gather(node: Node) -> bool:
+        return collective(node) == "all-gather"
+
+    def onward(node: Node) -> list[Node]:
+        users = [user for user in node.users if len(user.all_input_nodes) == 1 and user.op != "output"]
+        return [] if is_gather(node) else [*users, *filter(is_gather, node.users)]
+
+    return [node for node in reached([weight], onward) if is_gather(node)]
 
 
 def _reductions(gradient: Node) -> list[Node]:
     """Return the reduce-scatters that a gradient's local shard comes from, and the all-reduces between copies behind
     them, through nodes with one input and sums of several."""
-    found, waiting = [], [gradient]
-    while waiting:
-        node = waiting.pop()
-        kind = collective(node)
-        if kind is not None:
-            found.append(node)
-        if kind != "reduce-scatter" and (len(node.all_input_nodes) == 1 or "add" in str(node.target)):
-            waiting.extend(node.all_input_nodes)
+
+    def onward(node: Node) -> list[Node]:
+        follows = len(node.all_input_nodes) == 1 or "add" in str(node.target)
+        return node.all_input_nodes if follows and collective(node) != "reduce-scatter" else []
+
+    return [node for node in reached([gradient], onward) if collective(node) is not None]
+
+
+def added_inputs(graph: Graph, values: Sequence[Any], name: str) -> list[Node]:
+    """Add inputs behind those that a graph has, NAME_0 and so on, and return them.
+
+    Args:
+        values: an example of each.
+    """
+    last = list(graph.find_nodes(op="placeholder"))[-1]
+    found = []
+    for number, value in enumerate(values):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"{name}_{number}")
+        last.meta["val"] = value
+        found.append(last)
     return found
+
+
+def copy_of(graph: GraphModule) -> tuple[Graph, dict[Node, Node]]:
+    """Return a copy of a graph with its output, and the copy of each node."""
+    copies: dict[Node, Node] = {}
+    copied = Graph()
+    output = copied.output(copied.graph_copy(graph.graph, copies))
+    output.meta = dict(graph.graph.output_node().meta)
+    return copied, copies

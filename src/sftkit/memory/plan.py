@@ -32,7 +32,7 @@ from sftkit.memory.estimate import (
     held_bytes,
 )
 from sftkit.memory.remedies import automatic_optimizer, remedies, smaller_states
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.structure import decoder_blocks, encoder, vocab_size
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer

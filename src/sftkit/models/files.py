@@ -1,10 +1,7 @@
-"""The class of transformers that loads a model, by name, from its config.json. No torch.
+"""The files of a model, read before torch is loaded: what is damaged or quantized, its kind, and its size.
 
-Check the files of a model before torch is loaded: what is damaged, and what would be trained as something else.
-
-Somebody else wrote these files. An error while they are read is a ConfigError that names the file.
-
-The parameters of a recipe's model, counted from its files or fields before anything is loaded. No torch here.
+Somebody else wrote these files: an error while they are read is a ConfigError that names the file. The parameters of a
+recipe's model are counted from its files or its fields.
 """
 
 from __future__ import annotations
@@ -399,7 +396,8 @@ def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
     Args:
         tied: whether they share one matrix where the fields do not say.
     """
-    vocab, hidden = fields.get("vocab_size"), fields.get("hidden_size")
+    vocab = fields.get("vocab_size")
+    hidden = fields.get("hidden_size")
     if not (isinstance(vocab, int) and isinstance(hidden, int)):
         return 0
     return vocab * hidden * (1 if fields.get("tie_word_embeddings", tied) else 2)

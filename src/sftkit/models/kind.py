@@ -1,23 +1,25 @@
 """The protocol of model kinds: what loads such models, and how a batch becomes hidden states and logits.
 
-Causal language models: token ids in, a decoder, a linear head.
+MODEL_KINDS has all; that of causal language models, token ids in, a decoder, a linear head, is here too.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches.collate import Batch
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.errors import DataError
+from sftkit.errors import ConfigError, DataError
 from sftkit.models import files
 from sftkit.models.structure import decoder, logit_softcap, output_projection
 from sftkit.ops.attention import document_boundaries, kernel_order, plain_attention
@@ -44,13 +46,13 @@ class ModelKind(Protocol):
         """Fill in those fields of a new model's config that follow from the tokenizer."""
 
     def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Set what training and generation need in a model that was just made or loaded.
+        """Set what training and generation need in a model that was just made or loaded: nothing here.
 
         Parameters on which nothing depends are not trained.
         """
 
     def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
-        """Refuse what these models cannot do.
+        """Reject what these models cannot do: nothing here.
 
         Raises:
             ConfigError: with what to do instead.
@@ -135,12 +137,8 @@ class ModelKind(Protocol):
 
 def ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     """Return the fields of a new model's config that follow from its tokenizer."""
-    return {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {"vocab_size": len(tokenizer), **special}
 
 
 def _model_inputs(inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None) -> dict[str, Any]:
@@ -178,12 +176,6 @@ class CausalLM(ModelKind):
     def scratch(self, fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fill in the vocabulary size and the special ids."""
         return {**ids_of(tokenizer), **fields}
-
-    def prepare(self, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Do nothing: all of the model is trained."""
-
-    def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
-        """Refuse nothing."""
 
     def with_inputs(
         self,
@@ -226,3 +218,34 @@ class CausalLM(ModelKind):
         """Return the logits of the whole model, [1, L, V]; it applies its soft cap itself."""
         with plain_attention(orig_model):
             return orig_model(**inputs, use_cache=False, **without_router_logits(orig_model)).logits
+
+
+MODEL_KINDS = {
+    files.CAUSAL: "sftkit.models.kind:CausalLM",
+    files.CAPTIONS: "sftkit.models.vision:VisionToText",
+    files.TEXT_TO_TEXT: "sftkit.models.text_to_text:TextToText",
+}
+"The kinds of model that can be trained, each by the class of transformers that loads it: module:class."
+
+
+@cache
+def model_kind(name: str) -> ModelKind:
+    """Return a kind of MODEL_KINDS, whose module is imported now."""
+    module, _, cls = MODEL_KINDS[name].partition(":")
+    kind: ModelKind = getattr(importlib.import_module(module), cls)()
+    return kind
+
+
+def kind_of(config: PretrainedConfig) -> ModelKind:
+    """Return the kind of the models with this config."""
+    return model_kind(files.auto_class(config.to_dict()))
+
+
+def check_causal(config: PretrainedConfig, what: str) -> None:
+    """Reject a model with an encoder where only a text is continued.
+
+    Raises:
+        ConfigError: `what` is done with causal models.
+    """
+    if config.is_encoder_decoder:
+        raise ConfigError(files.not_causal(config.model_type, what))

@@ -1,7 +1,12 @@
-"""The model that a stage starts from: new, a local folder, a run's checkpoint, or the hub."""
+"""The model that a stage starts from: new, a local folder, a run's checkpoint, or the hub.
+
+Its generation_config is repaired where save_pretrained would reject it, without a change of meaning, and gets the ends
+of turns as stops.
+"""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import logging
@@ -11,6 +16,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -18,23 +24,16 @@ from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from sftkit.config.schema import ModelConfig
+from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
 from sftkit.models.files import auto_class, check_model_files, check_unquantized, files_of_weights, reading_files
-from sftkit.models.generation_config import settle_generation_config
-from sftkit.models.kinds import MODEL_KINDS, kind_of
+from sftkit.models.kind import kind_of, model_kind
 from sftkit.models.rope import use_document_lengths
+from sftkit.models.structure import vocab_size
 from sftkit.models.vocabulary import MEAN_ROWS, added_tokens, check_rows, make_rows, pad_vocabulary
 from sftkit.ops.attention import plain_implementation
 from sftkit.rundir.manifest import check_loadable
@@ -46,6 +45,7 @@ log = logging.getLogger(__name__)
 
 _REFUSALS = (ValueError, TypeError, AttributeError, StrictDataclassError)
 "What transformers raises where a config makes no sense; the last where a field is of another type."
+CONFIG_MAPPING = transformers.CONFIG_MAPPING
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 TEXT_NAMES = {r"^(model\.)?language_model\.lm_head": "lm_head", r"^(model\.)?language_model\.(model\.)?": "model."}
@@ -80,14 +80,8 @@ def local_folder(path: str, options: Mapping[str, object]) -> Path:
     """Return the folder of a model's files, downloaded if it is one of the hub."""
     if os.path.isdir(path):
         return Path(path)
-    return Path(
-        snapshot_download(
-            path,
-            revision=str(options["revision"]),
-            local_files_only=bool(options["local_files_only"]),
-            allow_patterns=["*.json", "*.safetensors"],
-        )
-    )
+    given: Any = {name: options[name] for name in ("revision", "local_files_only")}
+    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"], **given))
 
 
 def load_model(
@@ -146,7 +140,7 @@ def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     other parts are neither loaded nor saved. Of any other model it is the whole.
     """
     text = config.get_text_config()
-    if text is config or config.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if text is config or config.is_encoder_decoder or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
     log.info("%s: only its text model is loaded (%s)", config.model_type, text.model_type)
     return text
@@ -166,15 +160,12 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     start_generation_config(path, options)  # else an error in it would name no file
     trained = trained_config(config)
     # Weights of another shape are not refused by transformers, but reported, so that the error below names them.
+    reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    attention = plain_implementation(trained)
+    made = {"config": trained, "dtype": DTYPES.get(precision, precision), "attn_implementation": attention}
+    renamed = None if trained is config else TEXT_NAMES
     orig_model, loading_info = kind_of(trained).auto_class.from_pretrained(
-        path,
-        config=trained,
-        dtype=DTYPES.get(precision, precision),
-        attn_implementation=plain_implementation(trained),
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        key_mapping=None if trained is config else TEXT_NAMES,
-        **options,
+        path, key_mapping=renamed, **made, **reporting, **options
     )
     if trained is not config:
         # Private: how names were mapped in loading. save_pretrained would map them back, to those of the whole model
@@ -187,8 +178,10 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
         if isinstance(cached, str):
             check_model_files(Path(cached).parent)
     if trained is config and (unused := loading_info["unexpected_keys"]):
-        name, unused = type(orig_model).__name__, sorted(unused)
-        _warn_once(f"{path}: {name} has no weight named {first_of(unused)}, so they are neither trained nor saved")
+        name = type(orig_model).__name__
+        _warn_once(
+            f"{path}: {name} has no weight named {first_of(sorted(unused))}, so they are neither trained nor saved"
+        )
     # transformers has left weights untied whose files differ, and dropped them from this table only.
     tied = orig_model.get_expanded_tied_weights_keys(all_submodels=True)
     untie(orig_model, tied.keys() - orig_model.all_tied_weights_keys.keys(), path)
@@ -229,7 +222,8 @@ def untie(orig_model: PreTrainedModel, own: Set[str], path: str) -> None:
     """
     if not own:
         return
-    config, tied = orig_model.config, orig_model.get_expanded_tied_weights_keys(all_submodels=True)
+    config = orig_model.config
+    tied = orig_model.get_expanded_tied_weights_keys(all_submodels=True)
     where = f"{path}: tie_word_embeddings is true, and the files hold another {first_of(sorted(own))} than the tied one"
     if own != tied.keys() or config.is_encoder_decoder:
         raise ConfigError(
@@ -267,7 +261,7 @@ def model_of_files(model: ModelConfig, checkpoint: Path | None = None) -> PreTra
 def check_complete(
     where: str | Path, model_class: type, missing: Set[str], mismatched: Set[tuple[str, torch.Size, torch.Size]]
 ) -> None:
-    """Refuse files that do not have all weights of the model.
+    """Reject files that do not have all weights of the model.
 
     Args:
         missing, mismatched: as from_pretrained reports them, the latter with both shapes.
@@ -291,7 +285,8 @@ def check_complete(
 def empty_model(path: str, precision: str, options: dict[str, object]) -> PreTrainedModel:
     """Build the model at this path, its buffers computed and its parameters on the meta device."""
     whole = start_config(path, options)
-    config, dtype = trained_config(whole), DTYPES[precision]
+    config = trained_config(whole)
+    dtype = DTYPES[precision]
     remote = bool(options["trust_remote_code"])
     orig_model = _on_meta(config, dtype, trust_remote_code=remote)
     if orig_model.get_expanded_tied_weights_keys(all_submodels=True):
@@ -359,7 +354,7 @@ def scratch_config(fields: dict[str, object], tokenizer: PreTrainedTokenizerBase
     try:
         model_type = str(fields["model_type"])
         encodes = model_type in CONFIG_MAPPING and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
-        made = MODEL_KINDS[auto_class({"is_encoder_decoder": encodes, **fields})].scratch(fields, tokenizer)
+        made = model_kind(auto_class({"is_encoder_decoder": encodes, **fields})).scratch(fields, tokenizer)
         return AutoConfig.for_model(str(made.pop("model_type")), **made)
     except _REFUSALS as error:
         reason = _unknown_type(fields) or f"transformers refuses this config: {' '.join(str(error).split())}"
@@ -433,3 +428,95 @@ def resolve_max_length(
         f"{start}: {precision}, max_length {length} ({how})\n"
         f"tokenizer of {len(tokenizer):,} tokens, chat template {template}"
     )
+
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"Fields that transformers reads only where do_sample is true, and does not save without it."
+INERT = (
+    *("early_stopping", "length_penalty", "output_attentions", "output_hidden_states", "output_scores"),
+    *("output_logits", "cache_implementation", "cache_config", "pad_token_id"),
+)
+"""Other fields that transformers does not save where they have no effect: without beams, without a returned dict,
+without a cache; a negative padding token."""
+
+
+def settle_generation_config(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Repair what save_pretrained would reject, without a change of meaning, and add the ends of turns to the stops.
+
+    Raises:
+        ConfigError: it cannot be saved as it is.
+    """
+    generation = orig_model.generation_config
+    if generation is None:
+        return
+    where = orig_model.name_or_path or "the model"
+    _make_saveable(generation, where)
+    ends = chat.end_of_turn_ids(tokenizer)
+    named = generation.eos_token_id
+    start: list[Any] = list(named) if isinstance(named, list | tuple) else [] if named is None else [named]
+    # A stop of a config that transformers has derived may be a default of the architecture: 2 for Llama, whatever the
+    # tokenizer says. Such a number is a stop only if it is a special token.
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if getattr(generation, "_from_model_config", False):
+        start = [i for i in start if i in special]
+    rows = vocab_size(orig_model)
+    if wrong := [one for one in start if type(one) is not int or not 0 <= one < rows]:
+        raise ConfigError(
+            f"{where}: generation_config.json: eos_token_id has {wrong[0]!r}, which is no token of the model's {rows}: "
+            "correct the file, or remove the field"
+        )
+    generation.eos_token_id = list(dict.fromkeys([*ends, *start]))
+    if more := [i for i in generation.eos_token_id if i not in ends]:
+        words = first_of([f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in more])
+        log.info("generation also stops at %s, as the start model's generation_config says", words)
+
+
+def stop_ids(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end an answer: of a model that load_model has loaded those of its generation_config,
+    which a server reads too; else those of the chat template and eos."""
+    settled = getattr(orig_model.generation_config, "eos_token_id", None)
+    return settled if isinstance(settled, list) else chat.end_of_turn_ids(tokenizer)
+
+
+def _make_saveable(generation: GenerationConfig, where: str) -> None:
+    """Make save_pretrained accept it.
+
+    Sampling fields without do_sample imply it; with do_sample false they have no effect and are removed, as are other
+    fields without effect.
+    """
+    if _problem(generation) is None:
+        return
+    changed = []
+    # Fields that differ from the value that has no effect.
+    neutral = {"top_k": 50, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+    used = [name for name in SAMPLING if getattr(generation, name, None) not in (None, neutral.get(name, 1.0))]
+    if generation.do_sample is None and used:
+        generation.do_sample = True
+        changed.append("do_sample set to true, which its sampling fields imply")
+    for name in used if generation.do_sample is False else ():
+        setattr(generation, name, None)
+        changed.append(f"{name} removed, which has no effect while do_sample is false")
+    for name in INERT:
+        before = _problem(generation)
+        # Removed only if transformers complains of this field.
+        if before is not None and getattr(generation, name, None) is not None:
+            trial = copy.deepcopy(generation)
+            setattr(trial, name, None)
+            if _problem(trial) != before:
+                setattr(generation, name, None)
+                changed.append(f"{name} removed, which has no effect here")
+    if (problem := _problem(generation)) is not None:
+        raise ConfigError(
+            f"{where}: generation_config.json: transformers would not save it with a checkpoint: {problem}. Correct "
+            "the file, or remove it"
+        )
+    log.warning("%s: generation_config.json: transformers would not save it as it is: %s", where, "; ".join(changed))
+
+
+def _problem(generation: GenerationConfig) -> str | None:
+    """Return why transformers would not save it; None: it would."""
+    try:
+        generation.validate(strict=True)
+    except (ValueError, TypeError) as error:
+        return " ".join(str(error).split())
+    return None

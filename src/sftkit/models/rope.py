@@ -37,7 +37,8 @@ def max_positions(config: PretrainedConfig) -> int | None:
         return None
     reach = given
     for layer_type, rope in _ropes(text):
-        factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or given
+        factor = rope.get("factor")
+        original = rope.get("original_max_position_embeddings") or given
         if rope["rope_type"] == "yarn" and factor:
             reach = max(reach, int(factor * original))
         elif rope["rope_type"] == "linear" and factor and layer_type is None:
@@ -108,7 +109,8 @@ def _forward(self: torch.nn.Module, x: Tensor, position_ids: Tensor, layer_type:
         position_ids: int64 [B, T], from 0 in each document; a part that begins later continues to its own end.
     """
     # The class's own computation, below the decorator that looks at the whole batch.
-    own, given = inspect.unwrap(type(self).forward), () if layer_type is None else (layer_type,)
+    own = inspect.unwrap(type(self).forward)
+    given = () if layer_type is None else (layer_type,)
     settings: Any = self.config
     rope = settings.rope_parameters if layer_type is None else settings.rope_parameters[layer_type]
     short = own(self, x, position_ids, *given)
@@ -124,8 +126,7 @@ def _forward(self: torch.nn.Module, x: Tensor, position_ids: Tensor, layer_type:
 def document_lengths(position_ids: Tensor) -> Tensor:
     """Return for each position, int64 [B, T], the length of its document: its largest position plus 1."""
     document = (position_ids == 0).cumsum(-1)
-    longest = torch.zeros(
-        *position_ids.shape[:-1], position_ids.shape[-1] + 1, dtype=torch.int64, device=document.device
-    )
+    *batch, length = position_ids.shape
+    longest = torch.zeros(*batch, length + 1, dtype=torch.int64, device=document.device)
     longest = longest.scatter_reduce(-1, document, position_ids.long(), "amax")
     return longest.gather(-1, document) + 1

@@ -57,14 +57,6 @@ def coefficient(config: PreTrainedConfig, override: float | None) -> float:
     return float(getattr(text, COEFFICIENT, 0.0) or 0.0) if getattr(text, "output_router_logits", False) else 0.0
 
 
-def routers_of(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the modules that choose the experts of a token, in the order of the layers."""
-    # Known by the names of their classes: in transformers routers have no base class of their own.
-    if orig_model.config.get_text_config().model_type in NOT_READ:
-        return []
-    return [m for m in orig_model.modules() if type(m).__name__.lower().endswith("topkrouter")]
-
-
 def routing_of(orig_model: PreTrainedModel, override: float | None) -> Routing | None:
     """Attach hooks to the routers of a model that is not compiled yet, and return what reads them;
     None: it has no experts.
@@ -75,7 +67,12 @@ def routing_of(orig_model: PreTrainedModel, override: float | None) -> Routing |
     Raises:
         ConfigError: an auxiliary loss is asked for of a model that has none.
     """
-    weight, routers = coefficient(orig_model.config, override), routers_of(orig_model)
+    weight = coefficient(orig_model.config, override)
+    # Known by the names of their classes, in the order of the layers: in transformers routers have no base class of
+    # their own.
+    routers = [m for m in orig_model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    if orig_model.config.get_text_config().model_type in NOT_READ:
+        routers = []
     if weight and not routers:
         raise ConfigError(
             f"loss.{COEFFICIENT}: the routers of {type(orig_model).__name__} cannot be read here: set it to 0"
@@ -95,7 +92,9 @@ class Routing:
             weight: of the auxiliary loss in the loss that is minimised; 0: it is measured only.
             has_loss: whether the architecture has one.
         """
-        self.weight, self.has_loss, self._routers = weight, has_loss, routers
+        self.weight = weight
+        self.has_loss = has_loss
+        self._routers = routers
         self._load: Tensor | None = None
         for router in routers:
             router.register_forward_hook(partial(_count_hook, with_loss=has_loss))
@@ -141,7 +140,8 @@ class Routing:
             # does their gradient.
             both = torch.cat([chosen, targets[:, None]], dim=1)
             all_reduce(both, group=resolve_group(context_group))
-            chosen, targets = both[:, :-1], both[:, -1]
+            chosen = both[:, :-1]
+            targets = both[:, -1]
         return self.loss_of_rows(chosen, probability, (batch.doc_ids >= 0).sum(-1), targets)
 
     def loss_of_rows(self, chosen: Tensor, probability: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -157,7 +157,8 @@ class Routing:
     def take_load(self) -> Tensor | None:
         """Return how many positions each expert of each layer was given since the last call, on this rank: int64 [L,
         E]; None if there was no pass."""
-        load, self._load = self._load, None
+        load = self._load
+        self._load = None
         return load
 
 
@@ -176,7 +177,8 @@ def _count_hook(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...], *, 
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # Sums over a row leave the block, not logits: [B, E] instead of [B C, E] for each layer.
     rows, columns = positions.shape
-    shape, weights = (rows, columns, logits.shape[-1]), positions.to(logits.dtype)[..., None]
+    shape = (rows, columns, logits.shape[-1])
+    weights = positions.to(logits.dtype)[..., None]
     given = torch.zeros_like(logits).scatter(-1, choice, 1.0)
     router.sftkit_chosen = (given.detach().view(shape) * weights).sum(1)
     if with_loss:

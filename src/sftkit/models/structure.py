@@ -1,7 +1,6 @@
-"""The parts of a transformers model by what they do, and the work that they take.
+"""The parts of a transformers model by what they do, the work that they take, and the stages that hold them.
 
-Which rank of a pipeline holds which parameters of a model; on the others they are on the meta
-device (parallel/stages.py).
+With a pipeline a rank holds some of the parameters; the others are on the meta device there (parallel/stages.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.rope import max_positions
@@ -49,7 +48,9 @@ def quiet_routers(orig_model: PreTrainedModel) -> Iterator[None]:
     transformers makes an auxiliary loss of them, which needs a mask of the same positions: with a cache of earlier
     positions it raises an error. Training reads the routers by itself (models/routing.py).
     """
-    asked = [c for c in {id(c): c for c in _configs(orig_model)}.values() if getattr(c, "output_router_logits", False)]
+    inside = [module.config for module in orig_model.modules() if isinstance(module, PreTrainedModel)]
+    configs = {id(config): config for config in (orig_model.config.get_text_config(), *inside)}.values()
+    asked = [config for config in configs if getattr(config, "output_router_logits", False)]
     for config in asked:
         config.output_router_logits = False
     try:
@@ -57,13 +58,6 @@ def quiet_routers(orig_model: PreTrainedModel) -> Iterator[None]:
     finally:
         for config in asked:
             config.output_router_logits = True
-
-
-def _configs(orig_model: PreTrainedModel) -> Iterator[PretrainedConfig]:
-    yield orig_model.config.get_text_config()
-    for module in orig_model.modules():
-        if isinstance(module, PreTrainedModel):
-            yield module.config
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:
@@ -82,10 +76,10 @@ def embedding_module(orig_model: PreTrainedModel) -> torch.nn.Module:
     return orig_model.get_input_embeddings()
 
 
-def embedding_of(orig_model: PreTrainedModel) -> torch.Tensor:
+def embedding_of(orig_model: PreTrainedModel) -> Tensor:
     """Return the weight of the input embedding, [V, H]."""
     weight = embedding_module(orig_model).weight
-    assert isinstance(weight, torch.Tensor)
+    assert isinstance(weight, Tensor)
     return weight
 
 
@@ -105,8 +99,8 @@ def encoder(orig_model: PreTrainedModel) -> torch.nn.Module | None:
 def called(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the modules that a step calls: the decoder, and before it the encoder and its projection to the decoder's
     size where there are such."""
-    first, between = encoder(orig_model), getattr(orig_model, "enc_to_dec_proj", None)
-    return [module for module in (first, between, decoder(orig_model)) if module is not None]
+    between = getattr(orig_model, "enc_to_dec_proj", None)
+    return [module for module in (encoder(orig_model), between, decoder(orig_model)) if module is not None]
 
 
 def output_projection(orig_model: PreTrainedModel) -> torch.nn.Linear:
@@ -192,7 +186,7 @@ CROSS_KEYS = re.compile(
 "Parameters that project encoded positions to keys and values, by the names that architectures give them."
 
 
-def is_table(parameter: torch.Tensor) -> bool:
+def is_table(parameter: Tensor) -> bool:
     """Return whether a parameter outside of an embedding is a table that is added to the positions as
     it is: [1, positions, H]."""
     return parameter.ndim == 3 and parameter.shape[0] == 1
@@ -238,7 +232,7 @@ class Work:
     tokens: int
     targets: int
     layer_pairs: int
-    "allowed (query, key) pairs, summed over the layers (`attention_windows`, `balance.causal_pairs`)"
+    "allowed (query, key) pairs, summed over the layers (see `attention_windows`)"
     encoded: int = 0
     "inputs of an encoder"
     encoder_positions: int = 0
@@ -258,12 +252,15 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     sizes = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
     # Forward and backward pass take three products of each kind, scores and values, at 2 FLOPs a multiplication.
     per_pair = 6 * config.num_attention_heads * sizes
-    counted, inner = count_parameters(orig_model), encoder(orig_model)
+    counted = count_parameters(orig_model)
+    inner = encoder(orig_model)
     flops = 6.0 * (counted.body * work.tokens + counted.head * work.targets) + float(per_pair) * work.layer_pairs
     if inner is None:
         return flops
     assert isinstance(inner, PreTrainedModel)
-    own, encoded, length = inner.config, work.encoded, work.encoder_positions
+    own = inner.config
+    encoded = work.encoded
+    length = work.encoder_positions
     of_decoder = float(per_pair) * config.num_hidden_layers * work.tokens * length
     flops += 6.0 * counted.encoder * encoded * length + of_decoder
     heads = own.num_attention_heads
@@ -275,7 +272,7 @@ def stage_flops(orig_model: PreTrainedModel, work: Work, layers: Sequence[int]) 
     """Return the FLOPs of each process of a pipeline, which add up to train_flops; the last one has the head.
 
     Args:
-        layers: of each process. They are alike (parallel.balance); the final norm is counted with them.
+        layers: of each process. They are alike (parallel.stages); the final norm is counted with them.
     """
     layer = train_flops(orig_model, replace(work, targets=0)) / sum(layers)
     head = train_flops(orig_model, Work(0, work.targets, 0))
@@ -327,6 +324,11 @@ class Stages:
         """Return the stages that this rank holds."""
         return range(self.pipeline_rank, len(self.layers), self.mesh.size(0))
 
+    @property
+    def share_a_weight(self) -> bool:
+        """Return whether two stages hold the same weight: one that is embedding and head at once."""
+        return any(len(ranks) > 1 for ranks in self.holders.values())
+
     def holds(self, name: str) -> bool:
         """Return whether this rank holds the parameter of this name."""
         return self.pipeline_rank in self.holders[name]
@@ -336,7 +338,7 @@ class Stages:
         return int(self.mesh.mesh[self.holders[name][0]][0])
 
     def elsewhere(self, state: str) -> bool:
-        """Return whether an optimizer state (optim.state.named_states) belongs to a parameter that
+        """Return whether an optimizer state (optim.protocol.named_states) belongs to a parameter that
         this rank does not hold."""
         return any(self.pipeline_rank not in places and _is_of(state, name) for name, places in self.holders.items())
 

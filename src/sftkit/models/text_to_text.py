@@ -1,9 +1,8 @@
-"""Common code of models with an encoder: an input is encoded once for each document, whose text attends to it.
+"""Models with an encoder: an input is encoded once for each document, whose text attends to it.
 
 A row of several documents has a place for the encoded input of each; boundaries keep a text from those of all others
-(ops.cross_attention).
-
-Models that read one text and write another: T5 and those like it.
+(ops.cross_attention). `EncoderDecoder` is what all such models share, `TextToText` those that read one text and write
+another: T5 and those like it.
 """
 
 from __future__ import annotations
@@ -69,7 +68,8 @@ class EncoderDecoder(ModelKind):
                     f"{orig_model.config.model_type}: its texts begin with token {holder.decoder_start_token_id} "
                     f"(decoder_start_token_id), and those of the tokenizer with {start}: take the model's own tokenizer"
                 )
-        forced, before = getattr(orig_model.generation_config, "forced_bos_token_id", None), around_text(tokenizer)[0]
+        forced = getattr(orig_model.generation_config, "forced_bos_token_id", None)
+        before, _ = around_text(tokenizer)
         if forced is not None and before[1:2] != [forced]:
             raise ConfigError(
                 f"{orig_model.config.model_type}: generation would write token {forced} first (forced_bos_token_id in "
@@ -85,7 +85,7 @@ class EncoderDecoder(ModelKind):
             pooler.forward = _nothing
 
     def check(self, orig_model: PreTrainedModel, topology: Topology, train: TrainConfig) -> None:
-        """Refuse models in parts and float8: these models are trained as replicas in the precision of the run."""
+        """Reject models in parts and float8: these models are trained as replicas in the precision of the run."""
         name = orig_model.config.model_type
         if topology.partial:
             raise ConfigError(
@@ -107,7 +107,8 @@ class EncoderDecoder(ModelKind):
         encoded, visible = self.encode(orig_model, given)
         # A row's inputs lie one after the other, so that a position attends along one axis and a mask says which
         # is its own.
-        rows, (places, length, _) = batch.shape[0], encoded.shape
+        rows = batch.shape[0]
+        places, length, _ = encoded.shape
         visible = None if visible is None else visible.view(rows, -1)
         return {
             **{name: batch.inputs[name] for name in OF_TOKENS},
@@ -163,7 +164,7 @@ def _nothing(hidden: Tensor) -> None:
 
 
 def require_inputs(examples: Examples, what: str) -> None:
-    """Refuse documents with nothing to encode.
+    """Reject documents with nothing to encode.
 
     Raises:
         DataError: they have none.
@@ -178,7 +179,8 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"decoder_start_token_id": start_id(tokenizer), "pad_token_id": tokenizer.pad_token_id}
 
 
-IDS, MASK = "encoder_input_ids", "encoder_attention_mask"
+IDS = "encoder_input_ids"
+MASK = "encoder_attention_mask"
 
 
 class TextToText(EncoderDecoder):

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -30,8 +30,7 @@ from sftkit.rundir.names import TOKENIZER, resolve
 from sftkit.runtime.script import working
 from sftkit.runtime.start import Runtime
 
-END_OF_TEXT, PAD, IM_START, IM_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
-SPECIAL_TOKENS = (END_OF_TEXT, PAD, IM_START, IM_END)
+END_OF_TEXT, PAD, IM_START, IM_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 TURN_MARK = re.compile(r"<\|\w+\|>")
 
 ROUND_TRIP = "It's 12345, WE'LL  go on:\n\n\tdef f(x):\r\n    return x!=1;  naïve 東京 🙂 end"
@@ -121,7 +120,8 @@ def check_own_file(tokenizer: PreTrainedTokenizerBase, own: Tokenizer, path: str
         back = tokenizer.decode(found, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if found == expected and (back == ROUND_TRIP or text != ROUND_TRIP):
         return
-    there, here = own.encode(ROUND_TRIP, add_special_tokens=False).tokens, tokenizer.convert_ids_to_tokens(found)
+    there = own.encode(ROUND_TRIP, add_special_tokens=False).tokens
+    here = tokenizer.convert_ids_to_tokens(found)
     at = next((i for i, (one, other) in enumerate(zip(there, here, strict=False)) if one != other), 0)
     lost = "" if back == text else f", and gives back {back[:40]!r} for {ROUND_TRIP[:40]!r}"
     raise ConfigError(
@@ -167,7 +167,8 @@ def set_template_arguments(tokenizer: PreTrainedTokenizerBase, model: ModelConfi
     Raises:
         ConfigError: no template, or none with such an argument.
     """
-    args, template = model.chat_template_args, tokenizer.chat_template
+    args = model.chat_template_args
+    template = tokenizer.chat_template
     if args is None:
         return
     if not template:
@@ -198,11 +199,7 @@ def read_template(template: str) -> str:
 
 
 def base_tokenizer(
-    model: ModelConfig,
-    train: tuple[SourceConfig, ...],
-    on_bad_row: Literal["error", "skip"],
-    run_dir: Path,
-    rt: Runtime,
+    model: ModelConfig, train: tuple[SourceConfig, ...], on_bad_row: sources.OnBadRow, run_dir: Path, rt: Runtime
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a base run: trained by rank 0 on its sources and kept in the run directory, or loaded."""
     if model.train_tokenizer is None:
@@ -219,10 +216,7 @@ def base_tokenizer(
 
 
 def new_tokenizer(
-    model: ModelConfig,
-    training: TokenizerTraining,
-    train: tuple[SourceConfig, ...],
-    on_bad_row: Literal["error", "skip"],
+    model: ModelConfig, training: TokenizerTraining, train: tuple[SourceConfig, ...], on_bad_row: sources.OnBadRow
 ) -> PreTrainedTokenizerBase:
     """Train a tokenizer on its sources, with `model.chat_template` or our own template."""
     template = model.chat_template or "chatml"
@@ -247,25 +241,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | 
     tokenizer.decoder = decoders.ByteLevel()
     # A token's characters include the space before a word: the loss mask counts characters.
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    every_byte = pre_tokenizers.ByteLevel.alphabet()
+    options: Any = {"special_tokens": list(SPECIAL_TOKENS), "initial_alphabet": every_byte, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=PAD,
-        extra_special_tokens=[IM_START, IM_END],
-        clean_up_tokenization_spaces=False,
-    )
+    special: Any = {"eos_token": END_OF_TEXT, "pad_token": PAD, "extra_special_tokens": [IM_START, IM_END]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
     fast.chat_template = chat_template
     return fast
 
 
-def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: Literal["error", "skip"]) -> Iterator[str]:
+def training_texts(tokenizer_sources: Iterable[SourceConfig], on_bad_row: sources.OnBadRow) -> Iterator[str]:
     """Yield the texts of all rows: their text, the captions of pictures, or the content of each message."""
     for source in tokenizer_sources:
         for row in sources.read_source(source, on_bad_row):

@@ -103,17 +103,11 @@ class VisionToText(EncoderDecoder):
     def files(self, orig_model: PreTrainedModel) -> dict[str, bytes]:
         """Return the config of an image processor, with which other programs prepare pictures for the model."""
         pixels = pixels_of(orig_model.config)
-        processor = {
-            "image_processor_type": "ViTImageProcessor",
-            "do_resize": True,
-            "size": {"height": pixels.height, "width": pixels.width},
-            "resample": images.RESAMPLE,
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": pixels.mean,
-            "image_std": pixels.std,
-        }
+        size = {"height": pixels.height, "width": pixels.width}
+        resizing = {"do_resize": True, "size": size, "resample": images.RESAMPLE}
+        rescaling = {"do_rescale": True, "rescale_factor": 1 / 255}
+        normalising = {"do_normalize": True, "image_mean": pixels.mean, "image_std": pixels.std}
+        processor = {"image_processor_type": "ViTImageProcessor", **resizing, **rescaling, **normalising}
         return {PROCESSOR: json.dumps(processor, indent=2).encode()}
 
     def encoder_positions(self, orig_model: PreTrainedModel, length: int) -> int:
@@ -148,7 +142,8 @@ def _normalise_as_beside(orig_model: PreTrainedModel) -> None:
 
     Our pixels are in 0..1, so both are divided by whatever scale the processor applies.
     """
-    path, config = str(orig_model.name_or_path), orig_model.config.encoder
+    path = str(orig_model.name_or_path)
+    config = orig_model.config.encoder
     if not path:
         return
     # Private: the commit that the config was loaded from, so that both files are of one version. Where transformers
@@ -178,7 +173,8 @@ def pixels_of(config: PretrainedConfig) -> Pixels:
         ConfigError: its config does not say how large pictures are, or names too few means.
     """
     own = config.encoder
-    size, channels = getattr(own, "image_size", None), getattr(own, "num_channels", 3)
+    size = getattr(own, "image_size", None)
+    channels = getattr(own, "num_channels", 3)
     if size is None:
         raise ConfigError(f"{own.model_type} is not supported as an encoder: its config has no image_size")
     height, width = size if isinstance(size, list | tuple) else (size, size)

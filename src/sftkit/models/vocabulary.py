@@ -1,20 +1,19 @@
-"""Tokens that a tokenizer lacks, and rows of embedding and head for them: how a base model becomes a chat model.
+"""The rows of a vocabulary that tokens and files do not decide: those of added tokens, and padding.
 
-Padding of the vocabulary to a multiple of some number of rows, which suits the matrix products of
-the head. In memory only.
-
-The rows behind those of the tokens are zeros: no token looks them up, no logit is made of them, and no file has them.
-They stay zeros: their gradient is 0, and so is each update or decay of them.
+A base model becomes a chat model by tokens that its tokenizer lacks, and rows of embedding and head for them. Padding
+to a multiple of some number of rows suits the matrix products of the head, in memory only: the rows behind those of the
+tokens are zeros, no token looks them up, no logit is made of them, and no file has them. They stay zeros: their
+gradient is 0, and so is each update or decay of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.errors import ConfigError
@@ -26,7 +25,8 @@ _MULTIPLE = 64
 MEAN_ROWS = 1024
 "Rows that a mean reads at a time."
 
-_ADDED, _NEW_ROWS = "sftkit_added_tokens", "sftkit_new_rows"
+_ADDED = "sftkit_added_tokens"
+_NEW_ROWS = "sftkit_new_rows"
 "Attributes of a tokenizer and of a model: neither is saved, so what is loaded from a checkpoint has added nothing."
 
 
@@ -94,7 +94,7 @@ def new_rows(orig_model: PreTrainedModel) -> NewRows | None:
 
 
 def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer with tokens that the model has no rows for.
+    """Reject a tokenizer with tokens that the model has no rows for.
 
     Tokens that were added will get rows. Special tokens that neither text nor the template ever becomes need none: the
     tokenizer of Gemma 3 1B has one for images, its model does not.
@@ -102,7 +102,9 @@ def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     Raises:
         ConfigError: another token of the tokenizer has no row.
     """
-    rows, added, special = vocab_size(orig_model), added_tokens(tokenizer), tokenizer.added_tokens_decoder
+    rows = vocab_size(orig_model)
+    added = added_tokens(tokenizer)
+    special = tokenizer.added_tokens_decoder
     written = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]
     for token, i in tokenizer.get_vocab().items():
         if i < rows or (added is not None and token in added.tokens):
@@ -150,16 +152,17 @@ def resize(orig_model: PreTrainedModel, rows: int) -> None:
         orig_model.resize_token_embeddings(rows, mean_resizing=False)
 
 
-def vocabulary_of(orig_model: PreTrainedModel) -> list[torch.Tensor]:
+def vocabulary_of(orig_model: PreTrainedModel) -> list[Tensor]:
     """Return the parameters with a row for each token: embedding [V, H], then the head's weight [V, H]
     unless tied, and bias [V]."""
-    embedding, projection = embedding_of(orig_model), output_projection(orig_model)
+    embedding = embedding_of(orig_model)
+    projection = output_projection(orig_model)
     weights = [embedding] if projection.weight is embedding else [embedding, projection.weight]
     return weights if projection.bias is None else [*weights, projection.bias]
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
+def fill(tensor: Tensor, source: Any, new: NewRows) -> None:
     """Fill this rank's shard of a vocabulary in place: with the rows of `source`, the mean in
     new rows, zeros in padding.
 
@@ -180,7 +183,7 @@ def fill(tensor: torch.Tensor, source: Any, new: NewRows) -> None:
     shard[new.padding(start, size) :] = 0
 
 
-def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:
+def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
     """Return the mean of the first rows as rounded to the precision of the run, fp64, summed in
     fp64: the same on every rank."""
     total = torch.zeros((), dtype=torch.float64)
@@ -192,7 +195,8 @@ def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype
 
 def describe_added_tokens(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a line about the tokens that were added and their rows; None: nothing was added."""
-    added, new = added_tokens(tokenizer), new_rows(orig_model)
+    added = added_tokens(tokenizer)
+    new = new_rows(orig_model)
     if added is None or new is None:
         return None
     names = ", ".join(f"{token} ({i})" for token, i in zip(added.tokens, added.ids, strict=True))
@@ -234,12 +238,7 @@ def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
             if not tensor.is_meta:
                 tensor[tokens:] = 0
     # For logits outside the train step: evaluation, generation, checks. The step's loss takes Head.tokens instead.
-    output_projection(orig_model).register_forward_hook(partial(_drop_padding, tokens))
-
-
-def _drop_padding(tokens: int, _: torch.nn.Module, __: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits [..., V] without those of padding, as a forward hook of the head."""
-    return logits[..., :tokens]
+    output_projection(orig_model).register_forward_hook(lambda _, __, logits: logits[..., :tokens])
 
 
 def padding_rows(orig_model: PreTrainedModel) -> int:

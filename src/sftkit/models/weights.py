@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
@@ -87,7 +88,11 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
             f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE} in it; save the model with save_pretrained of "
             "transformers 5"
         )
-    wanted = _wanted(orig_model)
+    # keep_vars: the parameters themselves, filled where they lie. Those of other ranks are on the meta device.
+    tensors = [(name, t) for name, t in orig_model.state_dict(keep_vars=True).items() if not t.is_meta]
+    # A shared tensor under its first name.
+    first = {id(tensor): name for name, tensor in reversed(tensors)}
+    wanted = {name: tensor for name, tensor in tensors if first[id(tensor)] == name}
     new = new or rows_of_files(orig_model)
     grown = {id(tensor): new for tensor in vocabulary_of(orig_model)} if new is not None else {}
     # One name that the files lack, and all weights go the slow way: what transformers converts may take
@@ -100,30 +105,17 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
     for path, names in itertools.groupby(sorted(wanted, key=files.__getitem__), files.__getitem__):
         with reading_files(path, "its weights"), safe_open(path, "pt") as file:
             for name in names:
-                _fill(wanted[name], file.get_slice(name), f"{path}: {name}", grown.get(id(wanted[name])))
-
-
-def _wanted(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return name -> tensor to fill, a shared one under its first name; without those of other
-    ranks (on the meta device)."""
-    # keep_vars: the parameters themselves, which are filled where they lie.
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in orig_model.state_dict(keep_vars=True).items():
-        if not tensor.is_meta:
-            found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
-
-
-def _fill(tensor: torch.Tensor, source: Any, where: str, new: NewRows | None) -> None:
-    """Fill this rank's shard of a weight from a slice of its file, whose shape is checked."""
-    shape = tuple(source.get_shape())
-    there = tuple(tensor.shape) if new is None else (new.before, *tensor.shape[1:])
-    if shape != there:
-        raise ConfigError(
-            f"{where} has shape {list(shape)} in the files and {list(there)} in the model: use the config.json of "
-            f"these weights"
-        )
-    _copy(tensor, source, new)
+                tensor = wanted[name]
+                rows = grown.get(id(tensor))
+                source = file.get_slice(name)
+                shape = list(source.get_shape())
+                there = [*tensor.shape] if rows is None else [rows.before, *tensor.shape[1:]]
+                if shape != there:
+                    raise ConfigError(
+                        f"{path}: {name} has shape {shape} in the files and {there} in the model: use the config.json "
+                        "of these weights"
+                    )
+                _copy(tensor, source, rows)
 
 
 @torch.no_grad()
@@ -136,11 +128,7 @@ def _copy(tensor: torch.Tensor, source: Any, new: NewRows | None) -> None:
 
 
 def _load_full(
-    orig_model: PreTrainedModel,
-    wanted: dict[str, torch.Tensor],
-    others: list[str],
-    folder: Path,
-    grown: dict[int, NewRows],
+    orig_model: PreTrainedModel, wanted: dict[str, Tensor], others: list[str], folder: Path, grown: dict[int, NewRows]
 ) -> None:
     """Fill all of `wanted` from a whole model on the host; `others` are the names that no file has.
 
@@ -151,13 +139,9 @@ def _load_full(
     plain: Any = plain_class(orig_model)
     found_type = json_object(folder / "config.json").get("model_type")
     with reading_files(folder, f"{first_of(others)} of {plain.__name__}"):
-        whole, loading_info = plain.from_pretrained(
-            folder,
-            dtype=orig_model.dtype,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            key_mapping=None if found_type == orig_model.config.model_type else TEXT_NAMES,
-        )
+        renamed = None if found_type == orig_model.config.model_type else TEXT_NAMES
+        reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        whole, loading_info = plain.from_pretrained(folder, dtype=orig_model.dtype, key_mapping=renamed, **reporting)
     # No config could have told that these weights are not tied (models.load.differing_ties); names were converted.
     tied = whole.get_expanded_tied_weights_keys(all_submodels=True).keys()
     if lost := (tied - whole.all_tied_weights_keys.keys()) - wanted.keys():

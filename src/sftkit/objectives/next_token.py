@@ -1,6 +1,6 @@
-"""Next-token prediction: cross entropy of each target token, given all tokens before it in its document.
+"""Next-token prediction and captioning: cross entropy of each target token.
 
-Captioning: cross entropy of each token of a text, given what an encoder read for it and all tokens before it.
+Given are all tokens before it in its document, and for a caption what an encoder read for it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class NextToken:
 
     def sums_of_logits(self, logits: Tensor, targets: Tensor) -> Sums:
         """Return the sums by torch's own cross entropy."""
-        smoothing, is_target = self.config.label_smoothing, targets != IGNORE
+        smoothing = self.config.label_smoothing
+        is_target = targets != IGNORE
         nll = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
         loss = nll
         # A call of its own: nll is what is monitored, and is measured without smoothing.

@@ -1,11 +1,7 @@
-"""Named sums: those that an objective returns for a batch, and their totals over the micro-batches of a step.
+"""What is minimised: the protocol of objectives, their sums, and a model with its objective, which a step calls.
 
-The protocol of objectives: what a new one must define. The script of a stage names the objective; loop, engines and
-metrics call it.
-
-An objective with the auxiliary loss of a model's routers beside it.
-
-A model with its objective: what the train step calls, compiles and wraps.
+The script of a stage names the objective; loop, engines and metrics call it. `Totals` are named sums over the
+micro-batches of a step. `Balanced` adds the auxiliary loss of a model's routers to an objective.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from transformers import PreTrainedModel
 
 from sftkit.data.batches.collate import Batch
 from sftkit.data.types import Examples
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.routing import Routing
 from sftkit.models.structure import from_last, stages_of, vocab_size
 from sftkit.ops.attention import use_document_attention
@@ -135,11 +131,16 @@ class Balanced:
 
     def __init__(self, objective: Objective, weight: float) -> None:
         """Wrap an objective. `weight`: of the auxiliary loss in what is minimised; 0: it is measured only."""
-        self._objective, self._weight = objective, weight
-        self.measured, self.monitored = (*objective.measured, AUX_LOSS), objective.monitored
+        self._objective = objective
+        self._weight = weight
+        self.measured = (*objective.measured, AUX_LOSS)
         # The rest is the wrapped objective's, which knows nothing of routers.
-        self.select, self.sums, self.sums_of_logits = objective.select, objective.sums, objective.sums_of_logits
-        self.count, self.divisors = objective.count, objective.divisors
+        self.monitored = objective.monitored
+        self.select = objective.select
+        self.sums = objective.sums
+        self.sums_of_logits = objective.sums_of_logits
+        self.count = objective.count
+        self.divisors = objective.divisors
 
     def added(self, sums: Sums, aux_loss: Tensor | None) -> Sums:
         """Return the sums of a batch with the auxiliary loss of its rows; None, as in an evaluation, counts as 0."""
@@ -173,7 +174,9 @@ class ModelWithLoss(torch.nn.Module):
         super().__init__()
         use_document_attention(orig_model)
         self.orig_model = orig_model
-        self.routing, self.backend, self.kind = routing, backend, kind_of(orig_model.config)
+        self.routing = routing
+        self.backend = backend
+        self.kind = kind_of(orig_model.config)
         self.objective = Balanced(objective, routing.weight) if routing is not None and routing.has_loss else objective
         self.context_group: str | None = None
         "name of the group of ranks that hold chunks of the same rows; set where the model is sharded"
@@ -194,12 +197,12 @@ class ModelWithLoss(torch.nn.Module):
         selected = self.objective.select(self._hidden(batch, backend), batch)
         return self.sums_of_selected(selected, batch)
 
-    def hidden_states(self, batch: Batch, backend: str) -> torch.Tensor:
+    def hidden_states(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its
         ranks, without gradient."""
         return from_last(self.orig_model, self._hidden(batch, backend))
 
-    def sums_of_selected(self, selected: torch.Tensor, batch: Batch) -> Sums:
+    def sums_of_selected(self, selected: Tensor, batch: Batch) -> Sums:
         """Return the sums of a batch from the hidden states that its objective selects, [N, H]. In a pipeline all
         stages but the last return zeros, so that the sum over ranks counts each row once."""
         stages = stages_of(self.orig_model)
@@ -214,7 +217,7 @@ class ModelWithLoss(torch.nn.Module):
         aux_loss = self.routing.loss_of(batch, self.context_group) if self.orig_model.training else None
         return self.objective.added(sums, aux_loss) if isinstance(self.objective, Balanced) else sums
 
-    def _hidden(self, batch: Batch, backend: str) -> torch.Tensor:
+    def _hidden(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states [B, C, H] and let the routers count the positions with a token, in training only."""
         # Routers must not count padding: it would be balanced, too. Chunks of rows have their own positions only.
         if self.routing is not None:

@@ -8,12 +8,14 @@ table, and each program updates a chunk of one tensor, as in Apex's multi-tensor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from sftkit.ops.tensors import ParameterShard
 
 BLOCK = 1024
 "Elements that a program holds at once."
@@ -23,24 +25,6 @@ ALIGNMENT = 16
 "Bytes of the widest load. Tensors whose addresses or sizes are not multiples of it have a launch of their own."
 COLUMNS = 12
 "Columns of the table of addresses: int64, the last two hold four fp32 numbers."
-
-
-class ParameterShard(NamedTuple):
-    """A parameter, or this rank's shard of it: contiguous tensors of the same number of elements."""
-
-    weight: torch.Tensor
-    "fp32; bf16 if everything is rounded stochastically"
-    rounded: torch.Tensor | None
-    "bf16, follows `weight` by stochastic rounding"
-    grad: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    scalars: tuple[float, float, float, float]
-    "learning rate times weight decay, 1 - beta1, 1 - beta2, eps"
-    offset: int
-    "index of its first element in the whole parameter, for the random bits"
-    key: int
-    "64 bits, for the random bits"
 
 
 @triton.jit
@@ -128,14 +112,14 @@ def _adamw(
         g = tl.load(grad + element, mask=inside, other=0.0).to(tl.float32) * factor
         m = tl.load(exp_avg + element, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(exp_avg_sq + element, mask=inside, other=0.0).to(tl.float32)
-        # The operations of optim.formula, in its order. div_rn and sqrt_rn round as torch's operators do, where
+        # The operations of optim.adamw.adamw, in its order. div_rn and sqrt_rn round as torch's operators do, where
         # Triton's own division is an approximation.
         m = m + (g - m) * rate1
         v = v + (g * g - v) * rate2
         direction = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root2) + eps)
         w = w - (decay * w + step_size * direction)
         if ROUNDED or STOCHASTIC:
-            # As ops.rounding.noise16 draws them, so that every device rounds alike; a draw has bits for two stores.
+            # As ops.tensors.noise16 draws them, so that every device rounds alike; a draw has bits for two stores.
             draw1 = _mix32((element + first).to(tl.uint32) ^ key0)
             draw2 = _mix32(draw1 ^ key1)
         if STOCHASTIC:
@@ -150,51 +134,41 @@ def _adamw(
                 tl.store(rounded + element, _stochastic_round(w, draw2 & 0xFFFF), mask=inside)
 
 
-def update_(rows: Sequence[ParameterShard], clip: torch.Tensor, corrected: torch.Tensor) -> None:
-    """Update all parameters in place, as optim.formula's update_exact and update_stochastic update one.
+def update_(rows: Sequence[ParameterShard], clip: Tensor, corrected: Tensor) -> None:
+    """Update all parameters in place, as optim.adamw.update_eagerly updates one.
 
     Args:
         rows: P of them.
         clip: fp32 0-d on the device, multiplies the gradients; nan: nothing changes.
-        corrected: fp64 [P, 2] on the device, optim.formula.corrections of each row.
+        corrected: fp64 [P, 2] on the device, optim.adamw.corrections of each row.
     """
     # What is a constant of the kernel: dtypes, whether there is a rounded copy, and alignment. Each combination
     # is a launch.
     alike: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i, row in enumerate(rows):
         if row.weight.numel():
-            kind = row.weight.dtype, row.grad.dtype, row.rounded is not None, _aligned(row)
+            # Whether all addresses and the size suit the widest load.
+            odd = row.weight.numel() % ALIGNMENT or any(tensor.data_ptr() % ALIGNMENT for tensor in _tensors(row))
+            kind = row.weight.dtype, row.grad.dtype, row.rounded is not None, not odd
             alike.setdefault(kind, []).append(i)
     for (weight, grad, has_rounded, aligned), numbers in alike.items():
         table, chunks = _table([rows[i] for i in numbers], numbers)
-        _adamw[(chunks,)](
-            _to_device(table, clip.device),
-            len(numbers),
-            clip,
-            corrected,
-            WEIGHT=_TYPES[weight],
-            GRAD=_TYPES[grad],
-            ROUNDED=has_rounded,
-            STOCHASTIC=weight == torch.bfloat16,
-            ALIGNED=aligned,
-            COLUMNS=COLUMNS,
-            CHUNK=CHUNK,
-            BLOCK=BLOCK,
-        )
+        host = torch.from_numpy(table)
+        if clip.is_cuda:  # no host sync from pinned memory, which torch's allocator reuses only after it was read
+            host = host.pin_memory()
+        constants = {"WEIGHT": _TYPES[weight], "GRAD": _TYPES[grad], "COLUMNS": COLUMNS, "CHUNK": CHUNK, "BLOCK": BLOCK}
+        switches = {"ROUNDED": has_rounded, "STOCHASTIC": weight == torch.bfloat16, "ALIGNED": aligned}
+        on_device = host.to(clip.device, non_blocking=True)
+        _adamw[(chunks,)](on_device, len(numbers), clip, corrected, **constants, **switches)
 
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
-def _tensors(row: ParameterShard) -> tuple[torch.Tensor, ...]:
+def _tensors(row: ParameterShard) -> tuple[Tensor, ...]:
     """Return the tensors in the order of the table's columns; without `rounded` its column has the
     weight, which is not touched."""
     return row.weight, row.weight if row.rounded is None else row.rounded, row.grad, row.exp_avg, row.exp_avg_sq
-
-
-def _aligned(row: ParameterShard) -> bool:
-    """Return whether all addresses and the size suit the widest load."""
-    return not (row.weight.numel() % ALIGNMENT or any(tensor.data_ptr() % ALIGNMENT for tensor in _tensors(row)))
 
 
 def _table(rows: Sequence[ParameterShard], numbers: Sequence[int]) -> tuple[np.ndarray, int]:
@@ -215,12 +189,3 @@ def _table(rows: Sequence[ParameterShard], numbers: Sequence[int]) -> tuple[np.n
     table[:, 5:10] = [[tensor.data_ptr() for tensor in _tensors(row)] for row in rows]
     table[:, 10:].view(np.float32)[:] = [row.scalars for row in rows]
     return table, int(ends[-1])
-
-
-def _to_device(table: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy the table to the device without a host sync.
-
-    The copy is from pinned memory, which torch's allocator reuses only after it was read.
-    """
-    host = torch.from_numpy(table)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,38 +1,48 @@
-"""Attention that keeps the documents of a row apart: one function registered with transformers, several kernels.
+"""Attention that keeps the documents of a row apart: one function registered with transformers, one table of backends.
 
 The boundaries travel as `documents`, a keyword argument of every layer, with fixed shapes whatever the documents are.
 transformers builds no mask for an attention name that it does not know, so nothing quadratic exists outside the
-reference kernel. Attention that is not causal, inside an encoder and from texts to its output, gets its boundaries as
-the attention_mask of its layers.
+reference backend. Attention that is not causal, inside an encoder and from texts to its output, gets its boundaries as
+the attention_mask of its layers (ops.cross_attention).
+
+A backend is an entry of BACKENDS: what it needs to know of documents, how it computes, and what it cannot serve. A run
+takes the backend that the recipe names, or with auto the fastest that can serve it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from sftkit.data.batches.collate import Batch
+from sftkit.data.batches.pack import Layout
 from sftkit.errors import ConfigError
-from sftkit.ops import flex
+from sftkit.ops import flash, flex
 from sftkit.ops.cross_attention import bidirectional_attention
-from sftkit.ops.flash import document_attention
 from sftkit.ops.flex import Scores
 from sftkit.ops.tensors import gather_rows
-from sftkit.runtime.start import replaced
+from sftkit.rundir.files import read_object, replace_shared
+from sftkit.runtime.hardware import user_cache
+from sftkit.runtime.start import Runtime, replaced
+
+log = logging.getLogger(__name__)
 
 _NAME = "sftkit"
 DENSE_KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
+    getattr(SDPBackend, name) for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 ]
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"Fields of configs with the dropout of attention weights."
 
 
 class Documents(NamedTuple):
@@ -41,17 +51,17 @@ class Documents(NamedTuple):
     backend: str
     max_length: int
     "upper bound of a document's length, the same for every batch of a run"
-    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens: Tensor | None = None
     "fa4, varlen: int32 [D + 1], where documents start in the flattened B * T positions"
-    doc_ids: torch.Tensor | None = None
+    doc_ids: Tensor | None = None
     "flex: int32 [B, T], T padded to a multiple of 128"
     blocks: flex.BlockTensors | None = None
     "flex: counts [B, 1, T/128] and indices [B, 1, T/128, T/128] of key blocks by query block, and the reverse"
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     "reference: bool [B, 1, C, T], True where a query sees a key; C = T except for chunks of rows"
     group: str | None = None
     "context parallel: name of the group of ranks whose chunks make whole rows"
-    chunks: tuple[torch.Tensor, torch.Tensor] | None = None
+    chunks: tuple[Tensor, Tensor] | None = None
     "context parallel, fa4, varlen: cu_seqlens_q and cu_seqlens_k of Batch"
 
 
@@ -63,21 +73,11 @@ def document_boundaries(batch: Batch, backend: str, context_group: str | None = 
         backend: one of attention.backend, never auto.
         context_group: with context parallelism, name of the group of ranks whose chunks make whole rows.
     """
-    documents = Documents(backend, batch.max_doc_length)
+    group = None
     if batch.columns is not None:
         assert context_group is not None, "batches of chunks need the group of their ranks"
-        documents = documents._replace(group=context_group)
-    if backend == "reference":
-        mask = document_mask(batch.doc_ids)
-        return documents._replace(mask=mask if batch.columns is None else mask.index_select(2, batch.columns))
-    if backend == "flex":
-        doc_ids = flex.pad_to_blocks(batch.doc_ids)
-        return documents._replace(doc_ids=doc_ids, blocks=flex.blocks_of(doc_ids))
-    if backend == "sdpa":
-        return documents
-    if batch.cu_seqlens_q is not None and batch.cu_seqlens_k is not None:  # of chunks
-        documents = documents._replace(chunks=(batch.cu_seqlens_q, batch.cu_seqlens_k))
-    return documents._replace(cu_seqlens=batch.cu_seqlens)
+        group = context_group
+    return Documents(backend, batch.max_doc_length, group=group, **BACKENDS[backend].boundaries(batch))
 
 
 def use_document_attention(orig_model: PreTrainedModel) -> None:
@@ -163,18 +163,18 @@ def _set_implementation(orig_model: PreTrainedModel, name: str) -> None:
 
 def attend(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     documents: Documents | None = None,
-    position_bias: torch.Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Compute attention for transformers: causal and within documents; for modules that are not causal, as
     their mask says.
 
@@ -194,7 +194,6 @@ def attend(
         RuntimeError: called without documents, as generation does outside `plain_attention`; or with something that the
             backend does not compute.
     """
-    # Where boundaries come from decides the kernel: a mask of the layer's own, or the documents of the row.
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scores = Scores(scale, sliding_window, softcap, dropout, position_bias)
     if not getattr(module, "is_causal", True):
@@ -204,43 +203,55 @@ def attend(
     # Whatever the backend cannot compute is an error, never silently ignored.
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks (s_aux) are not supported")
-    if position_bias is not None and documents.mask is None:
+    if position_bias is not None and not BACKENDS[documents.backend].relative_positions:
         raise RuntimeError(f"attention backend {documents.backend} does not support relative positions")
     if documents.group is not None:
         key, value = gather_rows(key, value, documents.group)
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention: kernels want one head size
         value = F.pad(value, (0, query.shape[-1] - width))
-    # Which form of the documents is there says which backend it is; with none of them a row is one document.
-    if documents.cu_seqlens is not None:
-        if softcap is not None or dropout:
-            raise RuntimeError(f"attention backend {documents.backend} does not support soft cap or dropout")
-        out = _flash(query, key, value, documents, scores)
-    elif documents.blocks is not None:
-        assert documents.doc_ids is not None
-        out = flex.attend_flex(query, key, value, (documents.doc_ids, documents.blocks), scores)
-    elif documents.mask is not None:
-        out = _reference(query, key, value, documents.mask, scores)
-    else:
-        out = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
-        ).transpose(1, 2)
+    out = BACKENDS[documents.backend].attend(query, key, value, documents, scores)
     return out[..., :width], None
 
 
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scores: Scores
-) -> torch.Tensor:
+class Backend(NamedTuple):
+    """An attention backend."""
+
+    boundaries: Callable[[Batch], dict[str, Any]]
+    "fields of Documents that it needs, of a batch"
+    attend: Callable[[Tensor, Tensor, Tensor, Documents, Scores], Tensor]
+    "query [B, H, T, D], key and value [B, KV, T, D] -> [B, T, H, D]"
+    unsupported_reason: Callable[..., str | None]
+    "(model, layout, device, compiled=, captured=) -> why it cannot serve a run, besides what the fields below say"
+    timed: bool = False
+    "whether it is among the fast ones, which auto compares by measuring them"
+    eager: bool = True
+    "whether it is differentiable without a compiler"
+    in_chunks: bool = True
+    "whether it attends from chunks of rows (context parallelism)"
+    dropout: bool = False
+    relative_positions: bool = False
+
+
+def _flash_boundaries(batch: Batch) -> dict[str, Any]:
+    chunked = batch.cu_seqlens_q is not None and batch.cu_seqlens_k is not None
+    chunks = (batch.cu_seqlens_q, batch.cu_seqlens_k) if chunked else None
+    return {"cu_seqlens": batch.cu_seqlens, "chunks": chunks}
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
     """Return attention by FlashAttention, [B, T, H, D]; the two chunks of a context-parallel
     rank one after the other."""
     cu_seqlens = documents.cu_seqlens
     assert cu_seqlens is not None
+    if scores.softcap is not None or scores.dropout:
+        raise RuntimeError(f"attention backend {documents.backend} does not support soft cap or dropout")
     key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (key, value))
 
-    def attended(query: torch.Tensor, starts: torch.Tensor, starts_k: torch.Tensor) -> torch.Tensor:
+    def attended(query: Tensor, starts: Tensor, starts_k: Tensor) -> Tensor:
         rows, _, row_length, _ = query.shape
         query = query.transpose(1, 2).flatten(0, 1).contiguous()
-        out, _ = document_attention(
+        out, _ = flash.document_attention(
             *(query, key, value, starts, starts_k),
             *(documents.max_length, scores.scale, scores.window or 0, documents.backend),
         )
@@ -254,11 +265,66 @@ def _flash(
     return torch.cat([attended(*pair) for pair in pairs], dim=1)
 
 
-def _reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scores: Scores
-) -> torch.Tensor:
+def _flash_unsupported(
+    kernel: str, orig_model: PreTrainedModel, layout: Layout, device: torch.device, **_: bool
+) -> str | None:
+    if getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None):
+        return "has no soft cap of the scores, which this model needs"
+    if problem := flash.kernel_unsupported_reason(kernel, device, orig_model.dtype):
+        return problem
+    head_dim = head_sizes(orig_model)[0]
+    fits = head_dim in (64, 96, 128) if kernel == "fa4" else head_dim % 8 == 0 and head_dim <= 256
+    return None if fits else f"has no kernel for heads of {head_dim}"
+
+
+def _flex_boundaries(batch: Batch) -> dict[str, Any]:
+    doc_ids = flex.pad_to_blocks(batch.doc_ids)
+    return {"doc_ids": doc_ids, "blocks": flex.blocks_of(doc_ids)}
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
+    assert documents.doc_ids is not None
+    assert documents.blocks is not None
+    return flex.attend_flex(query, key, value, (documents.doc_ids, documents.blocks), scores)
+
+
+def _flex_unsupported(
+    orig_model: PreTrainedModel, layout: Layout, device: torch.device, *, compiled: bool, captured: bool
+) -> str | None:
+    if device.type != "cuda" and not captured:
+        return f"has no backward pass on {device.type}"
+    if device.type == "cuda" and head_sizes(orig_model)[0] < 16:
+        return "has no kernel for heads of less than 16"
+    if layout.dynamic and layout.pad_multiple % flex.FLEX_BLOCK:
+        return f"wants rows of whole blocks: set data.pad_multiple to a multiple of {flex.FLEX_BLOCK}"
+    return None if compiled else "needs compile.enabled: without it, it is quadratic in memory"
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
+    """Return attention where a row is one document, [B, T, H, D]."""
+    grouped = key.shape[1] < query.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, dropout_p=scores.dropout, is_causal=True, scale=scores.scale, enable_gqa=grouped
+    ).transpose(1, 2)
+
+
+def _sdpa_unsupported(orig_model: PreTrainedModel, layout: Layout, *_: Any, **__: bool) -> str | None:
+    if layout.kind == "packed":
+        return "sees one document per row, and rows are packed"
+    softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
+    return "has no sliding window or soft cap" if windows(orig_model.config) or softcap else None
+
+
+def _reference_boundaries(batch: Batch) -> dict[str, Any]:
+    mask = document_mask(batch.doc_ids)
+    return {"mask": mask if batch.columns is None else mask.index_select(2, batch.columns)}
+
+
+def _reference(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scores: Scores) -> Tensor:
     """Return attention by a dense mask, [B, T, H, D]."""
     scale, window, softcap, dropout, bias = scores
+    mask = documents.mask
+    assert mask is not None
     if window is not None:
         # A query always sees itself, one of padding too, so no row of the mask gets empty.
         positions = torch.arange(mask.shape[-1], device=mask.device)
@@ -272,13 +338,14 @@ def _reference(
         )
         return out.transpose(1, 2)
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
     capped = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * scale / softcap)
     weights = capped.masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
     return (F.dropout(weights, dropout) @ value).transpose(1, 2)
 
 
-def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
+def document_mask(doc_ids: Tensor) -> Tensor:
     """Return bool [B, 1, T, T], True where query i may see key j: same document and j <= i.
 
     Args:
@@ -287,6 +354,18 @@ def document_mask(doc_ids: torch.Tensor) -> torch.Tensor:
     row_length = doc_ids.shape[1]
     causal = torch.ones(row_length, row_length, dtype=torch.bool, device=doc_ids.device).tril()
     return (causal & (doc_ids[:, :, None] == doc_ids[:, None, :])).unsqueeze(1)
+
+
+BACKENDS = {
+    "fa4": Backend(_flash_boundaries, _flash, partial(_flash_unsupported, "fa4"), timed=True),
+    "varlen": Backend(_flash_boundaries, _flash, partial(_flash_unsupported, "varlen"), timed=True),
+    "sdpa": Backend(lambda _: {}, _sdpa, _sdpa_unsupported, timed=True, in_chunks=False, dropout=True),
+    "flex": Backend(_flex_boundaries, _flex, _flex_unsupported, eager=False, in_chunks=False),
+    "reference": Backend(
+        _reference_boundaries, _reference, lambda *_, **__: None, dropout=True, relative_positions=True
+    ),
+}
+"By attention.backend. auto tries those that are timed first; one that does not support what a model has is rejected."
 
 
 def kernel_order(backend: str) -> AbstractContextManager[None]:
@@ -314,3 +393,178 @@ def windows(config: PreTrainedConfig) -> bool:
     if kinds is not None:
         return "sliding_attention" in kinds
     return bool(getattr(text, "sliding_window", None))  # some configs say 0 for none
+
+
+class AttentionChoice(NamedTuple):
+    """An attention backend and the reason for it."""
+
+    backend: str
+    reason: str
+
+
+def choose_backend(
+    named: str, orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, compiled: bool, captured: bool = False
+) -> AttentionChoice:
+    """Choose the attention backend of training and validation, on the main rank for all, and print which and why.
+
+    Args:
+        named: attention.backend of the recipe.
+        compiled: whether the blocks are compiled; flex only exists as generated code.
+        captured: flex is an operator of a captured graph, which a CPU can compute too, with all scores in memory;
+            counts where a backend is named.
+
+    Raises:
+        ConfigError: the backend that the recipe names does not run here or cannot compute this model or layout.
+    """
+    given = {"compiled": compiled, "in_chunks": rt.topology.context > 1}
+    if named == "auto":
+        choice = AttentionChoice(*rt.from_main(lambda: fastest(orig_model, layout, rt.device, **given)))
+    else:
+        if problem := unsupported_reason(named, orig_model, layout, rt.device, captured=captured, **given):
+            raise ConfigError(f"attention.backend: {named} {problem}; take another one, or auto")
+        choice = AttentionChoice(named, "named by the recipe")
+    rt.print(f"attention {choice.backend}: {choice.reason}")
+    return choice
+
+
+def fastest(
+    orig_model: PreTrainedModel, layout: Layout, device: torch.device, *, compiled: bool, in_chunks: bool
+) -> tuple[str, str]:
+    """Return (backend, why) of the fastest that can serve the run; where there are several, they are timed."""
+
+    def problem(backend: str) -> str | None:
+        return unsupported_reason(backend, orig_model, layout, device, compiled=compiled, in_chunks=in_chunks)
+
+    # flex is not timed against these: it would have to be compiled for that. It is taken where none of them serves.
+    able = [name for name, backend in BACKENDS.items() if backend.timed and problem(name) is None]
+    if not able:
+        if problem("flex") is None:
+            return "flex", "no FlashAttention for this model"
+        if device.type != "cuda":
+            return "reference", "runs everywhere"
+        reasons = "; ".join(f"{b} {problem(b)}" for b in ("varlen", "flex"))
+        return "reference", f"a dense mask, quadratic in the row length: {reasons}"
+    if len(able) == 1:
+        return able[0], "the fastest that runs here"
+    times = _measured(able, orig_model, layout, device)
+    if not times:
+        return "reference", "nothing faster works"
+    best = min(times, key=times.__getitem__)
+    return best, ", ".join(f"{name} {ms:.2f} ms" for name, ms in sorted(times.items(), key=lambda item: item[1]))
+
+
+def unsupported_reason(
+    backend: str,
+    orig_model: PreTrainedModel,
+    layout: Layout,
+    device: torch.device,
+    *,
+    compiled: bool,
+    in_chunks: bool = False,
+    captured: bool = False,
+) -> str | None:
+    """Return why a backend cannot serve a run, None if it can.
+
+    Args:
+        in_chunks: queries are chunks of rows (context parallelism). compiled, captured: see choose_backend.
+    """
+    spec = BACKENDS[backend]
+    config = orig_model.config.get_text_config()
+    dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in DROPOUTS)
+    if relative_positions(orig_model.config) and not spec.relative_positions:
+        return "has no relative positions, which this model adds to the scores"
+    if in_chunks and not spec.in_chunks:
+        return "attends within whole rows, and context parallelism cuts them"
+    if dropout and not spec.dropout:
+        return f"has no dropout, and the model's is {dropout}"
+    return spec.unsupported_reason(orig_model, layout, device, compiled=compiled, captured=captured)
+
+
+def eager_backend(backend: str, orig_model: PreTrainedModel) -> str:
+    """Return the backend that replaces this one where nothing is compiled."""
+    if BACKENDS[backend].eager:
+        return backend
+    softcap = getattr(orig_model.config.get_text_config(), "attn_logit_softcapping", None)
+    unusable = softcap or flash.kernel_unsupported_reason("varlen", orig_model.device, orig_model.dtype)
+    return "reference" if unusable else "varlen"
+
+
+def head_sizes(orig_model: PreTrainedModel) -> tuple[int, int]:
+    """Return (size of a query head, query heads per key head)."""
+    config = orig_model.config.get_text_config()
+    heads = config.num_attention_heads
+    latent = getattr(config, "qk_head_dim", None)
+    head_dim = latent or getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(head_dim), heads // int(getattr(config, "num_key_value_heads", None) or heads)
+
+
+def _measured(
+    backends: list[str], orig_model: PreTrainedModel, layout: Layout, device: torch.device
+) -> dict[str, float]:
+    """Return milliseconds of forward and backward of one layer by backend: from the cache, or
+    measured now and kept there."""
+    head_dim, groups = head_sizes(orig_model)
+    heads = int(orig_model.config.get_text_config().num_attention_heads)
+    rows, row_length = layout.shapes[-1]
+    # A packed row has slots for about twice the mean number of documents (data.pack), so this is their mean length.
+    length = max(2 * row_length // layout.docs_per_row, 1) if layout.kind == "packed" else row_length
+    shape = (heads, heads // groups, head_dim, rows, row_length, length)
+    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {'/'.join(backends)}, {shape}"
+    path = user_cache() / "attention.json"  # safe to delete
+    cached: dict[str, dict[str, float]] = read_object(path)
+    if key not in cached:
+        times = {}
+        for name in backends:
+            try:
+                times[name] = _milliseconds(name, shape, device)
+            except Exception as error:  # such as an installation that does not fit this GPU or torch
+                log.warning("attention backend %s does not work here: %s", name, " ".join(str(error).split())[:200])
+        # Not kept where one failed: the next start may find it fixed.
+        if len(times) < len(backends):
+            return times
+        cached[key] = times
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_shared(path, json.dumps(cached, indent=1))
+        except OSError as error:
+            lost = "%s cannot be written (%s): attention is measured again at the next start"
+            log.warning(lost, path, error.strerror)
+    return cached[key]
+
+
+def _milliseconds(backend: str, shape: tuple[int, ...], device: torch.device) -> float:
+    """Return the GPU's milliseconds of forward and backward of attention, bf16, without the host's part.
+
+    Calls are queued behind 60 ms of other work, as they are in a training step, where launching is hidden. When each
+    was timed alone, FlashAttention-4's slow launches once cost it the choice.
+
+    Args:
+        shape: heads, those of keys, their size, rows, their length, that of a document.
+    """
+    heads, kv_heads, head_dim, rows, row_length, length = shape
+    generator = torch.Generator(device).manual_seed(0)
+    options: Any = {"device": device, "dtype": torch.bfloat16, "generator": generator, "requires_grad": True}
+    inputs = [torch.randn(rows, row_length, count, head_dim, **options) for count in (heads, kv_heads, kv_heads)]
+    starts = torch.arange(0, rows * row_length, length, dtype=torch.int32, device=device)
+    cu_seqlens = torch.cat([starts, starts.new_full((1,), rows * row_length)])
+    documents = Documents(backend, length, cu_seqlens=cu_seqlens)
+    query, key, value = (x.transpose(1, 2) for x in inputs)
+
+    def work() -> Tensor:
+        with kernel_order(backend):
+            return BACKENDS[backend].attend(query, key, value, documents, Scores(head_dim**-0.5))
+
+    grad = torch.ones_like(work())
+    for _ in range(3):
+        torch.autograd.grad(work(), inputs, grad)
+    torch.cuda.synchronize(device)
+    delay = torch.empty(2**28, dtype=torch.uint8, device=device)  # 0.06 ms to fill on an H200
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(1000):
+        delay.fill_(1)
+    start.record()
+    for _ in range(10):
+        torch.autograd.grad(work(), inputs, grad)
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / 10

@@ -1,13 +1,9 @@
-"""Attention of one new position over keys and values in memory of a fixed size: every shape is
-static, nothing is repeated.
+"""Attention that is not causal within a row: from texts to what was encoded for them, and from one new position.
 
-They are those of the text so far, or of what was encoded for it.
-
-Attention that is not causal: within the input of an encoder, and from texts to what was encoded for them.
-
-Several texts in a row each see their own input's positions only. Those boundaries travel as the mask of the
-decoder's layers, the one argument that every architecture passes to its cross attention, with fixed shapes whatever
-the texts are.
+Several texts in a row each see the positions of their own input only. Those boundaries travel as the mask of the
+decoder's layers, the one argument that every architecture passes to its cross attention, with fixed shapes whatever the
+texts are. A decoding step attends from one position to keys and values in memory of a fixed size, those of the text so
+far or of what was encoded for it: every shape is static, and nothing is repeated.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from sftkit.ops.flash import document_attention
@@ -25,17 +22,17 @@ IMPLEMENTATION = "sftkit_cached"
 
 def attend_cached(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    at: torch.Tensor | None = None,
+    at: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend from one position, as transformers calls it.
 
     The query heads that share a key head are treated as that number of positions that see the same keys.
@@ -73,8 +70,8 @@ BOUNDED = ("fa4", "varlen")
 
 
 def input_boundaries(
-    doc_ids: torch.Tensor, inputs: int, length: int, backend: str, visible: torch.Tensor | None = None
-) -> torch.Tensor | None:
+    doc_ids: Tensor, inputs: int, length: int, backend: str, visible: Tensor | None = None
+) -> Tensor | None:
     """Return where each position of a row finds the encoded input of its own document. No host sync.
 
     It is passed as the mask that the layers of a decoder give to attention; transformers passes a mask of four
@@ -105,9 +102,7 @@ def input_boundaries(
     return (mask if visible is None else mask & visible[:, None, :]).unsqueeze(1)
 
 
-def bidirectional_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
-) -> torch.Tensor:
+def bidirectional_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Return attention without an order, [B, T, H, D]: within an input, or from a text to what was encoded for it.
 
     Args:
@@ -116,7 +111,15 @@ def bidirectional_attention(
         scores: a window or soft cap is not computed.
     """
     if mask is not None and mask.dtype == torch.int32:
-        return _see_own(query, key, value, mask.flatten(), scores.scale)
+        # Each query sees all positions of one encoded input, all of one length; the mask is where their queries start.
+        rows, _, row_length, _ = query.shape
+        query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
+        starts = mask.flatten()
+        length = len(key) // (len(starts) - 1)
+        starts_k = length * torch.arange(len(starts), dtype=torch.int32, device=key.device)
+        sizes = (max(row_length, length), scores.scale, 0, "varlen")
+        out, _ = document_attention(query, key, value, starts, starts_k, *sizes, causal=False)
+        return out.unflatten(0, (rows, row_length))
     bias = scores.bias
     if bias is not None:
         mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
@@ -125,18 +128,3 @@ def bidirectional_attention(
         query, key, value, attn_mask=mask, dropout_p=scores.dropout, scale=scores.scale, enable_gqa=grouped
     )
     return out.transpose(1, 2)
-
-
-def _see_own(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Let each query see all positions of one encoded input, all of one length; `starts`:
-    int32, of the inputs' queries."""
-    rows, _, row_length, _ = query.shape
-    query, key, value = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
-    count = len(starts) - 1
-    length = len(key) // count
-    starts_k = length * torch.arange(count + 1, dtype=torch.int32, device=key.device)
-    longest = max(row_length, length)
-    out, _ = document_attention(query, key, value, starts, starts_k, longest, scale, 0, "varlen", causal=False)
-    return out.unflatten(0, (rows, row_length))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from sftkit.config.schema import LossConfig
 from sftkit.data.batches.collate import IGNORE
-from sftkit.ops.linear_cross_entropy import RowLoss
 
-BLOCK, WARPS = 4096, 16
-PLAIN_BLOCK, PLAIN_WARPS = 8192, 32
+BLOCK = 4096
+WARPS = 16
+PLAIN_BLOCK = 8192
+PLAIN_WARPS = 32
 """For large vocabularies without smoothing and token metrics: a lane has few sums, so a program can be large, and fewer
 rows share the L2 cache (labs/beside.py kernels)."""
 
@@ -121,7 +124,7 @@ def _cross_entropy_row(  # noqa: PLR0913 - a Triton kernel takes pointers and nu
 
 
 def cross_entropy_(
-    logits: torch.Tensor, targets: torch.Tensor, sums: torch.Tensor, loss: RowLoss, *, gradients: bool
+    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
 ) -> None:
     """Measure every row of logits and, if `gradients`, replace it by the gradient of its loss. Math in fp32.
 
@@ -130,26 +133,14 @@ def cross_entropy_(
         targets: int64 [N], unit stride, each IGNORE or in [0, V).
         sums: fp32 [4, N], written; rows as in `linear_cross_entropy.LossSums`; unit stride in N.
     """
-    options, softcap = loss
     plain = logits.shape[1] > PLAIN_BLOCK and not (options.label_smoothing or options.token_metrics)
     assert logits.stride(1) == targets.stride(0) == sums.stride(1) == 1, "rows must be dense"
+    weights = (options.z_loss, options.label_smoothing)
+    switches = {"SOFTCAP": softcap is not None, "SMOOTHING": options.label_smoothing > 0.0, "GRADIENTS": gradients}
+    sizes = {"BLOCK": PLAIN_BLOCK if plain else BLOCK, "num_warps": PLAIN_WARPS if plain else WARPS}
     _cross_entropy_row[(logits.shape[0],)](
-        logits,
-        logits.stride(0),
-        targets,
-        sums,
-        sums.stride(0),
-        logits.shape[1],
-        softcap or 1.0,
-        options.z_loss,
-        options.label_smoothing,
-        IGNORED=IGNORE,
-        SOFTCAP=softcap is not None,
-        SMOOTHING=options.label_smoothing > 0.0,
-        METRICS=options.token_metrics,
-        GRADIENTS=gradients,
-        BLOCK=PLAIN_BLOCK if plain else BLOCK,
-        num_warps=PLAIN_WARPS if plain else WARPS,
+        *(logits, logits.stride(0), targets, sums, sums.stride(0), logits.shape[1], softcap or 1.0, *weights),
+        **{"IGNORED": IGNORE, "METRICS": options.token_metrics, **switches, **sizes},
     )
 
 
@@ -162,7 +153,7 @@ def _scale(given, factor, out, elements, BLOCK: tl.constexpr):
     tl.store(out + element, value.to(out.dtype.element_ty), mask=inside)
 
 
-def scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the dense gradient * scale (0-d) in `dtype`, rounded once.
 
     torch's product whose result has another dtype takes twice as long: it does not load whole vectors.

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from sftkit.config.commands import install
@@ -61,17 +62,17 @@ def fa4() -> ModuleType:
 
 @torch.library.custom_op("sftkit::document_attention", mutates_args=())
 def document_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
     max_length: int,
     scale: float,
     window: int,
     kernel: str,
     causal: bool = True,  # noqa: FBT001, FBT002 - as above
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attend within each document of a flat batch, causally or not.
 
     Args:
@@ -91,42 +92,32 @@ def document_attention(
     # functions, flash_attn.cute's (Dao-AILab/flash-attention#2154) and torch's varlen_attn (pytorch/pytorch#164502),
     # give it the forward pass alone.
     if kernel == "fa4":
-        out, lse = fa4()._flash_attn_fwd(
-            query,
-            key,
-            value,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_length,
-            max_seqlen_k=max_length,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=window - 1 if window else None,
-            return_lse=True,
-        )
+        named = _fa4_rows(cu_seqlens, cu_seqlens_k, max_length, window)
+        named |= {"softmax_scale": scale, "causal": causal, "return_lse": True}
+        out, lse = fa4()._flash_attn_fwd(query, key, value, **named)
         return out, lse
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens_k,
-        max_length,
-        max_length,
-        0.0,
-        causal,
-        False,  # noqa: FBT003 - torch has no name for it: no debug mask is returned
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0 if causal else -1,
-    )
+    rows = (cu_seqlens, cu_seqlens_k, max_length, max_length)
+    # No dropout; and torch has no name for the last one by place: no debug mask is returned.
+    options = (0.0, causal, False)
+    sizes = _aten_window(window, causal=causal)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(query, key, value, *rows, *options, scale=scale, **sizes)
     return out, lse
 
 
+def _fa4_rows(cu_seqlens: Tensor, cu_seqlens_k: Tensor, max_length: int, window: int) -> dict[str, Any]:
+    """Return what both passes of FlashAttention-4 are told of documents and window."""
+    starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+    longest = {"max_seqlen_q": max_length, "max_seqlen_k": max_length}
+    return {**starts, **longest, "window_size_left": window - 1 if window else None}
+
+
+def _aten_window(window: int, *, causal: bool) -> dict[str, int]:
+    """Return what both passes of torch's FlashAttention are told of the window; -1: no bound."""
+    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0 if causal else -1}
+
+
 @document_attention.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
     positions, heads, _ = query.shape
     out = query.new_empty(positions, heads, value.shape[-1])
     return out, query.new_empty(heads, positions, dtype=torch.float32)
@@ -134,67 +125,39 @@ def _(
 
 @torch.library.custom_op("sftkit::document_attention_backward", mutates_args=())
 def document_attention_backward(  # noqa: PLR0913 - an operator takes tensors and numbers
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
     max_length: int,
     scale: float,
     window: int,
     kernel: str,
     causal: bool = True,  # noqa: FBT001, FBT002 - as above
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `document_attention` by query, key and value, in their shapes and dtypes."""
     if kernel == "fa4":
-        grads = fa4()._flash_attn_bwd(
-            query,
-            key,
-            value,
-            out,
-            grad,
-            lse,
-            scale,
-            causal,
-            window_size_left=window - 1 if window else None,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_length,
-            max_seqlen_k=max_length,
-        )
+        named = _fa4_rows(cu_seqlens, cu_seqlens_k, max_length, window)
+        grads = fa4()._flash_attn_bwd(query, key, value, out, grad, lse, scale, causal, **named)
         return _cleared(grads, cu_seqlens, cu_seqlens_k, causal=causal)
     # Private, as in document_attention: torch.nn.attention.varlen has a backward pass of its own, but no function for
     # it.
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    grads = torch.ops.aten._flash_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        cu_seqlens,
-        cu_seqlens_k,
-        max_length,
-        max_length,
-        0.0,
-        causal,
-        no_dropout,
-        torch.empty(0, device=query.device),
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0 if causal else -1,
-    )
+    rows = (cu_seqlens, cu_seqlens_k, max_length, max_length)
+    no_dropout = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
+    given = (grad, query, key, value, out, lse, *rows, 0.0, causal, *no_dropout)
+    sizes = _aten_window(window, causal=causal)
+    grads = torch.ops.aten._flash_attention_backward(*given, scale=scale, **sizes)
     return _cleared(grads, cu_seqlens, cu_seqlens_k, causal=causal)
 
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, *, causal: bool) -> Gradients:
+def _cleared(grads: Gradients, cu_seqlens: Tensor, cu_seqlens_k: Tensor, *, causal: bool) -> Gradients:
     """Set the gradients of keys that no query sees to 0: kernels leave the memory of such documents as it was."""
     query, key, value = grads
     if causal and len(key) == len(query):  # every key has its query
@@ -206,11 +169,11 @@ def _cleared(grads: Gradients, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Ten
 
 
 @document_attention_backward.register_fake
-def _(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Gradients:
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Gradients:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keep what the backward pass needs; the log-sum-exp is not differentiable."""
     *tensors, ctx.max_length, ctx.scale, ctx.window, ctx.kernel, ctx.causal = inputs
     ctx.save_for_backward(*tensors, *output)
@@ -218,7 +181,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients, with repeated keys and values where there are few query heads per key head.
 
     Repeating is then faster: no fp32 accumulators to clear, add to and convert, and the sum over the heads of a group
@@ -242,25 +205,16 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
 document_attention.register_autograd(_backward, setup_context=_save)
 
 
-def _pair_flops(
-    query_shape: Sequence[int],
-    value_shape: Sequence[int],
-    cu_seqlens: Sequence[int],
-    cu_seqlens_k: Sequence[int],
-    max_length: int,
-    scale: float,
-    window: int,
-    kernel: str,
-    causal: bool = True,  # noqa: FBT001, FBT002 - as above
-) -> int:
+def _pair_flops(query: Sequence[int], value: Sequence[int], *more: Any, **named: Any) -> int:
     """Return the FLOPs of one product of [N, H, D] with its visible keys, for documents of max_length: an upper bound.
 
     Not causal, for documents with equally many keys.
     """
-    positions, heads, head_dim = query_shape
-    if not causal:
-        return positions * heads * (head_dim + value_shape[-1]) * (value_shape[0] // (cu_seqlens_k[0] - 1))
-    return positions * heads * (head_dim + value_shape[-1]) * min(window or max_length, max_length) // 2
+    positions, heads, head_dim = query
+    _, cu_seqlens_k, max_length, _, window, _, *causal = more
+    if not named.get("causal", all(causal)):
+        return positions * heads * (head_dim + value[-1]) * (value[0] // (cu_seqlens_k[0] - 1))
+    return positions * heads * (head_dim + value[-1]) * min(window or max_length, max_length) // 2
 
 
 @register_flop_formula(torch.ops.sftkit.document_attention)

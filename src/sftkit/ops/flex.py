@@ -1,6 +1,6 @@
-"""Settings by which attention scores, the products of queries and keys, become weights; the same for every kernel.
+"""Document-isolated causal attention by FlexAttention: which blocks of the mask are not empty, and the call.
 
-Document-isolated causal attention by FlexAttention: which blocks of the mask are not empty, and the call.
+`Scores` are the settings by which the products of queries and keys become weights, the same for every backend.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ FLEX_BLOCK = 128
 BEHIND_ROW = -2
 "Document id of positions behind the end of a row, where rows are padded for flex."
 
-BlockTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+BlockTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Call(NamedTuple):
     """The arguments of a call of FlexAttention, its mask and scores as functions that hold no tensor."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
     block_mask: BlockMask
-    visible: Callable[..., torch.Tensor]
+    visible: Callable[..., Tensor]
     "(batch, head, query index, key index, doc_ids) -> whether the query sees the key"
-    capped: Callable[..., torch.Tensor] | None
+    capped: Callable[..., Tensor] | None
     "(score and the four indices) -> score; None: scores stay as they are"
-    doc_ids: torch.Tensor
+    doc_ids: Tensor
     "int32 [B, T]"
     scale: float
 
 
-_operator: Callable[[Call], torch.Tensor] | None = None
+_operator: Callable[[Call], Tensor] | None = None
 "Called in place of torch's function; None: torch's own."
 
 
-def attention_as_operator(operator: Callable[[Call], torch.Tensor]) -> AbstractContextManager[None]:
+def attention_as_operator(operator: Callable[[Call], Tensor]) -> AbstractContextManager[None]:
     """Call this function for attention within the context, for tracers other than torch.compile;
     it returns [B, H, T, Dv]."""
     return replaced(sys.modules[__name__], "_operator", operator)
 
 
-def pad_to_blocks(doc_ids: torch.Tensor) -> torch.Tensor:
+def pad_to_blocks(doc_ids: Tensor) -> Tensor:
     """Pad int [B, T] to whole blocks with positions behind the row."""
     return F.pad(doc_ids, (0, -doc_ids.shape[1] % FLEX_BLOCK), value=BEHIND_ROW)
 
 
-def blocks_of(doc_ids: torch.Tensor) -> BlockTensors:
+def blocks_of(doc_ids: Tensor) -> BlockTensors:
     """Return which 128 x 128 blocks of a document mask are not empty, by query block and by key block.
 
     A query block sees a range of key blocks that ends at its own, from the block where its first document starts.
@@ -92,7 +92,7 @@ def blocks_of(doc_ids: torch.Tensor) -> BlockTensors:
     return (*_listed(touched), *_listed(touched.transpose(1, 2)))
 
 
-def _listed(touched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _listed(touched: Tensor) -> tuple[Tensor, Tensor]:
     """Return (counts [B, 1, M], indices [B, 1, M, M] with those of touched blocks first), int32, of bool [B, M, M]."""
     counts = touched.sum(-1, dtype=torch.int32).unsqueeze(1)
     indices = touched.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).unsqueeze(1)
@@ -100,12 +100,8 @@ def _listed(touched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def attend_flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: tuple[torch.Tensor, BlockTensors],
-    scores: Scores,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, documents: tuple[Tensor, BlockTensors], scores: Scores
+) -> Tensor:
     """Attend causally within documents.
 
     The block mask is built here, from tensors, so that no batch's documents become constants.
@@ -120,16 +116,17 @@ def attend_flex(
     """
     doc_ids, blocks = documents
     scale, window, softcap, *_ = scores
-    row_length, whole = query.shape[2], doc_ids.shape[1]
+    row_length = query.shape[2]
+    whole = doc_ids.shape[1]
     if whole > row_length:  # flex's backward pass reads past the end of rows that are not multiples of its blocks
         query, key, value = (F.pad(x, (0, 0, 0, whole - row_length)) for x in (query, key, value))
 
     # The ids come as an argument: a captured graph has to see them as an input, not as something that a function holds.
-    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor) -> Tensor:
         same = (i >= j) & (ids[b, i] == ids[b, j])
         return same if window is None else same & (i - j < window)
 
-    def capped(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+    def capped(score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
@@ -151,15 +148,7 @@ def attend_flex(
     score_mod = None if softcap is None else capped
     if _operator is not None:
         out = _operator(Call(query, key, value, block_mask, visible, score_mod, doc_ids, scale))
-        return out[:, :, :row_length].transpose(1, 2)
-    out = flex_attention(
-        query,
-        key,
-        value,
-        score_mod=score_mod,
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=key.shape[1] < query.shape[1],
-    )
-    assert isinstance(out, torch.Tensor)
+    else:
+        named: Any = {"scale": scale, "enable_gqa": key.shape[1] < query.shape[1]}
+        out = flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask, **named)
     return out[:, :, :row_length].transpose(1, 2)

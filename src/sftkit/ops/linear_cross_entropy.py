@@ -35,14 +35,6 @@ class Head(NamedTuple):
     the products, gets no probability and has gradient 0; None: all of them. `ModelKind.head` leaves it None"""
 
 
-class RowLoss(NamedTuple):
-    """The loss of a row of logits."""
-
-    options: LossConfig
-    softcap: float | None
-    "of Head"
-
-
 class LossSums(NamedTuple):
     """Sums over the targets, 0-d, in nats: fp32 (float64 for float64 inputs)."""
 
@@ -92,22 +84,14 @@ class _LinearNLL(torch.autograd.Function):
     """Forward computes the gradients of the loss sum; backward scales them by the incoming gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        softcap: float | None,
-        tokens: int | None,
-        targets: Tensor,
-        options: LossConfig,
-    ) -> tuple[Tensor, ...]:
-        """Compute the sums and, where wanted, the gradients of their loss."""
+    def forward(ctx: Any, hidden: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        """Compute the sums and, where wanted, the gradients of their loss. `given`: Head, targets and options."""
+        *head, targets, options = given
         wanted = ctx.needs_input_grad[:3]
         # The gradients are made here, with the logits at hand, and kept instead of them.
         compute = _called_as_operator if _operator else _sums_and_gradients
         ctx.traced = _operator
-        sums, *gradients = compute(hidden, Head(weight, bias, softcap, tokens), targets, options, wanted)
+        sums, *gradients = compute(hidden, Head(*head), targets, options, wanted)
         ctx.save_for_backward(*gradients)
         ctx.dtype = hidden.dtype
         ctx.mark_non_differentiable(*sums[1:])
@@ -186,9 +170,9 @@ def _sums_and_gradients(
     The gradients of head and bias add up over chunks, so they are at least fp32; that of hidden has its dtype.
     """
     weight, bias, softcap, tokens = head
-    loss = RowLoss(options, softcap)
     # Where sums and gradients go.
-    num_rows, chunk = len(hidden), options.chunk_tokens
+    num_rows = len(hidden)
+    chunk = options.chunk_tokens
     exact = torch.promote_types(hidden.dtype, torch.float32)
     sums = torch.zeros(4, num_rows, dtype=exact, device=hidden.device)
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
@@ -204,7 +188,7 @@ def _sums_and_gradients(
             torch.mm(hidden[rows], weight.t(), out=logits)
         else:
             torch.addmm(bias, hidden[rows], weight.t(), out=logits)
-        _cross_entropy_(logits[:, :tokens], targets[rows], sums[:, rows], loss, gradients=any(wanted))
+        _cross_entropy_(logits[:, :tokens], targets[rows], sums[:, rows], options, softcap, gradients=any(wanted))
         logits[:, len(weight) if tokens is None else tokens :].zero_()  # padding passes no gradient on
         if d_hidden is not None:
             torch.mm(logits, weight, out=d_hidden[rows])
@@ -242,21 +226,25 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) ->
         total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
 
 
-def _cross_entropy_(logits: Tensor, targets: Tensor, sums: Tensor, loss: RowLoss, *, gradients: bool) -> None:
+def _cross_entropy_(
+    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
+) -> None:
     """Write what each row adds to LossSums to `sums` ([4, N]) and, if `gradients`, its loss's gradient to `logits`."""
     if logits.is_cuda and sums.dtype == torch.float32:
         from sftkit.ops.cross_entropy_kernel import cross_entropy_  # Triton is not installed on CPU machines
 
-        cross_entropy_(logits, targets, sums, loss, gradients=gradients)
+        cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients)
     else:
-        _reference_cross_entropy_(logits, targets, sums, loss, gradients=gradients)
+        _reference_cross_entropy_(logits, targets, sums, options, softcap, gradients=gradients)
 
 
-def _reference_cross_entropy_(logits: Tensor, targets: Tensor, sums: Tensor, loss: RowLoss, *, gradients: bool) -> None:
+def _reference_cross_entropy_(
+    logits: Tensor, targets: Tensor, sums: Tensor, options: LossConfig, softcap: float | None, *, gradients: bool
+) -> None:
     """Compute `cross_entropy_kernel.cross_entropy_` by torch's operators, for any device;
     math in the dtype of `sums`."""
-    options, softcap = loss
-    smoothing, is_target = options.label_smoothing, targets != IGNORE
+    smoothing = options.label_smoothing
+    is_target = targets != IGNORE
     column = torch.where(is_target, targets, 0)[:, None]
     x = logits.to(sums.dtype)
     if softcap is not None:

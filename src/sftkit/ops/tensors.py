@@ -1,28 +1,27 @@
-"""The shard of a tensor that a rank holds.
+"""Tensors spread over ranks, and random bits that are the same on all of them.
 
-Context parallelism: each rank has an early and a late chunk of every row, and gathers the keys and values of all.
-
-Queries stay where they are, so a rank attends from its chunks to whole rows (as Llama 3, arXiv
-2407.21783, section 3.3.2).
-
-Stochastic rounding of fp32 to bf16, with random bits from a hash instead of a generator.
+The shard of a tensor that a rank holds. The rows of context parallelism: each rank has an early and a late chunk of
+every row and gathers the keys and values of all; queries stay where they are, so a rank attends from its chunks to
+whole rows (as Llama 3, arXiv 2407.21783, section 3.3.2). And stochastic rounding of fp32 to bf16, with random bits from
+a hash instead of a generator.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_into_tensor, distributed_c10d, reduce_scatter_tensor
 from torch.distributed.tensor import DTensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_region(param: torch.Tensor) -> list[tuple[int, int]]:
+def local_region(param: Tensor) -> list[tuple[int, int]]:
     """Return (start, size) in each dimension of the part of the whole that this rank holds; of no DTensor all of it.
 
     The mesh's first dimension shards first; but strided shards, which FSDP2 makes of tensor-parallel ones, are sharded
@@ -46,20 +45,20 @@ def local_region(param: torch.Tensor) -> list[tuple[int, int]]:
     return region
 
 
-def local_part(whole: Any, param: torch.Tensor) -> Any:
+def local_part(whole: Any, param: Tensor) -> Any:
     """Return the part of a whole tensor, or of a safetensors slice, that this rank holds of `param`."""
     return whole[tuple(slice(start, start + size) for start, size in local_region(param))]
 
 
-def as_sharded(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def as_sharded(shard: Tensor, param: Tensor) -> Tensor:
     """Return a shard as part of a DTensor that is sharded like `param`; where that is whole, the shard itself."""
     if not isinstance(param, DTensor):
         return shard
-    mesh, placements = param.device_mesh, param.placements
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+    whole: Any = {"shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(shard, param.device_mesh, param.placements, run_check=False, **whole)
 
 
-def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_rows(key: Tensor, value: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """Return keys and values of whole rows in natural order, gathered from every rank's chunks;
     gradients go back summed.
 
@@ -71,8 +70,7 @@ def gather_rows(key: torch.Tensor, value: torch.Tensor, group: str) -> tuple[tor
         [B, KV, T, D] each, T = C x ranks
     """
     parts = _all_gather(torch.stack([key, value]), group).unflatten(-2, (2, -1))  # [n, 2, B, KV, 2, C/2, D]
-    early, late = parts.select(-3, 0), parts.select(-3, 1).flip(0)
-    chunks = torch.cat([early, late])  # [2n, 2, B, KV, C/2, D], chunk by chunk
+    chunks = torch.cat([parts.select(-3, 0), parts.select(-3, 1).flip(0)])  # [2n, 2, B, KV, C/2, D]
     rows = chunks.movedim(0, 3).flatten(3, 4)
     return rows[0], rows[1]
 
@@ -85,7 +83,7 @@ def resolve_group(group: str) -> ProcessGroup:
 
 
 @torch.library.custom_op("sftkit::all_gather", mutates_args=())
-def _all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
+def _all_gather(shard: Tensor, group: str) -> Tensor:
     """Return the shards of all ranks of a group, stacked: [n, *shard.shape]."""
     ranks = resolve_group(group)
     stacked = shard.new_empty(ranks.size(), *shard.shape)
@@ -94,7 +92,7 @@ def _all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @torch.library.custom_op("sftkit::reduce_scatter", mutates_args=())
-def _reduce_scatter(stacked: torch.Tensor, group: str) -> torch.Tensor:
+def _reduce_scatter(stacked: Tensor, group: str) -> Tensor:
     """Return this rank's shard of the sum over ranks of [n, ...]."""
     shard = torch.empty_like(stacked[0], memory_format=torch.contiguous_format)
     reduce_scatter_tensor(shard.view(-1), stacked.reshape(-1), group=resolve_group(group))
@@ -102,21 +100,21 @@ def _reduce_scatter(stacked: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @_all_gather.register_fake
-def _(shard: torch.Tensor, group: str) -> torch.Tensor:
+def _(shard: Tensor, group: str) -> Tensor:
     return shard.new_empty(resolve_group(group).size(), *shard.shape)
 
 
 @_reduce_scatter.register_fake
-def _(stacked: torch.Tensor, group: str) -> torch.Tensor:
+def _(stacked: Tensor, group: str) -> Tensor:
     return torch.empty_like(stacked[0], memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
     """Keep the group for the backward pass."""
     ctx.group = inputs[1]
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     """Return the gradient of this rank's shard: the sum over ranks."""
     return _reduce_scatter(grad, ctx.group), None
 
@@ -124,12 +122,12 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 _all_gather.register_autograd(_backward, setup_context=_save)
 
 
-def elements(flat: torch.Tensor) -> torch.Tensor:
+def elements(flat: Tensor) -> Tensor:
     """Return the index of each element, int32 [N]."""
     return torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
 
 
-def stochastic_round(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def stochastic_round(value: Tensor, noise: Tensor) -> Tensor:
     """Round fp32 to bf16, up or down with the probability that makes the mean exact; inf and nan stay.
 
     Args:
@@ -140,9 +138,7 @@ def stochastic_round(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return torch.where(value.isfinite(), kept, value).to(torch.bfloat16)
 
 
-def noise16(
-    index: torch.Tensor, key0: torch.Tensor, key1: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def noise16(index: Tensor, key0: Tensor, key1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return three draws of 16 bits per element, int32: a stateless hash of (keys, element).
 
     The draws are the same in eager mode, compiled, and on any device.
@@ -155,7 +151,7 @@ def noise16(
     return second & 0xFFFF, (second >> 16) & 0xFFFF, first & 0xFFFF
 
 
-def mix32(x: torch.Tensor) -> torch.Tensor:
+def mix32(x: Tensor) -> Tensor:
     """Permute the 32-bit numbers so that they look random: lowbias32 with the constants of hash-prospector's issue 19.
 
     int32 in and out, products wrap around. Masks take away the sign that a right shift of int32 brings in.
@@ -165,7 +161,7 @@ def mix32(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 15) & 0x1FFFF)
 
 
-def int32(bits: int) -> torch.Tensor:
+def int32(bits: int) -> Tensor:
     """Return the lowest 32 bits as a signed number, 0-d."""
     return torch.tensor(signed32(bits), dtype=torch.int32)
 
@@ -173,3 +169,21 @@ def int32(bits: int) -> torch.Tensor:
 def signed32(bits: int) -> int:
     """Return the lowest 32 bits as a signed number."""
     return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
+
+
+class ParameterShard(NamedTuple):
+    """A parameter, or this rank's shard of it: contiguous tensors of the same number of elements."""
+
+    weight: Tensor
+    "fp32; bf16 if everything is rounded stochastically"
+    rounded: Tensor | None
+    "bf16, follows `weight` by stochastic rounding"
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    scalars: tuple[float, float, float, float]
+    "learning rate times weight decay, 1 - beta1, 1 - beta2, eps"
+    offset: int
+    "index of its first element in the whole parameter, for the random bits"
+    key: int
+    "64 bits, for the random bits"

@@ -1,69 +1,39 @@
-"""The arithmetic of AdamW by torch's operators, on flat tensors: for any device, and as the reference of the kernel.
-
-torch's fused AdamW, for fp32 weights that are not sharded: one kernel for all of them.
-
-AdamW for bf16 weights: what bf16 would lose is kept in fp32 masters, or in expectation by stochastic rounding.
+"""AdamW: torch's fused one for fp32 weights that are whole, and ours, which keeps what bf16 weights would lose.
 
 An update at a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding to
-the nearest one loses it entirely, and the bf16 copy of an fp32 master shows it late. The update is one pointwise
-function on flat tensors: on CUDA a Triton kernel for all parameters at once (ops.adamw_kernel), elsewhere eager
-(optim.formula). Each rank updates its own shard of a parameter.
+the nearest one loses it entirely. Ours keeps it in fp32 masters (optim.name=adamw), or in expectation by stochastic
+rounding (adamw_sr). The update is one pointwise function on flat tensors: on CUDA a Triton kernel for all parameters at
+once (ops.adamw_kernel), elsewhere torch's operators. Each rank updates its own shard of a parameter.
 
-A skipped update does not count in the bias corrections. Only the device knows of it in time, so the counts
-and what follows from them stay there.
+A skipped update does not count in the bias corrections. Only the device knows of it in time, so the counts and what
+follows from them stay there.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.ops.tensors import elements, int32, local, local_region, noise16, stochastic_round
-from sftkit.optim.protocol import (
-    Group,
-    Groups,
-    Optimizer,
-    State,
-    multiply_gradients,
-    optimizer_kind,
-    parameters_of,
-    set_learning_rate,
-)
+from sftkit.ops.tensors import ParameterShard, elements, int32, local, local_region, noise16, stochastic_round
+from sftkit.optim import protocol
+from sftkit.optim.protocol import Group, Groups, Optimizer, State, parameters_of, set_learning_rate
 from sftkit.runtime.open import random_key
 
 
-class Scalars(NamedTuple):
-    """The numbers that the update of a group needs: 0-d fp32 tensors on the CPU."""
-
-    decay: torch.Tensor
-    "learning rate times weight decay"
-    rate1: torch.Tensor
-    "1 - beta1"
-    rate2: torch.Tensor
-    "1 - beta2"
-    eps: torch.Tensor
-
-
 def numbers_of(group: Group) -> tuple[float, float, float, float]:
-    """Return the numbers of a group, in the order of Scalars."""
+    """Return learning rate times weight decay, 1 - beta1, 1 - beta2 and eps."""
     beta1, beta2 = group["betas"]
     return group["lr"] * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"]
 
 
-@functools.lru_cache(maxsize=32)
-def scalars(*numbers: float) -> Scalars:
-    """Return the numbers of a group as tensors, the same objects for the same numbers."""
-    return Scalars(*(torch.tensor(number, dtype=torch.float32) for number in numbers))
-
-
-def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> torch.Tensor:
+def corrections(counts: Tensor, lr: float, betas: tuple[float, float]) -> Tensor:
     """Return the two numbers of AdamW's bias correction after each count of updates.
 
     Args:
@@ -78,95 +48,62 @@ def corrections(counts: torch.Tensor, lr: float, betas: tuple[float, float]) -> 
     return torch.stack((lr / (1 - beta1**counts), (1 - beta2**counts).sqrt()), dim=1)
 
 
-class WeightAndMoments(NamedTuple):
-    """The tensors of a parameter, or of this rank's shard of it, that an update changes, flat: [N]."""
-
-    weight: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+Updated = tuple[Tensor, Tensor, Tensor]
+"Weight, exp_avg and exp_avg_sq of a parameter, or of this rank's shard of it."
 
 
-class Coefficients(NamedTuple):
-    """The numbers of an update of one parameter."""
-
-    clip: torch.Tensor
-    "fp32 0-d, multiplies the gradient; nan: everything stays as it is"
-    scalars: Scalars
-    "of its group"
-    corrected: torch.Tensor
-    "fp64 [2], a row of `corrections`"
-
-
-class RandomBits(NamedTuple):
-    """The random bits of an update, for stochastic rounding: all follow from these numbers, int32 0-d, or [B, 1] for B
-    tensors of one size."""
-
-    offset: torch.Tensor
-    "index of the first element in the whole parameter"
-    key0: torch.Tensor
-    key1: torch.Tensor
-
-    @classmethod
-    def of(cls, offset: int, key: int) -> RandomBits:
-        """Return the random bits of the shard that begins with the element `offset`. `key`: 64 bits, of the update."""
-        return cls(int32(offset), int32(key), int32(key >> 32))
-
-    def noise(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return three draws of 16 bits for each element, int32 [N] or [B, N]. `flat`: one of the tensors, [N]."""
-        return noise16(elements(flat) + self.offset, self.key0, self.key1)
-
-
-def adamw(old: WeightAndMoments, grad: torch.Tensor, scalars: Scalars, corrected: torch.Tensor) -> WeightAndMoments:
+def adamw(old: Updated, grad: Tensor, numbers: tuple[float, float, float, float], corrected: Tensor) -> Updated:
     """Return the new weight and moments, all fp32 of one shape (Loshchilov & Hutter 2019, algorithm 2).
 
     Args:
+        numbers: of the group (numbers_of).
         corrected: fp64 [2], a row of `corrections`.
     """
+    weight, exp_avg, exp_avg_sq = old
+    decay, rate1, rate2, eps = numbers
     step_size, root2 = corrected.float().unbind()
-    exp_avg = old.exp_avg + (grad - old.exp_avg) * scalars.rate1
-    exp_avg_sq = old.exp_avg_sq + (grad * grad - old.exp_avg_sq) * scalars.rate2
-    direction = exp_avg / (exp_avg_sq.sqrt() / root2 + scalars.eps)
-    weight = old.weight - (scalars.decay * old.weight + step_size * direction)
-    return WeightAndMoments(weight, exp_avg, exp_avg_sq)
+    exp_avg = exp_avg + (grad - exp_avg) * rate1
+    exp_avg_sq = exp_avg_sq + (grad * grad - exp_avg_sq) * rate2
+    direction = exp_avg / (exp_avg_sq.sqrt() / root2 + eps)
+    return weight - (decay * weight + step_size * direction), exp_avg, exp_avg_sq
 
 
-def update_exact(
-    stored: WeightAndMoments, rounded: torch.Tensor | None, grad: torch.Tensor, by: Coefficients, bits: RandomBits
-) -> None:
-    """Update flat fp32 weight and moments in place; `rounded`, the bf16 parameter of a master weight, follows.
+def update_eagerly(shard: ParameterShard, clip: Tensor, corrected: Tensor) -> None:
+    """Update flat tensors in place, in fp32 inside. A `clip` of nan leaves everything as it is.
 
-    A `clip` of nan leaves everything as it is.
-
-    `rounded` is rounded stochastically. Rounded to the nearest, a weight that starts at a bf16 number would stand still
-    until its master has moved half the distance to the next one, and training would lag behind fp32
-    (benchmarks/h200_step, losses).
+    bf16 tensors are rounded stochastically at every store (arXiv 2502.20566). So is `rounded`, the bf16 copy of a
+    master: rounded to the nearest, a weight that starts at a bf16 number would stand still until its master has moved
+    half the distance to the next one, and training would lag behind fp32 (benchmarks/h200_step, losses).
 
     Args:
-        stored: fp32 [N].
-        rounded: bf16 [N]; None: the weight has no such copy.
-        grad: [N].
+        clip: fp32 0-d, multiplies the gradient.
+        corrected: fp64 [2], a row of `corrections`.
     """
-    new = adamw(stored, grad.float() * by.clip, by.scalars, by.corrected)
-    usable = ~by.clip.isnan()
-    if rounded is not None:
-        rounded.copy_(torch.where(usable, stochastic_round(new.weight, bits.noise(rounded)[0]), rounded))
-    for old, value in zip(stored, new, strict=True):
-        old.copy_(torch.where(usable, value, old))
+    stored = (shard.weight, shard.exp_avg, shard.exp_avg_sq)
+    exact = (shard.weight.float(), shard.exp_avg.float(), shard.exp_avg_sq.float())
+    new = adamw(exact, shard.grad.float() * clip, shard.scalars, corrected)
+    usable = ~clip.isnan()
+    stochastic = shard.weight.dtype == torch.bfloat16
+    noise: Sequence[Tensor] = ()
+    if stochastic or shard.rounded is not None:
+        noise = random_bits(shard.weight, int32(shard.offset), int32(shard.key), int32(shard.key >> 32))
+    if shard.rounded is not None:
+        shard.rounded.copy_(torch.where(usable, stochastic_round(new[0], noise[0]), shard.rounded))
+    for i, (old, value) in enumerate(zip(stored, new, strict=True)):
+        old.copy_(torch.where(usable, stochastic_round(value, noise[i]) if stochastic else value, old))
 
 
-def update_stochastic(stored: WeightAndMoments, grad: torch.Tensor, by: Coefficients, bits: RandomBits) -> None:
-    """Update flat bf16 tensors in place, in fp32 inside; every store is rounded stochastically (arXiv 2502.20566).
+def random_bits(flat: Tensor, offset: Tensor, key0: Tensor, key1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three draws of 16 bits for each element, int32 [N] or [B, N]: all follow from the numbers given.
 
-    A `clip` of nan leaves everything as it is.
+    Args:
+        flat: one of B tensors of one size, [N].
+        offset: index of the first element in the whole parameter, int32, 0-d or [B, 1]. key0, key1: of the update.
     """
-    precise = WeightAndMoments(*(old.float() for old in stored))
-    new = adamw(precise, grad.float() * by.clip, by.scalars, by.corrected)
-    usable = ~by.clip.isnan()
-    for old, value, noise in zip(stored, new, bits.noise(stored.weight), strict=True):
-        old.copy_(torch.where(usable, stochastic_round(value, noise), old))
+    return noise16(elements(flat) + offset, key0, key1)
 
 
-def small_table(values: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def small_table(values: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a small table on the device. No host sync."""
     table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
@@ -175,22 +112,22 @@ def small_table(values: Sequence[Sequence[float]], dtype: torch.dtype, device: t
 class FusedAdamW(torch.optim.AdamW):
     """torch.optim.AdamW with fused=True as an optim.protocol.Optimizer."""
 
-    found_inf: torch.Tensor
+    found_inf: Tensor
     """fp32 0-d, 1 for no update. torch's fused update reads it from its optimizer, where only GradScaler sets it; so a
     step is skipped without a host sync."""
 
     @property
     def kind(self) -> str:
         """Return what decides which states there are: see optim.protocol."""
-        return optimizer_kind("AdamW", self.param_groups)
+        return protocol.optimizer_kind("AdamW", self.param_groups)
 
     def warm_up(self, *, compiled: bool) -> None:
         """Do nothing: the kernel comes compiled with torch."""
 
-    def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+    def update(self, learning_rate: float, coefficient: Tensor) -> None:
         """Update as optim.protocol says, by torch's fused kernel, which skips a step whose coefficient is NaN."""
         set_learning_rate(self.param_groups, learning_rate)
-        multiply_gradients(parameters_of(self.param_groups), coefficient)
+        protocol.multiply_gradients(parameters_of(self.param_groups), coefficient)
         # The way of GradScaler, which sets the attribute for one step only (pytorch/pytorch#88015); public torch
         # has no other.
         self.found_inf = coefficient.isnan().float()
@@ -199,7 +136,7 @@ class FusedAdamW(torch.optim.AdamW):
         finally:
             del self.found_inf
 
-    def new_state(self, param: torch.Tensor, group: Group) -> State:
+    def new_state(self, param: Tensor, group: Group) -> State:
         """Return the states of a parameter before its first update."""
         step = torch.zeros((), dtype=torch.float32, device=param.device)
         return {"step": step, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
@@ -209,7 +146,7 @@ WARM_UP_ELEMENTS = (32, 33)
 "Sizes of the warm-up's tensors: one that aligned loads fill exactly, and one that they do not."
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """Return all elements that this rank holds, [N].
 
     Through `.data`, because Dynamo would also guard the shape of the base of a view.
@@ -217,7 +154,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return local(tensor).data.reshape(-1).data
 
 
-def first_element(param: torch.Tensor) -> int:
+def first_element(param: Tensor) -> int:
     """Return the index, in the whole parameter, of the first element of this rank's shard.
 
     So all elements of a parameter that is sharded by rows have numbers of their own, and are rounded as the whole would
@@ -228,7 +165,7 @@ def first_element(param: torch.Tensor) -> int:
     return sum(start * stride for (start, _), stride in zip(local_region(param), param.stride(), strict=True))
 
 
-def no_updates(param: torch.Tensor) -> torch.Tensor:
+def no_updates(param: Tensor) -> Tensor:
     """Return a count of updates before the first one: fp32 0-d, on the parameter's device."""
     return torch.zeros((), dtype=torch.float32, device=param.device)
 
@@ -265,14 +202,16 @@ class AdamW(torch.optim.Optimizer):
         numbers = itertools.count()
         for group in self.param_groups:  # groups of another maker than build.parameter_groups: all parameters, in order
             group.setdefault("numbers", list(itertools.islice(numbers, len(group["params"]))))
-        self._optim, self.stochastic, self.seed = optim, stochastic, seed
+        self._optim = optim
+        self.stochastic = stochastic
+        self.seed = seed
 
     @property
     def kind(self) -> str:
         """Return what decides which states there are: see optim.protocol."""
-        return optimizer_kind(f"{self.label} stochastic" if self.stochastic else self.label, self.param_groups)
+        return protocol.optimizer_kind(f"{self.label} stochastic" if self.stochastic else self.label, self.param_groups)
 
-    def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+    def update(self, learning_rate: float, coefficient: Tensor) -> None:
         """Update as optim.protocol says; the coefficient acts inside the update, without a pass over the gradients.
 
         No host sync.
@@ -282,7 +221,7 @@ class AdamW(torch.optim.Optimizer):
 
     # torch's signature has a closure that is called for the loss: no loop here gives one.
     @torch.no_grad()
-    def step(self, closure: None = None, clip: torch.Tensor | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None, clip: Tensor | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient, at the learning rates of the groups.
 
         Args:
@@ -294,7 +233,7 @@ class AdamW(torch.optim.Optimizer):
             group["attempts"] += 1
         self._update_all(clip)
 
-    def _update_all(self, clip: torch.Tensor | None) -> None:
+    def _update_all(self, clip: Tensor | None) -> None:
         """Update every parameter that has a gradient, as `step` says."""
         numbered = self._numbered()
         if not numbered:
@@ -312,10 +251,13 @@ class AdamW(torch.optim.Optimizer):
             if param.grad is not None
         ]
 
-    def _corrected(self, numbered: list[Numbered], clip: torch.Tensor) -> torch.Tensor:
+    def _corrected(self, numbered: list[Numbered], clip: Tensor) -> Tensor:
         """Count an update of these parameters, unless it is skipped; return their rows of
         `corrections`, fp64 [P, 2]."""
-        steps = [self._state_of(one.param, one.group)["step"] for one in numbered]
+        for one in numbered:
+            if not self.state[one.param]:
+                self.state[one.param].update(self.new_state(one.param, one.group))
+        steps = [self.state[one.param]["step"] for one in numbered]
         # Private: one launch for all counts. torch's own optimizers use these operators, and torch 2.13 has no public
         # ones (pytorch/pytorch#145355; #193607 proposes torch.foreach).
         torch._foreach_add_(steps, [(~clip.isnan()).to(steps[0].dtype)] * len(steps))
@@ -328,80 +270,50 @@ class AdamW(torch.optim.Optimizer):
         """Return each parameter with its group."""
         return ((param, group) for group in self.param_groups for param in group["params"])
 
-    def _has_master(self, param: torch.Tensor) -> bool:
+    def _has_master(self, param: Tensor) -> bool:
         """Return whether a parameter has an fp32 master weight."""
         return param.dtype != torch.float32 and not self._rounds(param)
 
-    def _rounds(self, param: torch.Tensor) -> bool:
+    def _rounds(self, param: Tensor) -> bool:
         """Return whether a parameter and its states are rounded stochastically."""
         return self.stochastic and param.dtype == torch.bfloat16
 
-    def _zero_states(self, param: torch.Tensor, group: Group) -> State:
+    def _zero_states(self, param: Tensor, group: Group) -> State:
         """Return the states, without a master, before the first update; load_state_dict expects their names."""
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         zeros = [torch.zeros(local(param).numel(), dtype=dtype, device=param.device) for _ in range(2)]
         return {"step": no_updates(param), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
 
-    def new_state(self, param: torch.Tensor, group: Group) -> State:
+    def new_state(self, param: Tensor, group: Group) -> State:
         """Return the states of a parameter before its first update."""
         assert local(param).is_contiguous()
         master = {"master": flat(param).float()} if self._has_master(param) else {}
         return {**self._zero_states(param, group), **master}
 
-    def _state_of(self, param: torch.Tensor, group: Group) -> State:
-        """Return the states of a parameter, made if there are none."""
-        state: State = self.state[param]
-        if not state:
-            state.update(self.new_state(param, group))
-        return state
-
-    def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+    def _update(self, numbered: list[Numbered], clip: Tensor, corrected: Tensor) -> None:
         """Update these parameters; `corrected` has a row for each, fp64 [P, 2]."""
+        shards = [self._shard(one) for one in numbered]
         if clip.is_cuda:
-            self._update_in_one_launch(numbered, clip, corrected)
-            return
-        for one, row in zip(numbered, corrected, strict=True):
-            self._update_eager(one, clip, row)
+            from sftkit.ops.adamw_kernel import update_  # Triton is not installed on CPU machines
 
-    def _update_in_one_launch(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
-        """Update these parameters by the Triton kernel."""
-        from sftkit.ops.adamw_kernel import ParameterShard, update_  # Triton is not installed on CPU machines
+            update_(shards, clip, corrected)
+        else:
+            for shard, row in zip(shards, corrected, strict=True):
+                update_eagerly(shard, clip, row)
 
-        rows = []
-        for one in numbered:
-            param, group, state = one.param, one.group, self.state[one.param]
-            assert param.grad is not None
-            weight, master = local(param).detach(), state.get("master")
-            row = ParameterShard(
-                weight=weight if master is None else master,
-                rounded=None if master is None else weight,
-                grad=local(param.grad).contiguous(),
-                exp_avg=state["exp_avg"],
-                exp_avg_sq=state["exp_avg_sq"],
-                scalars=numbers_of(group),
-                offset=first_element(param),
-                key=self._key(one),
-            )
-            rows.append(row)
-        update_(rows, clip, corrected)
+    def _shard(self, one: Numbered) -> ParameterShard:
+        """Return what an update of a parameter needs, its tensors flat."""
+        assert one.param.grad is not None
+        state, weight = self.state[one.param], flat(one.param)
+        master = state.get("master")
+        rounded = None if master is None else weight
+        tensors = (weight if master is None else master, rounded, flat(one.param.grad))
+        moments = (state["exp_avg"], state["exp_avg_sq"])
+        return ParameterShard(*tensors, *moments, numbers_of(one.group), first_element(one.param), self._key(one))
 
     def _key(self, one: Numbered) -> int:
         """Return the 64-bit key of the random bits of an update."""
         return random_key(self.seed, one.group["attempts"], one.number)
-
-    def _update_eager(self, one: Numbered, clip: torch.Tensor, corrected: torch.Tensor) -> None:
-        """Update one parameter by torch's operators."""
-        param, group, state = one.param, one.group, self.state[one.param]
-        assert param.grad is not None
-        weight, grad = flat(param), flat(param.grad)
-        by = Coefficients(clip, scalars(*numbers_of(group)), corrected)
-        bits = RandomBits.of(first_element(param), self._key(one))
-        master = state.get("master")
-        stored = WeightAndMoments(weight if master is None else master, state["exp_avg"], state["exp_avg_sq"])
-        if self._rounds(param):
-            update_stochastic(stored, grad, by, bits)
-        else:
-            update_exact(stored, None if master is None else weight, grad, by, bits)
 
     @torch.no_grad()
     def warm_up(self, *, compiled: bool) -> None:
@@ -432,8 +344,8 @@ class AdamW(torch.optim.Optimizer):
                 self._check_states(saved, param, group)
                 self.state[param] = {name: value.to(param.device, copy=True) for name, value in saved.items()}
 
-    def _check_states(self, saved: State, param: torch.Tensor, group: Group) -> None:
-        """Refuse states of other names or dtypes than this optimizer keeps for the parameter."""
+    def _check_states(self, saved: State, param: Tensor, group: Group) -> None:
+        """Reject states of other names or dtypes than this optimizer keeps for the parameter."""
         expected = {*self._zero_states(param, group), *(["master"] if self._has_master(param) else [])}
         dtype = torch.bfloat16 if self._rounds(param) else torch.float32
         same = {value.dtype for name, value in saved.items() if name != "step"} == {dtype}
@@ -453,3 +365,14 @@ def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Optimizer:
     if all(p.dtype == torch.float32 and not isinstance(p, DTensor) for p in parameters):
         return FusedAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     return AdamW(groups, optim, seed=seed)
+
+
+def build_stochastic(groups: Groups, optim: OptimConfig, *, seed: int) -> AdamW:
+    """Build the optimizer of optim.name=adamw_sr: weights and moments in bf16, exact in expectation.
+
+    Raises:
+        ConfigError: no weight is bf16, so that nothing would be rounded.
+    """
+    if all(p.dtype != torch.bfloat16 for p in parameters_of(groups)):
+        raise ConfigError("optim.name=adamw_sr rounds bf16 weights: set train.precision=bf16, or optim.name=adamw")
+    return AdamW(groups, optim, seed=seed, stochastic=True)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit
 
 from sftkit.config.schema import OptimConfig
-from sftkit.optim.protocol import (
-    Group,
-    Groups,
-    State,
-    multiply_gradients,
-    optimizer_kind,
-    parameters_of,
-    set_learning_rate,
-)
+from sftkit.optim import protocol
+from sftkit.optim.protocol import Group, Groups, State
 from sftkit.runtime.open import random_key
 
 
@@ -31,30 +22,25 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
         """Take parameter groups. `seed`: of the rounding bits."""
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0, bf16_stochastic_round=True)
         self.seed = seed
-        self._set_lr([lr] * len(self.param_groups))
-
-    def _set_lr(self, values: Sequence[float | torch.Tensor]) -> None:
-        """Set the learning rate of each group, a float or a tensor."""
-        for group, value in zip(self.param_groups, values, strict=True):
-            group["lr"] = value
+        protocol.set_learning_rate(self.param_groups, lr)
 
     @property
     def kind(self) -> str:
         """Return what decides which states there are: see optim.protocol."""
-        return optimizer_kind("AdamW8bit", self.param_groups)
+        return protocol.optimizer_kind("AdamW8bit", self.param_groups)
 
     def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
         """Update as optim.protocol says. The host reads the coefficient and the number of updates, so it waits."""
-        set_learning_rate(self.param_groups, learning_rate)
-        multiply_gradients(parameters_of(self.param_groups), coefficient)
+        protocol.set_learning_rate(self.param_groups, learning_rate)
+        protocol.multiply_gradients(protocol.parameters_of(self.param_groups), coefficient)
         if not bool(coefficient.isnan()):
             self.step()
 
     def new_state(self, param: torch.Tensor, group: Group) -> State:
         """Return the states of a parameter before its first update, in 8 bits where it is large enough."""
         # Private, of torchao: the buffers that its step makes, by the size of this rank's shard (pytorch/ao#4912).
-        exp_avg, exp_avg_sq = (self._new_buffer(param, signed=signed) for signed in (True, False))
-        return {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        new = self._new_buffer
+        return {"step": torch.tensor(0.0), "exp_avg": new(param, signed=True), "exp_avg_sq": new(param, signed=False)}
 
     def step(self, closure: None = None) -> None:
         """Update at the learning rates of the groups. torchao wants them as tensors, the loop and
@@ -63,14 +49,16 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
         updates = max((int(state["step"]) for state in self.state.values()), default=0)
         device = self.param_groups[0]["params"][0].device
         learning_rates = [float(group["lr"]) for group in self.param_groups]
-        self._set_lr([torch.tensor(lr, dtype=torch.float32) for lr in learning_rates])
+        for group in self.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
         on_cuda = device.type == "cuda"
         # torchao takes no generator, so the device's own is seeded for the step and put back after it.
         with torch.random.fork_rng(devices=[device] if on_cuda else []):
             generator = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
             generator.manual_seed(random_key(self.seed, updates) >> 1)
             super().step()
-        self._set_lr(learning_rates)
+        for group, learning_rate in zip(self.param_groups, learning_rates, strict=True):
+            group["lr"] = learning_rate
 
     def warm_up(self, *, compiled: bool) -> None:
         """Compile for each distinct shape; nothing of this optimizer is touched.

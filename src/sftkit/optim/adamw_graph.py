@@ -1,6 +1,6 @@
 """AdamW whose update of all parameters is one graph: optim.implementation compiled and foreach_map.
 
-The formula, the states and the random bits are those of adamw.py and formula.py. There a kernel written by hand updates
+The formula, the states and the random bits are those of adamw.py. There a kernel written by hand updates
 all parameters; here Inductor writes the kernels, with foreach_map one for many parameters (horizontal fusion), and CUDA
 graphs may replay the call. The price is a graph that grows with the model, and guards on every tensor in it.
 """
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 # Private: of pytorch/pytorch#142098, without a public name as of torch 2.15.
 from torch._higher_order_ops.foreach_map import foreach_map
@@ -20,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from sftkit.config.schema import OptimConfig
 from sftkit.errors import ConfigError
 from sftkit.ops.tensors import elements, noise16, signed32, stochastic_round
-from sftkit.optim.adamw import AdamW, Numbered, flat, numbers_of, small_table
+from sftkit.optim.adamw import AdamW, Numbered, flat, small_table
 from sftkit.optim.protocol import Groups, parameters_of
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 WARM_UP_CALLS = 3
 "With CUDA graphs the first call compiles, the second warms up, the third records."
 
@@ -31,86 +32,63 @@ WARM_UP_CALLS = 3
 class Each(Protocol):
     """Something that applies an operator to the first elements of some lists, to the second ones, and so on."""
 
-    def __call__(self, operator: Callable[..., torch.Tensor], *lists: Tensors) -> Sequence[torch.Tensor]:
+    def __call__(self, operator: Callable[..., Tensor], *lists: Tensors) -> Sequence[Tensor]:
         """Return the results, in order."""
 
 
-class FlatParameters(NamedTuple):
-    """The tensors of P parameters, flat."""
-
-    weights: Tensors
-    "fp32: masters first, then parameters without one"
-    rounded: Tensors
-    "the bf16 parameters of the masters, in their order"
-    grads: Tensors
-    "in the order of `weights`, as the moments are"
-    exp_avgs: Tensors
-    exp_avg_sqs: Tensors
-
-
-class Tables(NamedTuple):
-    """The numbers of an update that vary from parameter to parameter, on the device."""
-
-    scalars: torch.Tensor
-    "fp32 [P, 4]: learning rate times weight decay, 1 - beta1, 1 - beta2, eps"
-    corrected: torch.Tensor
-    "fp64 [P, 2], rows of formula.corrections"
-    keys: torch.Tensor
-    "int32 [P, 2], of the random bits"
-
-
-def one_by_one(operator: Callable[..., torch.Tensor], *lists: Tensors) -> list[torch.Tensor]:
+def one_by_one(operator: Callable[..., Tensor], *lists: Tensors) -> list[Tensor]:
     """Return what the operator makes of each parameter, by a loop that the graph unrolls."""
     return [operator(*values) for values in zip(*lists, strict=True)]
 
 
-Update = Callable[[FlatParameters, torch.Tensor, Tables], None]
-"A function like update_all, with the `each` that it uses."
 EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": cast(Each, foreach_map)}  # torch has no types of it
 
 
 # Pointwise functions of flat tensors, as foreach_map wants them; a clip of nan leaves everything as it is.
 
 
-def _exp_avg(old: torch.Tensor, grad: torch.Tensor, clip: torch.Tensor, rate1: torch.Tensor) -> torch.Tensor:
+def _exp_avg(old: Tensor, grad: Tensor, clip: Tensor, rate1: Tensor) -> Tensor:
     return torch.where(clip.isnan(), old, old + (grad.float() * clip - old) * rate1)
 
 
-def _exp_avg_sq(old: torch.Tensor, grad: torch.Tensor, clip: torch.Tensor, rate2: torch.Tensor) -> torch.Tensor:
+def _exp_avg_sq(old: Tensor, grad: Tensor, clip: Tensor, rate2: Tensor) -> Tensor:
     clipped = grad.float() * clip
     return torch.where(clip.isnan(), old, old + (clipped * clipped - old) * rate2)
 
 
 # foreach_map gives an operator each list of tensors as an argument of its own.
 def _weight(
-    old: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    clip: torch.Tensor,
-    decay: torch.Tensor,
-    eps: torch.Tensor,
-    step_size: torch.Tensor,
-    root2: torch.Tensor,
-) -> torch.Tensor:
+    old: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    clip: Tensor,
+    decay: Tensor,
+    eps: Tensor,
+    step_size: Tensor,
+    root2: Tensor,
+) -> Tensor:
     direction = exp_avg / (exp_avg_sq.sqrt() / root2 + eps)
     return torch.where(clip.isnan(), old, old - (decay * old + step_size * direction))
 
 
-def _rounded(
-    old: torch.Tensor, weight: torch.Tensor, clip: torch.Tensor, key0: torch.Tensor, key1: torch.Tensor
-) -> torch.Tensor:
+def _rounded(old: Tensor, weight: Tensor, clip: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
     return torch.where(clip.isnan(), old, stochastic_round(weight, noise16(elements(old), key0, key1)[0]))
 
 
-def update_all(each: Each, parameters: FlatParameters, clip: torch.Tensor, tables: Tables) -> None:
-    """Update parameters in place, as formula.update_exact updates one.
+def update_all(
+    each: Each, parameters: Sequence[Tensors], clip: Tensor, scalars: Tensor, corrected: Tensor, keys: Tensor
+) -> None:
+    """Update P parameters in place, as adamw.update_eagerly updates one whose states are exact.
 
     Args:
         each: applies an operator to all parameters.
+        parameters: flat tensors: weights, fp32, masters before parameters without one; the bf16 parameters of the
+            masters; gradients, exp_avg and exp_avg_sq, in the order of the weights.
         clip: fp32 0-d; nan: nothing changes.
+        scalars: fp32 [P, 4], of adamw.numbers_of. corrected: fp64 [P, 2], of adamw.corrections.
+        keys: int32 [P, 2], of the random bits.
     """
     weights, rounded, grads, exp_avgs, exp_avg_sqs = parameters
-    scalars, corrected, keys = tables
     clips = [clip] * len(weights)
     decays, rates1, rates2, epsilons = map(_numbers, scalars.unbind(1))
     step_sizes, roots2 = map(_numbers, corrected.float().unbind(1))
@@ -126,7 +104,7 @@ def update_all(each: Each, parameters: FlatParameters, clip: torch.Tensor, table
         _copy(stored, new)
 
 
-def _numbers(column: torch.Tensor) -> list[torch.Tensor]:
+def _numbers(column: Tensor) -> list[Tensor]:
     """Return the elements of a column, each 0-d: copies, since foreach_map takes no two views of one tensor."""
     return [number.clone() for number in column.unbind()]
 
@@ -147,45 +125,39 @@ class GraphAdamW(AdamW):
         self._compiled = True
         each = EACH[optim.implementation]
 
-        def update(parameters: FlatParameters, clip: torch.Tensor, tables: Tables) -> None:
-            update_all(each, parameters, clip, tables)
+        def update(parameters: Sequence[Tensors], *tables: Tensor) -> None:
+            update_all(each, parameters, *tables)
 
-        self._graph: Update = torch.compile(update, **{**graph, "fullgraph": True, "dynamic": False})
+        self._graph = torch.compile(update, **{**graph, "fullgraph": True, "dynamic": False})
         self._keeps_gradients = optim.static_gradients
-        self._gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._gradients: dict[torch.nn.Parameter, Tensor] = {}
         "Memory of the gradients, flat, where optim.static_gradients keeps it."
 
     def _numbered(self) -> list[Numbered]:
         """Return the parameters that have a gradient, those with a master weight first."""
         return sorted(super()._numbered(), key=lambda one: not self._has_master(one.param))
 
-    def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+    def _update(self, numbered: list[Numbered], clip: Tensor, corrected: Tensor) -> None:
         """Update these parameters by the graph; if another has no gradient, without it."""
         # The graph is for these very parameters: without one of them it would be compiled again, in the middle of
         # training.
         whole = all(p.grad is not None for p in parameters_of(self.param_groups))
         run = self._graph if self._compiled and whole else partial(update_all, one_by_one)
-        states = [self.state[one.param] for one in numbered]
-        flats = [flat(one.param) for one in numbered]
-        masters = [state["master"] for state in states if "master" in state]
-        weights = [*masters, *flats[len(masters) :]]
-        moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
-        grads = [self._gradient(one.param) for one in numbered]
+        shards = [self._shard(one) for one in numbered]
+        stored = [[getattr(shard, name) for shard in shards] for name in ("weight", "exp_avg", "exp_avg_sq")]
+        rounded = [shard.rounded for shard in shards if shard.rounded is not None]
         # Private: of pytorch/pytorch#107154, without a public name. CUDA graphs then write to these tensors where they
         # lie, instead of to copies.
-        for tensor in (*weights, *flats, *moments[0], *moments[1]):
+        for tensor in (*rounded, *(tensor for kind in stored for tensor in kind)):
             torch._dynamo.mark_static_address(tensor)
-        parameters = FlatParameters(weights, flats[: len(masters)], grads, *moments)
-        run(parameters, clip, self._tables(numbered, corrected))
-
-    def _tables(self, numbered: list[Numbered], corrected: torch.Tensor) -> Tables:
-        """Return the tables of an update of these parameters."""
-        scalars = [numbers_of(one.group) for one in numbered]
-        keys = [(signed32(key), signed32(key >> 32)) for key in map(self._key, numbered)]
+        keys = [(signed32(shard.key), signed32(shard.key >> 32)) for shard in shards]
         device = corrected.device
-        return Tables(small_table(scalars, torch.float32, device), corrected, small_table(keys, torch.int32, device))
+        scalars = small_table([shard.scalars for shard in shards], torch.float32, device)
+        grads = [self._gradient(one.param) for one in numbered]
+        parameters = [stored[0], rounded, grads, *stored[1:]]
+        run(parameters, clip, scalars, corrected, small_table(keys, torch.int32, device))
 
-    def _gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
+    def _gradient(self, param: torch.nn.Parameter) -> Tensor:
         """Return the gradient, flat, in the memory that is kept for it if any; a gradient that lies
         elsewhere is copied there."""
         assert param.grad is not None

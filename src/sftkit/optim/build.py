@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.commands import install
 from sftkit.config.schema import OptimConfig
-from sftkit.config.tables import FALLBACK, OPTIMIZERS, OptimizerSpec
+from sftkit.config.tables import FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError
 from sftkit.models.structure import decoder_blocks, is_table, stages_of
 from sftkit.optim import adamw_graph
@@ -21,10 +21,7 @@ from sftkit.optim.protocol import Build, Groups, Optimizer
 
 
 def build_optimizer(
-    model: PreTrainedModel,
-    optim: OptimConfig,
-    seed: int = 0,
-    graph: Mapping[str, Any] | None = None,  # Any: arguments of torch.compile
+    model: PreTrainedModel, optim: OptimConfig, seed: int = 0, graph: Mapping[str, Any] | None = None
 ) -> Optimizer:
     """Build the optimizer of the recipe; weight decay on matrices, none on norms, biases and embeddings.
 
@@ -46,26 +43,16 @@ def build_optimizer(
             f"take optim.name={FALLBACK} with sharded weights, or accelerate_configs/ddp.yaml"
         )
     stages = stages_of(model)
-    if spec.unshardable and stages is not None and any(len(ranks) > 1 for ranks in stages.holders.values()):
+    if spec.unshardable and stages is not None and stages.share_a_weight:
         raise ConfigError(
             f"optim.name={spec.name}: its random numbers differ between the first and the last stage of a pipeline, "
             f"which both hold the weight that is embedding and head at once: take optim.name={FALLBACK}"
         )
     if optim.implementation != "auto":
         return adamw_graph.build(groups, optim, seed=seed, graph=graph or {})
-    return _code_of(spec)(groups, optim, seed=seed)
-
-
-def _code_of(spec: OptimizerSpec) -> Build:
-    """Import the function that builds an optimizer.
-
-    Raises:
-        ConfigError: the package of its extra is not installed.
-    """
     module, _, function = spec.code.partition(":")
     try:
         build: Build = getattr(importlib.import_module(module), function)
-        return build
     except ImportError as error:
         if spec.extra is None:
             raise
@@ -73,6 +60,7 @@ def _code_of(spec: OptimizerSpec) -> Build:
             f"optim.name={spec.name} needs {spec.extra.package} ({error}): {install(f'sftkit[{spec.extra.name}]')}, "
             f"or optim.name={FALLBACK}"
         ) from error
+    return build(groups, optim, seed=seed)
 
 
 def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:

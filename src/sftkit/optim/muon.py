@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sftkit.config.schema import OptimConfig
 from sftkit.ops.tensors import as_sharded, local, local_part, signed32, stochastic_round
-from sftkit.optim.adamw import AdamW, Numbered, RandomBits, first_element, no_updates, small_table
+from sftkit.optim.adamw import AdamW, Numbered, first_element, no_updates, random_bits, small_table
 from sftkit.optim.protocol import Group, Groups, State
 
 MOMENTUM = 0.95
@@ -19,7 +20,7 @@ BATCH_ELEMENTS = 2**24
 elements, 544 MiB."""
 
 
-def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
+def orthogonalized(matrices: Tensor) -> Tensor:
     """Return nearly U V^T of the singular value decomposition of each matrix, bf16 [B, R, C].
 
     It takes five quintic Newton-Schulz steps in bf16 (K. Jordan 2024).
@@ -30,7 +31,7 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     Args:
         matrices: [B, R, C]. One launch does a step of all: small matrices one by one would wait for the host.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a, b, c = (3.4445, -4.7750, 2.0315)
     tall = matrices.size(1) > matrices.size(2)
     x = matrices.bfloat16().mT if tall else matrices.bfloat16()
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -38,15 +39,6 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def _full_matrix(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return the whole matrix, gathered in bf16 if the parameter is sharded."""
-    if not isinstance(param, DTensor):
-        return shard
-    sharded = as_sharded(shard.bfloat16(), param)
-    assert isinstance(sharded, DTensor)
-    return sharded.full_tensor()
 
 
 def _batches(matrices: list[Numbered]) -> Iterator[list[Numbered]]:
@@ -72,12 +64,12 @@ class Muon(AdamW):
 
     label = "Muon"
 
-    def _zero_states(self, param: torch.Tensor, group: Group) -> State:
+    def _zero_states(self, param: Tensor, group: Group) -> State:
         if not group["block_matrices"]:
             return super()._zero_states(param, group)
         return {"step": no_updates(param), "momentum_buffer": torch.zeros(local(param).numel(), device=param.device)}
 
-    def _update(self, numbered: list[Numbered], clip: torch.Tensor, corrected: torch.Tensor) -> None:
+    def _update(self, numbered: list[Numbered], clip: Tensor, corrected: Tensor) -> None:
         """Update matrices of blocks in batches, and each run of other parameters as AdamW."""
         for in_blocks, same in itertools.groupby(range(len(numbered)), lambda i: numbered[i].group["block_matrices"]):
             members = list(same)
@@ -87,7 +79,7 @@ class Muon(AdamW):
         for batch in _batches([one for one in numbered if one.group["block_matrices"]]):
             self._update_matrices(batch, clip)
 
-    def _update_matrices(self, batch: list[Numbered], clip: torch.Tensor) -> None:
+    def _update_matrices(self, batch: list[Numbered], clip: Tensor) -> None:
         """Update matrices of one shape in place: Nesterov momentum, orthogonalized and scaled.
 
         The scale gives the update the root mean square of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so
@@ -95,9 +87,12 @@ class Muon(AdamW):
 
         The update needs the whole matrix, so a sharded one is gathered, and each rank computes all of it.
         """
-        params, group = [one.param for one in batch], batch[0].group
-        states, shards = [self.state[param] for param in params], [local(param).detach() for param in params]
-        updates, usable = self._updates(params, clip), ~clip.isnan()
+        params = [one.param for one in batch]
+        group = batch[0].group
+        states = [self.state[param] for param in params]
+        shards = [local(param).detach() for param in params]
+        updates = self._updates(params, clip)
+        usable = ~clip.isnan()
         weights = [state.get("master", shard).view(shard.shape) for state, shard in zip(states, shards, strict=True)]
         weight = torch.stack(weights)
         new = weight * (1 - group["lr"] * group["weight_decay"])
@@ -107,10 +102,14 @@ class Muon(AdamW):
         # (pytorch/pytorch#193607).
         torch._foreach_copy_(weights, list(new))
         if "master" in states[0]:
-            rounded = stochastic_round(new, self._noise(batch, new))
+            keys = [self._key(one) for one in batch]
+            numbers = [[first_element(one.param), key, key >> 32] for one, key in zip(batch, keys, strict=True)]
+            table = small_table([[signed32(number) for number in row] for row in numbers], torch.int32, new.device)
+            noise, *_ = random_bits(new[0].flatten(), *table.unsqueeze(1).unbind(2))
+            rounded = stochastic_round(new, noise.view(new.shape))
             torch._foreach_copy_(shards, list(torch.where(usable, rounded, torch.stack(shards))))
 
-    def _updates(self, params: list[torch.nn.Parameter], clip: torch.Tensor) -> torch.Tensor:
+    def _updates(self, params: list[torch.nn.Parameter], clip: Tensor) -> Tensor:
         """Update the momentum of matrices of one shape; return this rank's shards of their directions, bf16 [B, R, C].
 
         Computed even if the step is left out, of which only the device knows: then nothing of it is stored.
@@ -123,16 +122,10 @@ class Muon(AdamW):
         torch._foreach_copy_(buffers, list(torch.where(~clip.isnan(), momentum, before, out=momentum)))  # private, too
         del before, momentum  # the memory of the steps that follow
         if isinstance(params[0], DTensor):
-            whole = torch.stack([_full_matrix(shard, param) for shard, param in zip(grads, params, strict=True)])
+            sharded = [as_sharded(shard.bfloat16(), param) for shard, param in zip(grads, params, strict=True)]
+            whole = torch.stack([matrix.full_tensor() for matrix in sharded])  # type: ignore[attr-defined]
         orthogonal = orthogonalized(whole)
         return torch.stack([local_part(matrix, param) for matrix, param in zip(orthogonal, params, strict=True)])
-
-    def _noise(self, batch: list[Numbered], shards: torch.Tensor) -> torch.Tensor:
-        """Return the random bits that round the shards [B, R, C], int32 of that shape."""
-        keys = [self._key(one) for one in batch]
-        numbers = [[first_element(one.param), key, key >> 32] for one, key in zip(batch, keys, strict=True)]
-        table = small_table([[signed32(number) for number in row] for row in numbers], torch.int32, shards.device)
-        return RandomBits(*table.unsqueeze(1).unbind(2)).noise(shards[0].flatten())[0].view(shards.shape)
 
 
 def build(groups: Groups, optim: OptimConfig, *, seed: int) -> Muon:

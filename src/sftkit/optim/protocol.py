@@ -1,10 +1,8 @@
-"""The protocol of optimizers: the rest of the package uses one without knowing which.
+"""The protocol of optimizers, and what a step needs beside an update.
 
-The norm of all gradients and the factor that clips them. No host sync.
-
-The learning rate as a pure function of the step.
-
-Optimizer states by the names of their parameters and in their shapes: what checkpoints store, at any sharding.
+That is the norm of all gradients with the factor that clips them, without a host sync; the learning rate as a pure
+function of the step; and optimizer states by the names of their parameters and in their shapes, which checkpoints store
+at any sharding.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from fractions import Fraction
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -26,7 +25,7 @@ Group = dict[str, Any]
 """A parameter group as torch types and stores it: params, weight_decay, lr, and what else an optimizer keeps for each
 group. Any, for a TypedDict would fit no optimizer of torch, whose `param_groups` has this type."""
 Groups = list[Group]
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 "The states of a parameter by name."
 
 
@@ -35,7 +34,7 @@ class Optimizer(Protocol):
     """Parameters, their states, and the update of both."""
 
     param_groups: Groups
-    state: defaultdict[torch.Tensor, State]
+    state: defaultdict[Tensor, State]
     """States of each parameter by name; among them `step`, a 0-d tensor, the number of its updates without skipped
     ones. Empty before the first update."""
 
@@ -53,7 +52,7 @@ class Optimizer(Protocol):
             compiled: whether the run compiles. If not, an optimizer that can do both updates eagerly from here on.
         """
 
-    def update(self, learning_rate: float, coefficient: torch.Tensor) -> None:
+    def update(self, learning_rate: float, coefficient: Tensor) -> None:
         """Set the learning rate of every group, multiply gradients by the coefficient, update parameters
         with a gradient.
 
@@ -64,7 +63,7 @@ class Optimizer(Protocol):
                 not change. Only a group's `attempts`, where there is one, counts it.
         """
 
-    def new_state(self, param: torch.Tensor, group: Group) -> State:
+    def new_state(self, param: Tensor, group: Group) -> State:
         """Return the states of a parameter as they are before its first update."""
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
@@ -113,9 +112,7 @@ SUM_CHUNK = 1 << 16
 
 
 @torch.no_grad()
-def squared_norm(
-    parameters: Iterable[torch.Tensor], world_size: int, copies: Mapping[int, int] | None = None
-) -> torch.Tensor:
+def squared_norm(parameters: Iterable[Tensor], world_size: int, copies: Mapping[int, int] | None = None) -> Tensor:
     """Return this rank's share of the squared L2 norm of all gradients: the shares of all ranks add up to it.
 
     A gradient that n ranks hold, such as that of a replica or an unsharded weight, counts 1/n on each.
@@ -126,18 +123,23 @@ def squared_norm(
     Returns:
         0-d on the device, no host sync: fp32 on a GPU, whose sums are trees; fp64 on a CPU, which adds one by one.
     """
-    by_copies: dict[int, list[torch.Tensor]] = {}
+    by_copies: dict[int, list[Tensor]] = {}
     device = torch.device("cpu")
     for p in parameters:
         device = p.device
         if p.grad is not None:
-            by_copies.setdefault(_copies(p, (copies or {}).get(id(p), world_size)), []).append(local(p.grad))
+            number = (copies or {}).get(id(p), world_size)
+            if isinstance(p, DTensor):
+                # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
+                sharding = [i for i, place in enumerate(p.placements) if not place.is_replicate()]
+                number //= math.prod(p.device_mesh.size(i) for i in sharding)
+            by_copies.setdefault(number, []).append(local(p.grad))
     if not by_copies:  # in the dtype of ranks that have gradients, since the shares are added up
         return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     return torch.stack([_sum_of_squares(grads) / copies for copies, grads in by_copies.items()]).sum()
 
 
-def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
+def _sum_of_squares(grads: list[Tensor]) -> Tensor:
     """Return the sum of all squares, 0-d: fp32 on a GPU, fp64 on a CPU."""
     if grads[0].device.type != "cpu":
         # Private: one launch for many tensors. The public get_total_norm (pytorch/pytorch#139662) calls it too, but in
@@ -148,16 +150,7 @@ def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]).square().sum()
 
 
-def _copies(param: torch.Tensor, world_size: int) -> int:
-    """Return how many ranks hold the same shard of a parameter."""
-    if not isinstance(param, DTensor):
-        return world_size
-    # Not is_shard(): it is false of the strided shards that FSDP makes of tensor-parallel ones.
-    shards = (param.device_mesh.size(i) for i, place in enumerate(param.placements) if not place.is_replicate())
-    return world_size // math.prod(shards)
-
-
-def clip_coefficient(norm: torch.Tensor, usable: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+def clip_coefficient(norm: Tensor, usable: Tensor, max_norm: float | None) -> Tensor:
     """Return the factor that brings gradients to `max_norm`: min(1, max_norm / (norm + 1e-6)); nan if not usable.
 
     Args:
@@ -169,7 +162,7 @@ def clip_coefficient(norm: torch.Tensor, usable: torch.Tensor, max_norm: float |
 
 
 @torch.no_grad()
-def multiply_gradients(parameters: Iterable[torch.nn.Parameter], coefficient: torch.Tensor) -> None:
+def multiply_gradients(parameters: Iterable[torch.nn.Parameter], coefficient: Tensor) -> None:
     """Multiply gradients in place, for optimizers that cannot do it inside their update; nan
     leaves them as they are."""
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -199,10 +192,11 @@ def share(ratio: float, total_steps: int) -> Fraction:
     return Fraction(str(ratio)) * total_steps
 
 
-STEP, ATTEMPTS = "step", "attempts"
+STEP = "step"
+ATTEMPTS = "attempts"
 
 
-def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the optimizer's states by the names of their parameters. No host sync.
 
     `exp_avg.<parameter>` is a tensor of the parameter's shape, a view of the live state (where the parameter is
@@ -210,21 +204,24 @@ def named_states(optimizer: Optimizer, orig_model: PreTrainedModel) -> dict[str,
 
     States that do not exist yet are made first, of zeros, so that a checkpoint can be loaded into them.
     """
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     for name, param, group in _named(optimizer, orig_model):
         state = optimizer.state[param]
         if not state:
             state.update(optimizer.new_state(param, group))
         found[f"{STEP}.{name}"] = state[STEP].to(torch.int64)
         for key, value in state.items():
-            if key != STEP:
-                found |= _as_parameter(f"{key}.{name}", value, param)
+            # torchao's states are 8-bit codes and a scale per block of the shard.
+            own: Any = local(value)
+            if key != STEP and not hasattr(own, "codes"):
+                found[f"{key}.{name}"] = _shaped(own, param)
+            elif key != STEP:
+                found[f"{key}.{name}.codes"] = _shaped(own.codes, param)
+                found[f"{key}.{name}.scale"] = own.scale
     return found
 
 
-def states_loaded(
-    optimizer: Optimizer, orig_model: PreTrainedModel, tensors: dict[str, torch.Tensor], steps: int
-) -> None:
+def states_loaded(optimizer: Optimizer, orig_model: PreTrainedModel, tensors: dict[str, Tensor], steps: int) -> None:
     """Take over the numbers of updates after a checkpoint was loaded into the tensors of `named_states`.
 
     Args:
@@ -241,16 +238,6 @@ def _named(optimizer: Optimizer, orig_model: PreTrainedModel) -> list[tuple[str,
     """Return name, parameter and group of all that the optimizer updates."""
     names = {id(p): name for name, p in orig_model.named_parameters()}
     return [(names[id(p)], p, group) for group in optimizer.param_groups for p in group["params"]]
-
-
-def _as_parameter(key: str, value: torch.Tensor, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return the tensors of one state, by name."""
-    value = local(value)
-    # torchao's: 8-bit codes and a scale per block of the shard
-    codes, scale = getattr(value, "codes", None), getattr(value, "scale", None)
-    if codes is not None and scale is not None:
-        return {f"{key}.codes": _shaped(codes, param), f"{key}.scale": scale}
-    return {key: _shaped(value, param)}
 
 
 def _shaped(value: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,7 +36,9 @@ class Meshes:
 
 def make_meshes(topology: Topology, device_type: str) -> Meshes:
     """Make the process groups of a topology; every rank calls it."""
-    t, mesh, names = topology, partial(init_device_mesh, device_type), ("replicas", "shards")
+    t = topology
+    mesh = partial(init_device_mesh, device_type)
+    names = ("replicas", "shards")
     if t.tensor > 1:
         # Ranks of a tensor group are neighbours: they exchange in each layer, so they belong into one machine.
         whole = mesh((t.replicas, t.shards, t.tensor), mesh_dim_names=(*names, "tensor"))
@@ -126,7 +127,8 @@ def add_up_gradients(model: torch.nn.Module) -> None:
 
 def _alone(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return embedding and head, unless they are one weight: then it belongs to the root, which keeps it for both."""
-    embedding, projection = embedding_module(orig_model), output_projection(orig_model)
+    embedding = embedding_module(orig_model)
+    projection = output_projection(orig_model)
     return [] if projection.weight is embedding.weight else [embedding, projection]
 
 
@@ -159,20 +161,6 @@ def set_gradient_sync(model: torch.nn.Module, *, last: bool) -> None:
     # communication, which the memory plan decides.
     orig_model.set_requires_gradient_sync(last or not sharding.keep_gradients)
     orig_model.set_reshard_after_backward(last or not sharding.keep_weights)
-
-
-@contextmanager
-def plain_backward(orig_model: PreTrainedModel) -> Iterator[None]:
-    """Gather the weights of embedding and head in the backward pass, within the context: that of a forward pass that is
-    not ours reads the head through its logits."""
-    alone = [module for module in _alone(orig_model) if isinstance(module, FSDPModule)]
-    for module in alone:
-        module.set_unshard_in_backward(True)
-    try:
-        yield
-    finally:
-        for module in alone:
-            module.set_unshard_in_backward(False)
 
 
 def reshard(orig_model: torch.nn.Module) -> None:

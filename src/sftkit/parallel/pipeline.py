@@ -1,16 +1,14 @@
-"""The forward pass of a whole model, stage by stage, on the ranks that hold them: for evaluation,
-generation and checks.
+"""A model whose stages are on several ranks: its whole forward pass, and micro-batches in the order of a schedule.
 
-All ranks of a pipeline call orig_model with the same inputs, as if each had all of it. Each computes its own layers and
-passes the others by; hidden states go from stage to stage, logits from the last stage to all. No weight leaves its
-stage. Autograd sends gradients back the same way. Between passes nothing waits: the first stage is at the next rows
-while later ones are at these.
+`stagewise` is for evaluation, generation and checks. All ranks of a pipeline call orig_model with the same inputs, as
+if each had all of it. Each computes its own layers and passes the others by; hidden states go from stage to stage,
+logits from the last stage to all. No weight leaves its stage. Autograd sends gradients back the same way. Between
+passes nothing waits: the first stage is at the next rows while later ones are at these.
 
-Micro-batches through the stages of a model, in the order of a schedule of torch.distributed.pipelining.
-
-Torch's stages and schedules send hidden states and their gradients, and order the passes. Batches, loss and gradients
-are not left to them: a stage takes each micro-batch whole, the loss is a sum over the divisor of the global batch, bf16
-gradients add up in fp32, and what several ranks hold is exchanged once, at the end.
+`Pipelined` is for training. Torch's stages and schedules (torch.distributed.pipelining) send hidden states and their
+gradients, and order the passes. Batches, loss and gradients are not left to them: a stage takes each micro-batch whole,
+the loss is a sum over the divisor of the global batch, bf16 gradients add up in fp32, and what several ranks hold is
+exchanged once, at the end.
 """
 
 from __future__ import annotations
@@ -35,15 +33,8 @@ from transformers import PreTrainedModel
 from sftkit.config.schema import ModelConfig
 from sftkit.config.topology import StageTimes
 from sftkit.data.batches.collate import Batch
-from sftkit.models.structure import (
-    Stages,
-    decoder,
-    decoder_blocks,
-    embedding_module,
-    embedding_of,
-    output_projection,
-    stages_of,
-)
+from sftkit.models import structure
+from sftkit.models.structure import Stages, stages_of
 from sftkit.models.weights import fill_with_memory, load_model_weights
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
 from sftkit.ops.tensors import local
@@ -63,18 +54,24 @@ def stagewise(orig_model: torch.nn.Module) -> Iterator[None]:
     pipeline together and with the same inputs. Weights of a sharded stage are gathered once, over the ranks that share
     it. A model that is no pipeline's stays as it is, and so does one that is in such a context already.
 
-    Hidden states of the decoder are the last stage's alone: `models.stages.from_last`. Logits are the same on all.
+    Hidden states of the decoder are the last stage's alone: `models.structure.from_last`. Logits are the same on all.
     """
     stages = stages_of(orig_model)
     if stages is None or stages.entered:
         yield
         return
     assert isinstance(orig_model, PreTrainedModel)
-    stages.entered, links = True, _Links(stages)
+    stages.entered = True
+    links = _Links(stages)
+    # transformers sets and reads gradient_checkpointing on each layer. The first layer of each stage but the first goes
+    # without: a forward pass that a backward pass repeats would wait for hidden states that nobody sends again.
+    blocks = structure.decoder_blocks(orig_model)
+    receiving = [blocks[sum(stages.layers[:stage])] for stage in range(1, len(stages.layers))]
+    once = {layer: False for layer in receiving if "gradient_checkpointing" in vars(layer)}
     try:
         with (
             _own_weights(orig_model),
-            replaced_in_each("gradient_checkpointing", _not_repeated(orig_model, stages)),
+            replaced_in_each("gradient_checkpointing", once),
             replaced_in_each("forward", dict(_forwards(orig_model, links))),
         ):
             yield
@@ -117,23 +114,17 @@ def _full_parameter(p: torch.nn.Parameter, device: torch.device) -> torch.nn.Par
     return p
 
 
-def _not_repeated(orig_model: PreTrainedModel, stages: Stages) -> dict[torch.nn.Module, bool]:
-    """Return gradient_checkpointing, which transformers sets and reads on each layer, as False for the first layer
-    of each stage but the first: a forward pass that a backward pass repeats would wait for hidden states that
-    nobody sends again."""
-    blocks = decoder_blocks(orig_model)
-    receiving = [blocks[sum(stages.layers[:stage])] for stage in range(1, len(stages.layers))]
-    return {layer: False for layer in receiving if "gradient_checkpointing" in vars(layer)}
-
-
 def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torch.nn.Module, Forward]]:
     """Yield each module whose forward pass is another one here than its own, and that forward pass."""
     stages = links.stages
-    embedding, projection, norm = embedding_module(orig_model), output_projection(orig_model), decoder(orig_model).norm
+    embedding = structure.embedding_module(orig_model)
+    projection = structure.output_projection(orig_model)
+    norm = structure.decoder(orig_model).norm
     assert isinstance(norm, torch.nn.Module)
+    as_it_is: Forward = lambda hidden: hidden  # noqa: E731
     if stages.pipeline_rank > 0:
         yield embedding, partial(_no_hidden_states, embedding)
-    blocks = iter(enumerate(decoder_blocks(orig_model)))
+    blocks = iter(enumerate(structure.decoder_blocks(orig_model)))
     for stage, count in enumerate(stages.layers):
         # The first layer of a stage receives, whoever owns it: ranks that are neither sender nor receiver pass by in
         # the same place of the graph, so that backward passes meet there too.
@@ -145,10 +136,10 @@ def _forwards(orig_model: PreTrainedModel, links: _Links) -> Iterator[tuple[torc
             elif stage not in stages.own:
                 yield block, own
     if not stages.last:
-        yield norm, _as_it_is
+        yield norm, as_it_is
     # The head is the last that is called; ranks without it give their hidden states, which only have to
     # have a gradient.
-    own_logits = projection.forward if stages.last else _as_it_is
+    own_logits = projection.forward if stages.last else as_it_is
     yield projection, lambda hidden: _Logits.apply(own_logits(hidden), projection.out_features, stages)
 
 
@@ -158,10 +149,6 @@ def _no_hidden_states(embedding: torch.nn.Module, ids: Tensor) -> Tensor:
     assert isinstance(weight, Tensor)
     shape = (*ids.shape, weight.shape[1])
     return torch.zeros(shape, dtype=weight.dtype, device=ids.device, requires_grad=torch.is_grad_enabled())
-
-
-def _as_it_is(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 def _passed_by(number: int, hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
@@ -253,11 +240,7 @@ class _Logits(torch.autograd.Function):
         return gradients[0] if ctx.last else gradients[0].new_zeros(ctx.shape), None, None
 
 
-SCHEDULES: dict[str, Callable[..., Any]] = {
-    "1f1b": Schedule1F1B,
-    "gpipe": ScheduleGPipe,
-    "interleaved": ScheduleInterleaved1F1B,
-}
+SCHEDULES: Any = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
 TIMES = 3
 "Passes of which the fastest is what a stage takes."
 FEW = 3
@@ -270,7 +253,9 @@ class Pipelined(torch.nn.Module):
     def __init__(self, model: ModelWithLoss, placement: Stages, stages: list[StageModule], schedule: str) -> None:
         """Keep the stages. `stages`: of this rank, already sharded if the run shards weights."""
         super().__init__()
-        self.model, self.placement, self.stages = model, placement, stages
+        self.model = model
+        self.placement = placement
+        self.stages = stages
         self.exchanges = True
         "whether gradients are added up over ranks that hold the same layers"
         self.schedule = schedule
@@ -289,8 +274,9 @@ class Pipelined(torch.nn.Module):
 
     def copies(self) -> dict[int, int]:
         """Return id of each parameter that this rank has -> ranks that have the same shard, where it is no DTensor."""
-        replicas, holders = self.placement.mesh.size(1), self.placement.holders
-        return {id(p): replicas * len(holders[name]) for name, p in self.model.orig_model.named_parameters()}
+        replicas = self.placement.mesh.size(1)
+        named = self.model.orig_model.named_parameters()
+        return {id(p): replicas * len(self.placement.holders[name]) for name, p in named}
 
     def gradients(self, micro_batches: Sequence[Batch], divisor: int, totals: Totals) -> Tensor:
         """Leave the gradients of all micro-batches over the divisor in the parameters, exchanged, and add the sums of
@@ -299,7 +285,8 @@ class Pipelined(torch.nn.Module):
         Returns:
             the minimised sum of each micro-batch, 1-d, on the device; zeros but in the last stage
         """
-        batches, count = list(micro_batches), len(micro_batches)
+        batches = list(micro_batches)
+        count = len(batches)
         schedule = self._schedule_of(batches[0], count)
         for stage in self.stages:
             stage.begin(batches, 1.0 / max(divisor, 1))
@@ -342,19 +329,17 @@ class Pipelined(torch.nn.Module):
         return self._schedules[key]
 
     def _torch_stage(self, stage: StageModule, batch: Batch) -> PipelineStage:
-        weight, device = embedding_of(self.model.orig_model), next(self.held()).device
+        weight = structure.embedding_of(self.model.orig_model)
+        device = next(self.held()).device
         # Shapes are said beforehand: torch would infer them by a pass through all stages in turn, with exchanges of its
         # own (pytorch/pytorch#136912).
-        hidden = torch.empty(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device, requires_grad=True)
-        loss = torch.empty(1, dtype=torch.promote_types(weight.dtype, torch.float32), device=device, requires_grad=True)
+        options: Any = {"device": device, "requires_grad": True}
+        hidden = torch.empty(*batch.shape, weight.shape[1], dtype=weight.dtype, **options)
+        loss = torch.empty(1, dtype=torch.promote_types(weight.dtype, torch.float32), **options)
+        given: Any = {"input_args": torch.empty(1) if stage.is_first else hidden}
+        given["output_args"] = loss if stage.is_last else hidden
         return PipelineStage(
-            stage,
-            stage.number,
-            len(self.placement.layers),
-            device,
-            input_args=torch.empty(1) if stage.is_first else hidden,
-            output_args=loss if stage.is_last else hidden,
-            group=self.placement.group,
+            stage, stage.number, len(self.placement.layers), device, **given, group=self.placement.group
         )
 
     def _take(self, p: torch.nn.Parameter) -> None:
@@ -388,30 +373,27 @@ class Pipelined(torch.nn.Module):
 
 def stage_times(stage: StageModule, model: ModelWithLoss, batch: Batch, divisor: int) -> StageTimes:
     """Return what a stage takes for a micro-batch, the best of a few times. Gradients are dropped."""
-    weight, device, infinity = embedding_of(model.orig_model), batch.targets.device, float("inf")
+    weight = structure.embedding_of(model.orig_model)
+    device = batch.targets.device
     # Random states in place of those of the stage before, whose values no time depends on. The first stage does
     # not read them.
     given = torch.randn(*batch.shape, weight.shape[1], dtype=weight.dtype, device=device)
-    forward = both = infinity
+    forward = both = float("inf")
+    wait: Any = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     # The two together without a wait between them, in which the host could not go ahead of its GPU.
     for halfway in [True, False] * TIMES:
         stage.begin([batch], 1.0 / max(divisor, 1))
-        _wait_for(device)
+        wait()
         started = time.perf_counter()
         out = stage(given.detach().requires_grad_())
         if halfway:
-            _wait_for(device)
+            wait()
             forward = min(forward, time.perf_counter() - started)
         out.backward(torch.ones_like(out))
-        _wait_for(device)
-        both = min(both, infinity if halfway else time.perf_counter() - started)
+        wait()
+        both = both if halfway else min(both, time.perf_counter() - started)
         model.zero_grad(set_to_none=True)
     return StageTimes(min(forward, both), max(both - forward, 0.0))
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def into_stages(
@@ -421,7 +403,7 @@ def into_stages(
 
     Args:
         source: where the weights of an empty model come from (models.load).
-        layers: of each stage (balance.layers_of_stages).
+        layers: of each stage (stages.layers_of_stages).
     """
     orig_model = model.orig_model
     empty = any(p.is_meta for p in orig_model.parameters())
@@ -429,9 +411,9 @@ def into_stages(
     stages = [StageModule(model, layers, number) for number in placement.own]
     # Weights are read last, when each rank knows which shards of which layers are its own.
     if rt.topology.sharded:
-        t, names = rt.topology, ("stages", "replicas", "shards")
-        whole = init_device_mesh(rt.device.type, (t.stages, t.replicas, t.shards), mesh_dim_names=names)
-        mesh = without_one_replica(whole, t)
+        sizes = (rt.topology.stages, rt.topology.replicas, rt.topology.shards)
+        whole = init_device_mesh(rt.device.type, sizes, mesh_dim_names=("stages", "replicas", "shards"))
+        mesh = without_one_replica(whole, rt.topology)
         for stage in stages:
             shard_stage(stage, mesh, rt.precision)
             if empty:

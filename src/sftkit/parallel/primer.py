@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sftkit.config.terminal import print_text
 
@@ -18,33 +19,33 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def show_all_reduce(own: torch.Tensor, rank: int) -> torch.Tensor:
+def show_all_reduce(own: Tensor, rank: int) -> Tensor:
     """Sum over all ranks, in place."""
     dist.all_reduce(own)
     return own
 
 
-def show_all_gather(own: torch.Tensor, rank: int) -> torch.Tensor:
+def show_all_gather(own: Tensor, rank: int) -> Tensor:
     """Gather the shards of all ranks."""
     whole = torch.zeros(dist.get_world_size() * len(own))
     _gather(whole, own)
     return whole
 
 
-def show_reduce_scatter(own: torch.Tensor, rank: int) -> torch.Tensor:
+def show_reduce_scatter(own: Tensor, rank: int) -> Tensor:
     """Sum over all ranks and keep this rank's shard of the result."""
     shard = torch.zeros(len(own) // dist.get_world_size())
     _scatter(shard, own)
     return shard
 
 
-def broadcast(own: torch.Tensor, rank: int) -> torch.Tensor:
+def broadcast(own: Tensor, rank: int) -> Tensor:
     """Copy the tensor of rank 0 to all ranks, in place."""
     dist.broadcast(own, src=0)
     return own
 
 
-def show_send(own: torch.Tensor, rank: int) -> torch.Tensor:
+def show_send(own: Tensor, rank: int) -> Tensor:
     """Send the tensor of rank 0 to rank 1."""
     if rank == 0:
         dist.send(own, dst=1)
@@ -53,7 +54,7 @@ def show_send(own: torch.Tensor, rank: int) -> torch.Tensor:
     return own
 
 
-STEPS: tuple[tuple[str, Callable[[torch.Tensor, int], torch.Tensor], str], ...] = (
+STEPS: tuple[tuple[str, Callable[[Tensor, int], Tensor], str], ...] = (
     ("all_reduce", show_all_reduce, "ddp.yaml: gradients of replicas, once a step; any layout: losses and norms"),
     ("all_gather", show_all_gather, "fsdp2.yaml: the weights of a block, before it computes"),
     ("reduce_scatter", show_reduce_scatter, "fsdp2.yaml: gradients, each rank keeping those of its shard"),
@@ -62,7 +63,7 @@ STEPS: tuple[tuple[str, Callable[[torch.Tensor, int], torch.Tensor], str], ...] 
 )
 
 
-def initial_values(rank: int) -> torch.Tensor:
+def initial_values(rank: int) -> Tensor:
     """Return what a rank begins with: fp32 [4]."""
     return torch.arange(4.0) + 10 * rank
 
@@ -85,7 +86,7 @@ def main() -> int:
     return 0
 
 
-def _of_all(value: torch.Tensor) -> list[str]:
+def _of_all(value: Tensor) -> list[str]:
     """Return what each rank has, as text, on every rank."""
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, " ".join(f"{number:g}" for number in value.tolist()))

@@ -1,9 +1,7 @@
-"""Split the layers over the stages of a pipeline, so that a step, head and loss included, takes least.
+"""The stages of a pipeline: how layers are split over them, and the part of a model that a rank keeps.
 
-A model split between its layers: each rank of a pipeline keeps the weights of its stages, the others are on
-the meta device.
-
-The transformers model stays as it is, with all its modules and names; a parameter without memory is another rank's.
+The split is such that a step, head and loss included, takes least. The transformers model stays as it is, with all its
+modules and names: each rank keeps the weights of its stages, and a parameter on the meta device is another rank's.
 Embedding and first layers are the first stage; the last layers, the final norm and the head the last one. A weight that
 is embedding and head at once is on both, and the gradients of the two are added up.
 """
@@ -21,30 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
+from sftkit.config import topology as paper
 from sftkit.config.rules import split_problems, stages_of_schedule
 from sftkit.config.schema import TrainConfig
-from sftkit.config.topology import (
-    PartTimes,
-    PipelineStep,
-    StageTimes,
-    Topology,
-    bubble,
-    fastest_split,
-    split_on_paper,
-    step_seconds,
-)
+from sftkit.config.topology import PipelineStep, StageTimes, Topology
 from sftkit.data.batches.collate import Batch
 from sftkit.errors import ConfigError
+from sftkit.models import structure
 from sftkit.models.kind import decoded
-from sftkit.models.structure import (
-    Stages,
-    attention_windows,
-    count_parameters,
-    decoder,
-    decoder_blocks,
-    embedding_module,
-    output_projection,
-)
+from sftkit.models.structure import Stages, decoder_blocks, embedding_module, output_projection
 from sftkit.objectives.objective import ModelWithLoss, Totals
 from sftkit.parallel.fsdp import add_up_gradients, policy_of
 
@@ -62,21 +45,22 @@ def layers_of_stages(orig_model: PreTrainedModel, train: TrainConfig, pipeline_s
         ConfigError: a model that has no stages, or layers that are not the model's.
     """
     num_layers = len(decoder_blocks(orig_model))
-    schedule, configured = train.pipeline_schedule, train.pipeline_layers
+    schedule = train.pipeline_schedule
+    configured = train.pipeline_layers
     model_type = orig_model.config.get_text_config().model_type
     # A launch has asked the same where the model's config was there to be read (preflight.launched).
     for _, text in split_problems(schedule, configured, pipeline_size, model_type, num_layers):
         raise ConfigError(text)
-    if len(attention_windows(orig_model) or ()) != 1:
+    if len(structure.attention_windows(orig_model) or ()) != 1:
         raise ConfigError(
             "train.engine=pipeline: some layers of this model have a sliding window and some have none; transformers "
             "finds out which by a layer's index, which differs in a stage: take train.engine=blocks"
         )
     if configured is not None:
         return configured
-    parameters = count_parameters(orig_model)
+    parameters = structure.count_parameters(orig_model)
     stages = stages_of_schedule(schedule, configured, pipeline_size)
-    return split_on_paper(num_layers, parameters.body / num_layers, parameters.head, stages, schedule)
+    return paper.split_on_paper(num_layers, parameters.body / num_layers, parameters.head, stages, schedule)
 
 
 def describe_times(step: PipelineStep, times: Sequence[StageTimes]) -> str:
@@ -86,14 +70,14 @@ def describe_times(step: PipelineStep, times: Sequence[StageTimes]) -> str:
     *others, last = times
     count = sum(step.layers[:-1])
     layer = StageTimes(sum(each.forward for each in others) / count, sum(each.backward for each in others) / count)
-    parts = PartTimes(layer, last.plus(layer, -step.layers[-1]))
+    parts = paper.PartTimes(layer, last.plus(layer, -step.layers[-1]))
     line = (
         f"stages take {' + '.join(f'{each.both:.3g}' for each in times)} s a micro-batch: with {step.micro_batches} of "
-        f"them in a step a process waits {bubble(step, times):.0%} of it"
+        f"them in a step a process waits {paper.bubble(step, times):.0%} of it"
     )
-    better = replace(step, layers=fastest_split(step, parts))
-    seconds = step_seconds(better, parts.of_stages(better.layers))
-    if better != step and seconds < WORTH_SAYING * step_seconds(step, times):
+    better = replace(step, layers=paper.fastest_split(step, parts))
+    seconds = paper.step_seconds(better, parts.of_stages(better.layers))
+    if better != step and seconds < WORTH_SAYING * paper.step_seconds(step, times):
         line += f"; train.pipeline_layers=[{','.join(map(str, better.layers))}] would be more even"
     return line
 
@@ -106,7 +90,11 @@ def split_layers(
     Weights on the meta device get memory, except those that will be sharded; weights of other stages lose theirs.
     """
     mesh = init_device_mesh(device.type, (topology.stages, topology.stage_ranks), mesh_dim_names=("stages", "alike"))
-    stages = Stages(layers, mesh, _holders(orig_model, layers, topology.stages), _ends_group(mesh))
+    # The first and the last rank of a pipeline. new_group is a collective of the whole world: every rank makes every
+    # group, in the same order, and keeps its own.
+    groups = {(ranks[0], ranks[-1]): dist.new_group([ranks[0], ranks[-1]]) for ranks in mesh.mesh.T.tolist()}
+    ends = next((group for ranks, group in groups.items() if dist.get_rank() in ranks), None)
+    stages = Stages(layers, mesh, _holders(orig_model, layers, topology.stages), ends)
     orig_model._stages = stages  # type: ignore[assignment]
     names = {id(p): name for name, p in orig_model.named_parameters()}
     made: dict[int, torch.nn.Parameter] = {}
@@ -144,18 +132,6 @@ def _holders(orig_model: PreTrainedModel, layers: tuple[int, ...], pipeline_size
     return {name: at.get(id(p), (last,)) for name, p in orig_model.named_parameters()}
 
 
-def _ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of the first and the last rank of this rank's pipeline; None on the ranks between them. Every
-    rank calls it."""
-    found = None
-    # new_group is a collective of the whole world: every rank makes every group, in the same order, and keeps its own.
-    for ranks in mesh.mesh.T.tolist():
-        group = dist.new_group([ranks[0], ranks[-1]])
-        if dist.get_rank() in (ranks[0], ranks[-1]):
-            found = group
-    return found
-
-
 class StageModule(torch.nn.Module):
     """Consecutive layers of a model. A schedule calls it with one micro-batch after the other.
 
@@ -166,8 +142,12 @@ class StageModule(torch.nn.Module):
         """Take this stage's slice of the model. `layers`: of every stage. `number`: of this one."""
         super().__init__()
         orig_model = model.orig_model
-        self.number, self.is_first, self.is_last = number, number == 0, number == len(layers) - 1
-        self.decoder = _decoder_slice(decoder(orig_model), sum(layers[:number]), layers[number], last=self.is_last)
+        self.number = number
+        self.is_first = number == 0
+        self.is_last = number == len(layers) - 1
+        self.decoder = _decoder_slice(
+            structure.decoder(orig_model), sum(layers[:number]), layers[number], last=self.is_last
+        )
         self.head = output_projection(orig_model) if self.is_last else None
         tied = self.head is not None and self.head.weight is embedding_module(orig_model).weight
         self.tied = embedding_module(orig_model) if tied and not self.is_first else None
@@ -180,14 +160,14 @@ class StageModule(torch.nn.Module):
 
     def blocks(self) -> Iterator[torch.nn.Module]:
         """Return its layers."""
-        layers = self.decoder.layers
-        assert isinstance(layers, torch.nn.ModuleList)
-        return iter(layers)
+        return iter(self.decoder.layers)  # type: ignore[arg-type]
 
     def begin(self, batches: list[Batch], scale: float) -> None:
         """Take the micro-batches of a step; the loss is multiplied by `scale`."""
         # From the end, as pop() is from there; schedules run forward passes in the order of micro-batches.
-        self._batches, self._scale, self.totals = batches[::-1], scale, []
+        self._batches = batches[::-1]
+        self._scale = scale
+        self.totals = []
 
     def forward(self, received: Tensor) -> Tensor:
         """Compute the next micro-batch: hidden states [B, T, H], in the last stage the loss [1].
@@ -218,9 +198,7 @@ def _decoder_slice(full: torch.nn.Module, start: int, num_layers: int, *, last: 
     # architecture.
     part = copy.copy(full)
     part._modules = dict(full._modules)
-    layers = full.layers
-    assert isinstance(layers, torch.nn.ModuleList)
-    part.layers = layers[start : start + num_layers]
+    part.layers = full.layers[start : start + num_layers]  # type: ignore[index]
     if start:
         del part._modules[next(name for name, child in full.named_children() if isinstance(child, torch.nn.Embedding))]
     if not last:

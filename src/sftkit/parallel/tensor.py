@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -74,8 +75,13 @@ def shard_matrices(orig_model: PreTrainedModel, blocks: list[torch.nn.Module], m
     orig_model._activations = activations  # type: ignore[assignment]
     # Placements are asked at each call, as without_sequence_parallel changes that of activations. Heads
     # are dimension 2.
-    channels, heads = _as_dtensor(mesh, lambda: Shard(-1)), _as_dtensor(mesh, lambda: Shard(2))
-    between, add_up = _as_dtensor(mesh, lambda: activations.placement), _add_up(activations)
+    channels = _as_dtensor(mesh, lambda: Shard(-1))
+    heads = _as_dtensor(mesh, lambda: Shard(2))
+    between = _as_dtensor(mesh, lambda: activations.placement)
+
+    def add_up(_: torch.nn.Module, __: tuple[Tensor, ...], output: DTensor) -> Tensor:
+        return _exchanged(output, activations.placement).to_local()
+
     # By hooks: the model's own code then computes on plain tensors of this rank's heads and channels, in
     # whatever attention backend.
     for names, placement, pre_hook, hook in (
@@ -119,7 +125,7 @@ def check_tensor_parallel(orig_model: PreTrainedModel, size: int) -> None:
 
 
 def check_split(orig_model: PreTrainedModel, size: int, divided: Collection[str], known: Collection[str]) -> None:
-    """Refuse a model that so many ranks cannot split.
+    """Reject a model that so many ranks cannot split.
 
     Args:
         divided: numbers of its config that they must divide. known: names of the modules of a block.
@@ -154,28 +160,19 @@ def _distribute(module: torch.nn.Module, mesh: DeviceMesh, placement: Placement)
 def _as_dtensor(mesh: DeviceMesh, placement: Callable[[], Placement]) -> Any:
     """Return a hook that wraps the input, this rank's shard, as a DTensor."""
 
-    def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (DTensor.from_local(inputs[0], mesh, [placement()], run_check=False), *inputs[1:])
 
     return hook
 
 
-def _to_local(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> torch.Tensor:
+def _to_local(_: torch.nn.Module, __: tuple[Tensor, ...], output: DTensor) -> Tensor:
     return output.to_local()
 
 
-def _gather(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> DTensor:
+def _gather(_: torch.nn.Module, __: tuple[Tensor, ...], output: DTensor) -> DTensor:
     """Gather whole rows; a DTensor still, so that gradients of what reads it are added up before they are scattered."""
     return _exchanged(output, Replicate())
-
-
-def _add_up(activations: Activations) -> Any:
-    """Return a hook that adds the ranks' parts of an output up, as activations lie between layers."""
-
-    def hook(_: torch.nn.Module, __: tuple[torch.Tensor, ...], output: DTensor) -> torch.Tensor:
-        return _exchanged(output, activations.placement).to_local()
-
-    return hook
 
 
 def _exchanged(rows: DTensor, placement: Placement) -> DTensor:

@@ -19,7 +19,7 @@ from sftkit.data.batches.epoch import causal_pairs
 from sftkit.data.batches.loader import Batches, StepBatches
 from sftkit.data.batches.pack import Layout
 from sftkit.data.types import Examples
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.structure import Work, attention_windows, train_flops
 from sftkit.objectives.objective import Objective, Totals
 from sftkit.runtime.hardware import memory_counters, peak_flops, peak_memory_gib

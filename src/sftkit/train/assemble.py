@@ -38,7 +38,7 @@ from sftkit.errors import ConfigError
 from sftkit.evals.suite import Suite, sample_rows
 from sftkit.memory.plan import MemoryPlan
 from sftkit.models import vocabulary
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.rope import check_rope
 from sftkit.models.routing import coefficient

@@ -28,7 +28,7 @@ from sftkit.data.types import Examples
 from sftkit.engine.engine import Engine
 from sftkit.errors import RunDirError
 from sftkit.models import files
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.structure import inference, positions, vocab_size
 from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.pipeline import stagewise

@@ -1,2 +1,1 @@
-"""How weights, activations and tokens lie over the processes: SimpleFSDP, tensor and expert parallelism as operators
-of a graph."""
+"""How weights, activations and tokens lie over the processes: sharding, tensor and expert parallelism as operators."""

@@ -1,18 +1,12 @@
-"""Activations between the ranks that share rows, as operators of a graph: each the transpose of its gradient.
+"""Routed experts inside the graph, and the exchanges between ranks that share rows, as operators of a graph.
 
-So a gradient is that of the sum of all ranks' losses, whatever a rank computes of it: nothing has to be known of which
-values ranks have in common.
+Each exchange is the transpose of its gradient. So a gradient is that of the sum of all ranks' losses, whatever a rank
+computes of it: nothing has to be known of which values ranks have in common.
 
-Experts' matrix products as operators of static shapes: rows, each of one expert, by torch's grouped matrix product,
-which skips the rows that no expert of this rank computes.
-
-Letters: S rows, E experts of a rank, H width.
-
-Routed experts inside the graph, and how the tokens of tensor-parallel ranks come to the experts of their own
-that each has.
-
-All shapes are known when a graph is captured; it knows no sizes that depend on what a router chooses. Tokens come
-to experts by
+All shapes are known when a graph is captured; it knows no sizes that depend on what a router chooses. The matrix
+products of experts are operators of static shapes: rows, each of one expert, by torch's grouped matrix product, which
+skips the rows that no expert of this rank computes. Tokens of tensor-parallel ranks come to experts, of which each rank
+has its own, by
 
 - allgather: the ranks gather each other's tokens and what the router chose for them; each computes its own experts for
   all of these, and the results are added up where the tokens came from. The host waits for nothing.
@@ -20,7 +14,7 @@ to experts by
   What is sent is what there is to send, so the host waits for its size; what arrives lies in room for all that could,
   so no token is dropped.
 
-Letters: N tokens of a rank, R ranks, K experts that each token visits, E experts of a rank, H width.
+Letters: N tokens of a rank, R ranks, K experts that each token visits, E experts of a rank, S rows, H width.
 """
 
 from __future__ import annotations
@@ -37,6 +31,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from sftkit.graph import compat
+from sftkit.ops.tensors import resolve_group
 from sftkit.parallel.tensor import Activations
 
 
@@ -95,7 +90,8 @@ class _Exchanged(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, exchange: Callable[..., Tensor], transpose: Callable[..., Tensor], *where: Any
     ) -> Tensor:
-        ctx.transpose, ctx.where = transpose, where
+        ctx.transpose = transpose
+        ctx.where = where
         return exchange(tensor, *where)
 
     @staticmethod
@@ -106,16 +102,11 @@ class _Exchanged(torch.autograd.Function):
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        sizes: Tensor,
-        room: int,
-        group: str,
-        back: bool,  # noqa: FBT001 - as above
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:  # noqa: FBT001
         ctx.save_for_backward(sizes)
-        ctx.room, ctx.group, ctx.back = len(rows), group, back
+        ctx.room = len(rows)
+        ctx.group = group
+        ctx.back = back
         return _all_to_all(rows, sizes, room, group, back)
 
     @staticmethod
@@ -129,25 +120,19 @@ class _Send(torch.autograd.Function):
 
 
 @torch.library.custom_op("sftkit::all_to_all", mutates_args=())
-def _all_to_all(
-    rows: Tensor,
-    sizes: Tensor,
-    room: int,
-    group: str,
-    back: bool,  # noqa: FBT001 - an operator takes its arguments by place
-) -> Tensor:
+def _all_to_all(rows: Tensor, sizes: Tensor, room: int, group: str, back: bool) -> Tensor:  # noqa: FBT001 - an operator
     # On the host already: _exchange_counts has waited for them, once for tokens, results and the gradients of both.
     given, taken = reversed(sizes.tolist()) if back else sizes.tolist()
     arrived = rows.new_zeros(room, *rows.shape[1:])
     leaving = rows[: sum(given)].contiguous()
-    dist.all_to_all_single(arrived[: sum(taken)], leaving, taken, given, group=compat.group_named(group))
+    dist.all_to_all_single(arrived[: sum(taken)], leaving, taken, given, group=resolve_group(group))
     return arrived
 
 
 @torch.library.custom_op("sftkit::all_to_all_counts", mutates_args=())
 def _exchange_counts(sent: Tensor, group: str) -> tuple[Tensor, Tensor]:
     received = torch.zeros_like(sent)
-    dist.all_to_all_single(received, sent.contiguous(), group=compat.group_named(group))
+    dist.all_to_all_single(received, sent.contiguous(), group=resolve_group(group))
     return received, torch.stack([sent.sum(1), received.sum(1)]).cpu()
 
 
@@ -169,7 +154,8 @@ def computed(experts: Any, hidden: Tensor, numbers: Tensor, visits: int) -> Tens
         hidden: [S / visits, H], each token as often as it visits experts.
         numbers: int64 [S], of this rank's experts, or E: of none.
     """
-    gate_up, down = experts.gate_up_proj, experts.down_proj
+    gate_up = experts.gate_up_proj
+    down = experts.down_proj
     count = len(gate_up)
     numbers, order = numbers.sort(stable=True)  # those of none are last
     ends = torch.searchsorted(numbers, torch.arange(count, device=numbers.device), right=True).int()
@@ -299,7 +285,8 @@ def by_all_gather(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor,
     Args:
         experts, hidden, chosen, weights: of added.
     """
-    hidden, weights = gather(hidden, 0, group), gather(weights, 0, group)
+    hidden = gather(hidden, 0, group)
+    weights = gather(weights, 0, group)
     first = group.rank() * len(experts.gate_up_proj)
     return add_and_scatter(added(experts, hidden, compat.all_gather(chosen, 0, group), weights, first), 0, group)
 
@@ -310,7 +297,9 @@ def by_all_to_all(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor,
     Args:
         chosen: as there, no expert twice for one token.
     """
-    ranks, count, (tokens, visits) = group.size(), len(experts.gate_up_proj), chosen.shape
+    ranks = group.size()
+    count = len(experts.gate_up_proj)
+    tokens, visits = chosen.shape
     # Sorted by expert, so that the rows of a rank lie together, as the exchange sends them. Stable: equal numbers keep
     # the order of tokens, so a result does not depend on the kernel of the sort.
     numbers, order = chosen.flatten().sort(stable=True)
@@ -323,7 +312,10 @@ def by_all_to_all(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor,
     # The worst case: every token of every rank visits as many experts of this one as it can. Fewer would drop tokens.
     room = ranks * tokens * min(visits, count)
     arrived = send(rows_in_order(hidden, order, back, visits), sizes, room, group)
-    results = computed(experts, arrived, _experts_of(received, room), 1)
+    # Blocks lie by rank, then by expert, so the remainder is the expert of a row; E behind the last row.
+    ends = received.flatten().cumsum(0)
+    place = torch.searchsorted(ends, torch.arange(room, device=ends.device), right=True)
+    results = computed(experts, arrived, torch.where(place < len(ends), place % count, count), 1)
     results = rows_in_order(send(results, sizes, tokens * visits, group, back=True), back, order, 1)
     return _weighted(results, weights).to(hidden.dtype)
 
@@ -340,7 +332,8 @@ def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first_e
         hidden: [N, H]. chosen: int64 [N, K], numbers of experts. weights: [N, K].
         first_expert: number of its first expert.
     """
-    num_experts, visits = len(experts.gate_up_proj), chosen.shape[1]
+    num_experts = len(experts.gate_up_proj)
+    visits = chosen.shape[1]
     numbers = chosen.flatten() - first_expert
     # Others than this rank's become one number behind the last: sorted, they come last, where the products skip them.
     numbers = torch.where((numbers >= 0) & (numbers < num_experts), numbers, num_experts)
@@ -350,16 +343,3 @@ def added(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, first_e
 def _weighted(results: Tensor, weights: Tensor) -> Tensor:
     """Sum each token's rows, [N K, H], by its weights, [N, K]."""
     return (results.unflatten(0, weights.shape) * weights[..., None]).sum(1)
-
-
-def _experts_of(received: Tensor, room: int) -> Tensor:
-    """Return which of this rank's experts each row in a room is for, int64; E behind the last row.
-
-    Args:
-        received: int64 [R, E], how many rows of each rank for each expert lie there, in this order.
-    """
-    ends = received.flatten().cumsum(0)
-    # Blocks lie by rank, then by expert, so the remainder is the expert.
-    place = torch.searchsorted(ends, torch.arange(room, device=ends.device), right=True)
-    count = received.shape[1]
-    return torch.where(place < len(ends), place % count, count)

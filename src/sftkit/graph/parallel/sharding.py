@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
-from transformers import PreTrainedModel
 
 from sftkit.models.structure import output_projection
 from sftkit.objectives.objective import ModelWithLoss
@@ -106,12 +105,8 @@ def shard_for_graph(
         if own:
             module.__class__ = _gathering(type(module), tuple(own))  # type: ignore[arg-type]  # torch hashes modules
             module.__dict__[_REDUCE_DTYPE] = torch.float32 if precision == "bf16" else None
-    _gather_head(model)
-
-
-def _gather_head(model: ModelWithLoss) -> None:
-    """Gather the head's weight for the loss, which reads it without calling the head."""
-    # Around the method of this one object, not of its class: another model in the process may be whole.
+    # The head's weight is gathered for the loss, which reads it without calling the head. Around the method of this one
+    # object, not of its class: another model in the process may be whole.
     inner: Callable[..., Any] = model.sums_of_selected
 
     def sums_of_selected(*args: Any) -> Any:
@@ -119,11 +114,6 @@ def _gather_head(model: ModelWithLoss) -> None:
             return inner(*args)
 
     model.sums_of_selected = sums_of_selected  # type: ignore[method-assign,assignment]
-
-
-def is_sharded(orig_model: PreTrainedModel) -> bool:
-    """Return whether its weights are gathered like this."""
-    return any(_REDUCE_DTYPE in module.__dict__ for module in orig_model.modules())
 
 
 def reading(module: torch.nn.Module) -> AbstractContextManager[None]:

@@ -1,15 +1,13 @@
-"""Embeddings looked up where the rows of the table lie: token ids and hidden states travel, and the table does not.
-
-To gather the table costs its whole size, and its gradient twice that in fp32: at the two ends of a micro-batch, where
-nothing computes beside it. Each rank can look up the tokens of all ranks in its own rows instead, and the results add
-up, as in Megatron-LM's vocabulary-parallel embedding (arXiv 1909.08053). It pays while the hidden states of all ranks
-are smaller than that.
-
-Tensor parallelism inside the graph: matrices of a block sharded over the ranks that share rows,
-activations by position.
+"""Tensor parallelism inside the graph: matrices sharded over the ranks that share rows, and tables read in shards.
 
 The layout is that of `sftkit.parallel.tensor`, without DTensors between layers: a rank's shard of a matrix is a plain
 tensor, an all-gather stands behind a norm and a reduce-scatter behind the matrix that ends a layer.
+
+Embeddings are looked up where the rows of the table lie: token ids and hidden states travel, and the table does not. To
+gather the table costs its whole size, and its gradient twice that in fp32: at the two ends of a micro-batch, where
+nothing computes beside it. Each rank can look up the tokens of all ranks in its own rows instead, and the results add
+up, as in Megatron-LM's vocabulary-parallel embedding (arXiv 1909.08053). It pays while the hidden states of all ranks
+are smaller than that.
 """
 
 from __future__ import annotations
@@ -50,55 +48,34 @@ def looked_up_in_shards(orig_model: PreTrainedModel, tokens: int) -> AbstractCon
     Args:
         tokens: that a rank looks up.
     """
-    module = embedding_module(orig_model)
-    if not _possible(orig_model, module) or not _pays(module, tokens):
-        return nullcontext()
-
-    def forward(ids: Tensor) -> Tensor:
-        return _looked_up(module, ids)
-
-    return replaced_in_each("forward", {module: forward})
-
-
-def _possible(orig_model: PreTrainedModel, module: torch.nn.Module) -> bool:
-    """Return whether the table is sharded by rows, read by nobody else, and looked up as torch does it."""
-    weight = _table(module)
+    module: Any = embedding_module(orig_model)
+    weight = module._parameters["weight"]  # private, as in sharding: read as an attribute it would be gathered
+    # The table is sharded by rows, read by nobody else, and looked up as torch does it: sharding has put a class of its
+    # own before the module's.
     tied = output_projection(orig_model)._parameters.get("weight") is weight
     sharded = isinstance(weight, DTensor) and weight.placements[-1] == Shard(0)
-    # Sharding has put a class of its own before the module's.
-    return sharded and not tied and type(module).__bases__ == (torch.nn.Embedding,)
-
-
-def _table(module: torch.nn.Module) -> Any:
-    """Return the weight as it lies; read as an attribute it would be gathered."""
-    return module._parameters["weight"]  # private, as in sharding
-
-
-def _pays(module: torch.nn.Module, tokens: int) -> bool:
-    """Return whether hidden states of all ranks, there and their gradients back, are fewer bytes than the table, there
-    and its gradient back. Both go through rings, so the share that a rank sends is the same."""
-    weight = _table(module)
-    ranks = weight.device_mesh.size(weight.device_mesh.ndim - 1)
-    return 2 * ranks * tokens * weight.itemsize < len(weight) * (weight.itemsize + FP32)
-
-
-def _looked_up(module: Any, ids: Tensor) -> Tensor:
-    """Return the rows of these tokens, [*ids.shape, H]."""
-    weight = _table(module)
-    group: ProcessGroup = weight.device_mesh.get_group(weight.device_mesh.ndim - 1)
+    if tied or not sharded or type(module).__bases__ != (torch.nn.Embedding,):
+        return nullcontext()
+    last = weight.device_mesh.ndim - 1
+    # Hidden states of all ranks, there and their gradients back, against the table, there and its gradient back. Both
+    # go through rings, so the share that a rank sends is the same.
+    if 2 * weight.device_mesh.size(last) * tokens * weight.itemsize >= len(weight) * (weight.itemsize + FP32):
+        return nullcontext()
+    group: ProcessGroup = weight.device_mesh.get_group(last)
     (first, rows), *_ = local_region(weight)
-    every = compat.all_gather(ids.flatten(), 0, group) - first
-    held = (every >= 0) & (every < rows)
     # The gradient of padding stays 0, as the module has it.
-    padding = None if module.padding_idx is None else module.padding_idx - first
-    own = F.embedding(every.where(held, 0), own_shard(module, "weight"), padding if _inside(padding, rows) else None)
-    # Each token is in the rows of one rank: the sum is its row and zeros, exact in any precision.
-    found = add_and_scatter(own.where(held[:, None], 0.0), 0, group)
-    return found.view(*ids.shape, -1)
+    padding = -1 if module.padding_idx is None else module.padding_idx - first
 
+    def forward(ids: Tensor) -> Tensor:
+        """Return the rows of these tokens, [*ids.shape, H]."""
+        every = compat.all_gather(ids.flatten(), 0, group) - first
+        held = (every >= 0) & (every < rows)
+        own = F.embedding(every.where(held, 0), own_shard(module, "weight"), padding if 0 <= padding < rows else None)
+        # Each token is in the rows of one rank: the sum is its row and zeros, exact in any precision.
+        found = add_and_scatter(own.where(held[:, None], 0.0), 0, group)
+        return found.view(*ids.shape, -1)
 
-def _inside(row: int | None, rows: int) -> bool:
-    return row is not None and 0 <= row < rows
+    return replaced_in_each("forward", {module: forward})
 
 
 @dataclass(frozen=True)
@@ -121,10 +98,7 @@ class TensorPlan:
 
 
 _DEEPSEEK_V3 = TensorPlan(
-    columns=(
-        *("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"),
-        *("mlp.gate_proj", "mlp.up_proj"),
-    ),
+    columns=(*("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), *("mlp.gate_proj", "mlp.up_proj")),
     rows=ROWWISE,
     gathered=NORMS,
     replicated=(
@@ -141,18 +115,8 @@ PLANS = {
 "By model_type."
 
 
-@dataclass(frozen=True)
-class GraphMeshes:
-    """The process groups of a sharded run."""
-
-    every: DeviceMesh
-    "[ranks] or [replicas, ranks]: for weights that every rank uses whole, sharded over all ranks"
-    tensor_parallel: DeviceMesh | None
-    "[tensor, shards] or [replicas, tensor, shards]: for matrices of tensor-parallel blocks, sharded by tensor first"
-
-
 def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
-    """Refuse a model that tensor parallelism over so many ranks is not possible for.
+    """Reject a model that tensor parallelism over so many ranks is not possible for.
 
     Raises:
         ConfigError: an architecture without a plan, or numbers that the ranks do not divide.
@@ -168,34 +132,40 @@ def check_tensor_plan(orig_model: PreTrainedModel, size: int) -> None:
     check_split(orig_model, size, plan.divided, known)
 
 
-def make_graph_meshes(topology: Topology, device_type: str) -> GraphMeshes:
-    """Make the process groups of a topology; every rank calls it."""
-    t, names = topology, ("replicas", "shards")
-    every = init_device_mesh(device_type, (t.replicas, t.shards * t.tensor), mesh_dim_names=names)
+def make_graph_meshes(topology: Topology, device_type: str) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Make the process groups of a topology; every rank calls it.
+
+    Returns:
+        ([ranks] or [replicas, ranks], for weights that every rank uses whole, sharded over all ranks;
+        [tensor, shards] or [replicas, tensor, shards], for matrices of tensor-parallel blocks, sharded by tensor first)
+    """
+    t = topology
+    sizes = (t.replicas, t.shards * t.tensor)
+    every = init_device_mesh(device_type, sizes, mesh_dim_names=("replicas", "shards"))
     every = every["shards"] if t.replicas == 1 else every
     if t.tensor == 1:
-        return GraphMeshes(every, None)
+        return every, None
     # Ranks that share rows are neighbours, so that their exchanges stay within a machine. In the mesh their dimension
     # comes before that of shards: a matrix is divided by tensor first, and each part sharded.
     ranks = torch.arange(t.world_size).view(t.replicas, t.shards, t.tensor).transpose(1, 2)
     # As a list: a transposed tensor keeps odd strides where a size is 1, and torch 2.11 then refuses to slice the mesh.
     # No issue is known.
-    tensor_parallel = DeviceMesh(device_type, ranks.tolist(), mesh_dim_names=("replicas", "tensor", "shards"))
-    return GraphMeshes(every, tensor_parallel["tensor", "shards"] if t.replicas == 1 else tensor_parallel)
+    mesh = DeviceMesh(device_type, ranks.tolist(), mesh_dim_names=("replicas", "tensor", "shards"))
+    return every, mesh["tensor", "shards"] if t.replicas == 1 else mesh
 
 
 def weight_placement(
-    orig_model: PreTrainedModel, meshes: GraphMeshes
+    orig_model: PreTrainedModel, every: DeviceMesh, mesh: DeviceMesh | None
 ) -> Callable[[torch.nn.Module, str], ShardingSpec]:
     """Return how every weight of a model lies over the ranks: a function of a module and the name of one of
     its own parameters."""
     sharded: dict[tuple[torch.nn.Module, str], ShardingSpec] = {}
-    if (mesh := meshes.tensor_parallel) is not None:
-        plan, sizes = PLANS[orig_model.config.model_type], (mesh["tensor"].size(), mesh.size(-1))
+    if mesh is not None:
+        plan = PLANS[orig_model.config.model_type]
         for block in decoder_blocks(orig_model):
-            placements = _block_placements(plan, block, *sizes)
+            placements = _block_placements(plan, block, mesh["tensor"].size(), mesh.size(-1))
             sharded |= {weight: _spec(mesh, *places) for weight, places in placements.items()}
-    others = _spec(meshes.every, Shard(0))
+    others = _spec(every, Shard(0))
     return lambda module, name: sharded.get((module, name), others)
 
 
@@ -205,7 +175,8 @@ def exchange_activations(orig_model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Args:
         mesh: that has a dimension "tensor".
     """
-    plan, exchange = PLANS[orig_model.config.model_type], Exchange(mesh.get_group("tensor"))
+    plan = PLANS[orig_model.config.model_type]
+    exchange = Exchange(mesh.get_group("tensor"))
     # Where without_sequence_parallel finds it, as of a model that parallel/tensor.py has sharded.
     orig_model._activations = exchange  # type: ignore[assignment]
     for block in decoder_blocks(orig_model):

@@ -1,13 +1,12 @@
-"""Replaying the halves of a graph as CUDA graphs: no launch costs the host anything, collectives included.
+"""The passes of a recipe over the graphs of a shape, in order, and what the graphs are like before and after each.
 
-A half runs once as it is, which lets libraries and communicators allocate what they keep; the second call records it,
-and the others replay the record. It reads its inputs where they were when it was recorded: weights, and what the
-forward half left in the graphs' memory, lie there anyway; a batch is copied there. What is handed out is copied too, as
-the next replay writes over it; only what the forward half keeps for the backward half is not, so a backward pass must
-come before the next forward pass, of another shape too, as records of all shapes share a memory pool. A step of several
+The pass cuda_graphs replays the halves of a graph: no launch costs the host anything, collectives included. A half runs
+once as it is, which lets libraries and communicators allocate what they keep; the second call records it, and the
+others replay the record. It reads its inputs where they were when it was recorded: weights, and what the forward half
+left in the graphs' memory, lie there anyway; a batch is copied there. What is handed out is copied too, as the next
+replay writes over it; only what the forward half keeps for the backward half is not, so a backward pass must come
+before the next forward pass, of another shape too, as records of all shapes share a memory pool. A step of several
 micro-batches keeps this order.
-
-The passes of a recipe over the graphs of a shape, in order, and what the graphs are like before and after each.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from sftkit.graph import compat
 from sftkit.graph.graphs import Counts, counts_of, tensor_bytes
 from sftkit.graph.passes import gather_once, reduce_once
 from sftkit.graph.passes.gather_once import SharedWeights
-from sftkit.graph.passes.reduce_once import Forked, WholeGradients
+from sftkit.graph.passes.reduce_once import WholeGradients
 from sftkit.graph.passes.regions import flex_attention
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import graph_file
@@ -54,7 +53,10 @@ class Replayed:
             in_place: of each input whether it is where it was in every call.
             handed_out: how many of the first outputs others get; None: all.
         """
-        self._run, self._in_place, self._handed_out, self._record = run, in_place, handed_out, record
+        self._run = run
+        self._in_place = in_place
+        self._handed_out = handed_out
+        self._record = record
         self._calls = 0
         self._inputs: list[Any] = []
         self._outputs: list[Any] = []
@@ -66,27 +68,22 @@ class Replayed:
         if self._calls == 1:
             return self._run(args)
         if self._replay is None:
-            self._first(args)
+            self._inputs = [
+                arg if stays or not isinstance(arg, Tensor) else arg.clone()
+                for arg, stays in zip(args, self._in_place, strict=True)
+            ]
+            self._replay, outputs = self._record(lambda: self._run(list(self._inputs)))
+            self._outputs = list(outputs)
         else:
             for mine, given in zip(self._inputs, args, strict=True):
                 if isinstance(given, Tensor) and given.data_ptr() != mine.data_ptr():
                     mine.copy_(given)
         # The boxed convention: the caller has given its inputs away, and here nobody needs them any more.
         args.clear()
-        assert self._replay is not None
         self._replay()
         count = len(self._outputs) if self._handed_out is None else self._handed_out
         given_out = [out.clone() if isinstance(out, Tensor) else out for out in self._outputs[:count]]
         return [*given_out, *self._outputs[count:]]
-
-    def _first(self, args: Sequence[Any]) -> None:
-        """Take the places of the inputs, and record."""
-        self._inputs = [
-            arg if stays or not isinstance(arg, Tensor) else arg.clone()
-            for arg, stays in zip(args, self._in_place, strict=True)
-        ]
-        self._replay, outputs = self._record(lambda: self._run(list(self._inputs)))
-        self._outputs = list(outputs)
 
 
 class Recorder:
@@ -188,21 +185,20 @@ class Passes:
         if half == "forward" and self.shared is not None:
             forward = gather_once.fork(graph)
             if forward is not None:
-                return self._gathering_once(self.shared, forward, graph, examples)
+                return self._gathering_once(forward, graph, examples)
         if half == "backward" and self.sums is not None:
             backward = reduce_once.fork_backward(graph, several=self.sums.several)
             if backward is not None:
-                return self._reducing_once(self.sums, backward, graph, examples, kept)
+                return self._reducing_once(backward, graph, examples, kept)
         in_place = compat.in_place(graph, half)  # before Inductor owns the graph
         run = self._compiled(half, graph, examples, kept)
         if self.recorder is None:
             return run
         return Replayed(run, in_place, num_sums if half == "forward" else None, self.recorder)
 
-    def _gathering_once(
-        self, shared: SharedWeights, fork: gather_once.Fork, graph: GraphModule, examples: Sequence[Any]
-    ) -> compat.Boxed:
+    def _gathering_once(self, fork: gather_once.Fork, graph: GraphModule, examples: Sequence[Any]) -> compat.Boxed:
         """Return what runs the forward half of any micro-batch."""
+        assert self.shared is not None
         self._aliases = fork.aliases
         graphs = {"forward": graph, "later-forward": fork.later}
         for name, each in graphs.items():
@@ -210,17 +206,13 @@ class Passes:
         compiled = gather_once.compile_both(
             fork, examples, lambda name, given: self._compiled(name, graphs[name], given)
         )
-        return shared.half_of(fork.keys, *compiled)
+        return self.shared.half_of(fork.keys, *compiled)
 
     def _reducing_once(
-        self,
-        sums: WholeGradients,
-        fork: reduce_once.BackwardFork,
-        graph: GraphModule,
-        examples: Sequence[Any],
-        kept: int | None,
+        self, fork: reduce_once.BackwardFork, graph: GraphModule, examples: Sequence[Any], kept: int | None
     ) -> compat.Boxed:
         """Return what runs the backward half of any micro-batch."""
+        assert self.sums is not None
         self.reduced_once = fork.weights
         given = [*examples, *fork.sums.values()]
         graphs = {"first-backward": (fork.first, examples), "middle-backward": (fork.middle, given)}
@@ -230,7 +222,7 @@ class Passes:
             self._record(name, "reduce_once", each, kept)
         compiled = {name: self._compiled(name, each, inputs, kept) for name, (each, inputs) in known.items()}
         middle = compiled.get("middle-backward")
-        return sums.half_of(fork, Forked(compiled["first-backward"], middle, compiled["backward"]))
+        return self.sums.half_of(fork, compiled["first-backward"], middle, compiled["backward"])
 
     def _compiled(
         self, half: str, graph: GraphModule, examples: Sequence[Any], kept: int | None = None

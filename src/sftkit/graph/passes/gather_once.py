@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from sftkit.graph import compat
-from sftkit.graph.graphs import HEAD, bucket_of, collective, gathered_from, waits_for, weight_of
+from sftkit.graph import compat, graphs
+from sftkit.graph.graphs import bucket_of, collective, gathered_from, reached, waits_for, weight_of
 
 WeightKey = tuple[str, tuple[int, ...], str]
 "A whole weight: the parameter's name, shape and dtype."
@@ -50,20 +50,18 @@ class SharedWeights:
             self._left -= 1
             if all(key in self._whole for key in keys):
                 args.extend(self._whole[key] for key in keys)
-                self._forget_after_the_last()
+                # The backward half still has them, and frees them one by one: the update finds none.
+                if self._left <= 0:
+                    self._whole.clear()
                 return list(later(args))
             found = list(first(args))
             outputs = found[: len(found) - len(keys)]
             self._whole.update(zip(keys, found[len(outputs) :], strict=True))
-            self._forget_after_the_last()
+            if self._left <= 0:
+                self._whole.clear()
             return outputs
 
         return compat.as_boxed(run)
-
-    def _forget_after_the_last(self) -> None:
-        # The backward half still has them, and frees them one by one: the update finds none.
-        if self._left <= 0:
-            self._whole.clear()
 
 
 class Fork(NamedTuple):
@@ -85,17 +83,13 @@ def fork(graph: GraphModule) -> Fork | None:
     found = list(_shared(graph, of_weights, tied))
     if not found:
         return None
-    keys, whole = [key for key, _ in found], [wait for _, wait in found]
-    copies: dict[Node, Node] = {}
-    later_graph = Graph()
-    output = later_graph.output(later_graph.graph_copy(graph.graph, copies))
-    output.meta = dict(graph.graph.output_node().meta)
-    last = list(later_graph.find_nodes(op="placeholder"))[-1]
-    for number, wait in enumerate(whole):
-        with later_graph.inserting_after(last):
-            last = later_graph.placeholder(f"whole_{number}")
-        last.meta = dict(wait.meta)
-        copies[wait].replace_all_uses_with(last)
+    keys = [key for key, _ in found]
+    whole = [wait for _, wait in found]
+    later_graph, copies = graphs.copy_of(graph)
+    given = graphs.added_inputs(later_graph, [wait.meta["val"] for wait in whole], "whole")
+    for wait, value in zip(whole, given, strict=True):
+        value.meta = dict(wait.meta)
+        copies[wait].replace_all_uses_with(value)
     # Not by eliminate_dead_code: torch keeps each wait, as one that nobody reads may be there for its effect.
     for node in reversed(of_weights):
         if not copies[node].users:
@@ -125,9 +119,12 @@ def _gather_tied_weights_once(graph: GraphModule) -> set[WeightKey]:
 def _shared(graph: GraphModule, of_weights: Sequence[Node], tied: set[WeightKey]) -> Iterator[tuple[WeightKey, Node]]:
     """Yield those whole weights, each with its wait, that are there when the loss is computed: what the backward half
     reads, the head, and a tied table."""
-    outputs, forms = set(graph.graph.output_node().all_input_nodes), set(of_weights)
+    outputs = set(graph.graph.output_node().all_input_nodes)
+    forms = set(of_weights)
     for gather, key, wait in _gathers(of_weights):
-        if bucket_of(gather) == HEAD or key in tied or _forms(wait, forms) & outputs:
+        # Forms of a whole weight: itself, casts and views.
+        same = reached([wait], lambda node: forms.intersection(node.users))
+        if bucket_of(gather) == graphs.HEAD or key in tied or same & outputs:
             yield key, wait
 
 
@@ -137,16 +134,6 @@ def _gathers(of_weights: Sequence[Node]) -> Iterator[tuple[Node, WeightKey, Node
         for wait in waits_for(node) if collective(node) == "all-gather" else ():
             value = wait.meta["val"]
             yield node, (str(weight_of(node)), tuple(value.shape), str(value.dtype)), wait
-
-
-def _forms(wait: Node, forms: set[Node]) -> set[Node]:
-    """Return what is a form of this whole weight: itself, casts and views."""
-    found, waiting = {wait}, [wait]
-    while waiting:
-        users = forms.intersection(waiting.pop().users) - found
-        found |= users
-        waiting.extend(users)
-    return found
 
 
 def compile_both(

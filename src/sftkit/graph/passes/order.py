@@ -1,19 +1,16 @@
-"""Where in a graph collectives start and are waited for, so that compute hides them; what is computed
-does not change.
+"""Where in a graph collectives start and are waited for, so that compute hides them; what is computed does not change.
 
-torch's own scheduler of collectives, with estimates of times that are the same on every rank.
-
-One collective for all weights of a decoder block, and for all their gradients, without a copy of either.
-
-The tensors of a bucket go into one coalesced operator, which NCCL runs as one group: each is read and written where it
-lies. Buffers that a bucket is copied into and out of would cost memory traffic in every micro-batch.
+`auto_bucketing` is torch's own scheduler of collectives, with estimates of times that are the same on every rank.
+`block_bucketing` makes one collective for all weights of a decoder block, and for all their gradients, without a copy
+of either: the tensors of a bucket go into one coalesced operator, which NCCL runs as one group, so each is read and
+written where it lies. Buffers that a bucket is copied into and out of would cost memory traffic in every micro-batch.
 """
 
 from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import flop_counter
 
 from sftkit.graph import compat
-from sftkit.graph.graphs import bucket_of, collective, counts_of, is_costly, source_of, waits_for
+from sftkit.graph.graphs import bucket_of, collective, counts_of, is_costly, reached, source_of, waits_for
 
 Positions = dict[Node, float]
 "Wanted places of nodes among the numbers of all nodes in their order."
@@ -33,9 +30,9 @@ def overlap_buckets(graph: GraphModule) -> None:
     the next one is."""
     # In two rounds: an all-reduce between replicas follows its reduce-scatter, so where it is wanted is known when that
     # one has moved.
-    index = _numbered(graph)
+    index = {node: number for number, node in enumerate(graph.graph.nodes)}
     _sort(graph, index, _started_early(index) | _awaited_late(index, "reduce-scatter"))
-    index = _numbered(graph)
+    index = {node: number for number, node in enumerate(graph.graph.nodes)}
     _sort(graph, index, _awaited_late(index, "all-reduce"))  # which follow reduce-scatters that have moved
 
 
@@ -63,11 +60,14 @@ def order_for_inductor(graph: GraphModule) -> dict[Node, list[Node]]:
         elif (kind := collective(node)) is not None:
             started.append(next(iter(node.users)) if isinstance(node.meta["val"], list) else node)
             if kind == "reduce-scatter" and bucket_of(node):
-                reduction, behind, follows = started[-1], set(), False
+                reduction = started[-1]
+                behind = set()
+                follows = False
         elif _computes(node):
             computed = node
             if reduction is not None and not follows:
-                after[node], follows = [reduction], True
+                after[node] = [reduction]
+                follows = True
         if follows:
             behind.add(node)
     return {node: others for node, others in after.items() if others}
@@ -78,10 +78,6 @@ def _computes(node: Node) -> bool:
     # Collectives and their waits are costly too, and hide nothing.
     exchanges = "c10d_functional" in str(source_of(node).target)
     return not exchanges and is_costly(node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _numbered(graph: GraphModule) -> dict[Node, int]:
-    return {node: number for number, node in enumerate(graph.graph.nodes)}
 
 
 def _buckets(index: dict[Node, int], kind: str) -> list[list[Node]]:
@@ -97,7 +93,8 @@ def _buckets(index: dict[Node, int], kind: str) -> list[list[Node]]:
 def _started_early(index: dict[Node, int]) -> Positions:
     """Return where all-gathers, and what leads to them, should be: those of a bucket just before the first wait for the
     bucket before. Waits for one operator are together."""
-    buckets, wanted = _buckets(index, "all-gather"), Positions()
+    buckets = _buckets(index, "all-gather")
+    wanted = Positions()
     first_wait = [min(index[wait] for node in bucket for wait in waits_for(node)) for bucket in buckets]
     for number, bucket in enumerate(buckets):
         # The first bucket has none before it, and starts where it is.
@@ -105,20 +102,12 @@ def _started_early(index: dict[Node, int]) -> Positions:
         for node in bucket:
             waits = waits_for(node)
             parts = [user for user in node.users if user not in waits]  # of the list that a merged one gives
-            for leading in (node, *_ancestors(node), *parts):
+            # What it depends on, inputs of the graph left out.
+            before = (read for read in reached([node], lambda node: node.all_input_nodes) if read.op != "placeholder")
+            for leading in (*before, *parts):
                 wanted[leading] = min(start - 0.5, wanted.get(leading, index[leading]))
             wanted |= dict.fromkeys(waits, min(index[wait] for wait in waits))
     return wanted
-
-
-def _ancestors(node: Node) -> Iterator[Node]:
-    """Yield what a collective of a weight depends on, inputs of the graph left out."""
-    waiting = list(node.all_input_nodes)
-    while waiting:
-        read = waiting.pop()
-        if read.op != "placeholder":
-            yield read
-            waiting.extend(read.all_input_nodes)
 
 
 def _awaited_late(index: dict[Node, int], kind: str) -> Positions:
@@ -152,7 +141,8 @@ def _sort(graph: GraphModule, index: dict[Node, int], wanted: Positions) -> None
     graph.graph.lint()
 
 
-CPU_FLOPS, CPU_BYTES = 1e11, 1e9
+CPU_FLOPS = 1e11
+CPU_BYTES = 1e9
 "Per second: where nothing is known of the device, compute and collectives of a CPU have some order of magnitude."
 GPU_FLOPS = 5e14
 "Per second, of a matrix product in bf16 on an H100 or H200."

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sftkit.graph import compat
-from sftkit.graph.graphs import CASTS, collective, keeps_values, weight_of
+from sftkit.graph.graphs import CASTS, added_inputs, collective, copy_of, keeps_values, weight_of
 
 GradientKey = tuple[str, tuple[int, ...], str]
 "What the reductions of a weight's gradient read: the weight's name, shape and dtype."
@@ -36,14 +36,6 @@ class BackwardFork(NamedTuple):
     "examples of the gradients that only the last one gives, by their places among the outputs"
     weights: set[str]
     "first names of the weights that these are gradients of"
-
-
-class Forked(NamedTuple):
-    """The compiled graphs of a BackwardFork."""
-
-    first: compat.Boxed
-    middle: compat.Boxed | None
-    last: compat.Boxed
 
 
 class WholeGradients:
@@ -74,7 +66,9 @@ class WholeGradients:
         """Return whether the backward pass to come reduces gradients."""
         return self._left <= 1
 
-    def half_of(self, fork: BackwardFork, compiled: Forked) -> compat.Boxed:
+    def half_of(
+        self, fork: BackwardFork, first: compat.Boxed, middle: compat.Boxed | None, last: compat.Boxed
+    ) -> compat.Boxed:
         """Return a backward half that runs the graph of its place in the step. It raises RuntimeError if another half
         of the same step summed other gradients, or the step has more micro-batches than there are graphs for."""
         # Of the examples, which are fake tensors, only what zeros are made of.
@@ -83,7 +77,8 @@ class WholeGradients:
         nothing: dict[Any, Tensor] = {}
 
         def run(args: list[Any]) -> list[Any]:
-            reduces, begun = self.reduces, bool(self._sums)
+            reduces = self.reduces
+            begun = bool(self._sums)
             self._left -= 1
             if begun and self._sums.keys() != sums.keys():
                 raise RuntimeError("reduce_once: the micro-batches of a step sum other gradients")
@@ -93,8 +88,8 @@ class WholeGradients:
             if reduces:
                 if not begun:
                     args.extend([torch.zeros(shape, dtype=t, device=on) for shape, t, on in sums.values()])
-                return list(compiled.last(args))
-            half = compiled.middle if begun else compiled.first
+                return list(last(args))
+            half = middle if begun else first
             if half is None:
                 raise RuntimeError("reduce_once: a step has more micro-batches than its graphs were captured for")
             found = list(half(args))
@@ -138,7 +133,9 @@ def fork_backward(graph: GraphModule, *, several: bool) -> BackwardFork | None:
     sums = {key: nodes[0].all_input_nodes[0].meta["val"] for key, nodes in read.items()}
     first = _without_reductions(graph, list(left_out), read, {})
     middle = _without_reductions(graph, list(left_out), read, sums) if several else None
-    for given, nodes in zip(_inputs_for(graph, sums), read.values(), strict=True):
+    for given, nodes in zip(
+        added_inputs(graph.graph, list(sums.values()), "whole_gradient"), read.values(), strict=True
+    ):
         whole = nodes[0].all_input_nodes[0]
         nodes[0].replace_input_with(whole, _added(graph.graph, given, whole))
         _erase_unread(graph.graph, [whole])
@@ -191,12 +188,10 @@ def _without_reductions(
         left_out: places of these outputs.
         given: examples of sums to which that is added; empty: there are none yet.
     """
-    copies: dict[Node, Node] = {}
-    copied = Graph()
-    output = copied.output(copied.graph_copy(graph.graph, copies))
-    output.meta = dict(graph.graph.output_node().meta)
+    copied, copies = copy_of(graph)
+    output = copied.output_node()
     earlier = GraphModule(graph, copied)
-    before = dict(zip(given, _inputs_for(earlier, given), strict=True))
+    before = dict(zip(given, added_inputs(copied, list(given.values()), "whole_gradient"), strict=True))
     wholes = {key: [copies[node].all_input_nodes[0] for node in nodes] for key, nodes in read.items()}
     sums = []
     for key, (total, *others) in wholes.items():
@@ -204,7 +199,7 @@ def _without_reductions(
         for whole in others:  # of a tied weight
             summed = _added(copied, summed, whole)
         sums.append(summed)
-    outputs = list(output.args[0])
+    outputs: Any = list(output.args[0])  # type: ignore[arg-type]
     replaced = [outputs[at] for at in left_out]
     for at in left_out:
         outputs[at] = None
@@ -213,18 +208,6 @@ def _without_reductions(
     copied.lint()
     earlier.recompile()
     return earlier
-
-
-def _inputs_for(graph: GraphModule, sums: dict[GradientKey, Tensor]) -> list[Node]:
-    """Add inputs for sums behind those that a graph has."""
-    last = list(graph.graph.find_nodes(op="placeholder"))[-1]
-    found = []
-    for number, value in enumerate(sums.values()):
-        with graph.graph.inserting_after(last):
-            last = graph.graph.placeholder(f"whole_gradient_{number}")
-        last.meta["val"] = value
-        found.append(last)
-    return found
 
 
 def _added(graph: Graph, given: Node, whole: Node) -> Node:
@@ -244,7 +227,8 @@ def _only_widens(node: Node) -> bool:
     name = compat.schema_name(node)
     if name not in CASTS and name != "aten::view":
         return False
-    value, read = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    value = node.meta["val"]
+    read = node.all_input_nodes[0].meta["val"]
     # A cast that rounds stays: without it the sum would have other bits than a reduction in each micro-batch reads.
     return value.shape == read.shape and torch.promote_types(read.dtype, value.dtype) == value.dtype
 
@@ -252,7 +236,8 @@ def _only_widens(node: Node) -> bool:
 def _erase_unread(graph: Graph, nodes: Sequence[Node]) -> None:
     """Erase nodes that nothing reads, and what only they read."""
     # Not by eliminate_dead_code: torch keeps each wait, as one that nobody reads may be there for its effect.
-    waiting, erased = list(nodes), set[Node]()
+    waiting = list(nodes)
+    erased: set[Node] = set()
     while waiting:
         node = waiting.pop()
         if not node.users and node.op != "placeholder" and node not in erased:

@@ -1,11 +1,9 @@
-"""Passes over the captured forward-backward graph: what of the forward pass is kept for the backward pass.
+"""What of a graph is kept for the backward pass, and what of it Inductor compiles.
 
-Regions of a half of a graph that Inductor compiles, while the rest stays a call per operator, in the order
-that it has.
-
-A region is a run of operators of one decoder block with nothing else between: collectives, the kernels of this
-project and random numbers end it. So what a pass before it chose to overlap stays as it was. Blocks that are alike
-are compiled once.
+Passes over the joint graph mark what is computed again. Passes over a half compile regions while the rest stays a call
+per operator, in the order that it has. A region is a run of operators of one decoder block with nothing else between:
+collectives, the kernels of this project and random numbers end it, so what a pass before it chose to overlap stays as
+it was. Blocks that are alike are compiled once.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ def full_checkpointing(graph: GraphModule) -> None:
 
 def selective_checkpointing(graph: GraphModule) -> None:
     """Keep the outputs of matrix products and attention, too; what is computed again is cheap (arXiv 2205.05198)."""
-    _recompute_blocks(graph, _keeps)
+    _recompute_blocks(graph, lambda node: is_costly(node) or _random(node))
 
 
 def _recompute_blocks(graph: GraphModule, keeps: Callable[[Node], bool]) -> None:
@@ -52,11 +50,6 @@ def _recompute_blocks(graph: GraphModule, keeps: Callable[[Node], bool]) -> None
         compat.save_or_recompute(node, save=leaves or keeps(node), region=block)
 
 
-def _keeps(node: Node) -> bool:
-    """Return whether a node is a matrix product, attention, a collective, or gives random numbers."""
-    return is_costly(node) or _random(node)
-
-
 def _random(node: Node) -> bool:
     target = compat.operator_of(source_of(node))
     return target is not None and torch.Tag.nondeterministic_seeded in target.tags
@@ -68,7 +61,13 @@ NodeRun = list[Node]
 def regional_inductor(graph: GraphModule, *, for_inductor: bool) -> None:
     """Compile what Inductor can fuse, block by block, in place; FlexAttention, too, but on a CPU, which has no kernel
     of its backward pass."""
-    _compile(graph, [run for run in _runs(graph, _fusible) if _worth(run)])
+
+    def computes(node: Node) -> bool:
+        return not _is_view(node) and node.target is not operator.getitem
+
+    # Something to fuse, or FlexAttention.
+    runs = _runs(graph, _fusible)
+    _compile(graph, [run for run in runs if sum(map(computes, run)) > 1 or any(map(compat.is_flex, run))])
 
 
 def full_inductor(graph: GraphModule, examples: Sequence[Any], half: str) -> compat.Boxed:
@@ -99,8 +98,10 @@ def _fusible(node: Node) -> bool:
         return False
     # Inductor's random numbers are others than those of eager operators, and in-place writes could be moved past
     # what reads them.
+    value = node.meta.get("val")
+    tensors = all(isinstance(v, Tensor) for v in (value if isinstance(value, (tuple, list)) else (value,)))
     random = torch.Tag.nondeterministic_seeded in target.tags
-    return not random and not compat.is_mutable(node) and _gives_tensors(node)
+    return not (random or target._schema.is_mutable) and tensors
 
 
 def _flex_on_gpu(node: Node) -> bool:
@@ -108,20 +109,9 @@ def _flex_on_gpu(node: Node) -> bool:
     return compat.is_flex(node) and node.args[0].meta["val"].device.type == "cuda"  # type: ignore[union-attr]
 
 
-def _gives_tensors(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and all(isinstance(v, Tensor) for v in value))
-
-
 def _is_view(node: Node) -> bool:
     target = compat.operator_of(node)
     return target is not None and bool(target.is_view)
-
-
-def _worth(run: NodeRun) -> bool:
-    """Return whether there is something to fuse, or FlexAttention."""
-    computing = [node for node in run if not _is_view(node) and node.target is not operator.getitem]
-    return len(computing) > 1 or any(compat.is_flex(node) for node in computing)
 
 
 def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[NodeRun]:
@@ -135,7 +125,8 @@ def _runs(graph: GraphModule, takes: Callable[[Node], bool]) -> list[NodeRun]:
     for node in graph.graph.nodes:
         if node.op == "get_attr":  # the functions inside of FlexAttention, which go with it
             continue
-        own, before = block_of(node), runs[-1] and block_of(runs[-1][0])
+        own = block_of(node)
+        before = runs[-1] and block_of(runs[-1][0])
         joins = own == before or (own is None and node.target is torch.ops.aten.add.Tensor)
         if runs[-1] and not (takes(node) and joins):
             runs.append([])
@@ -163,7 +154,8 @@ def _compile(graph: GraphModule, runs: Sequence[NodeRun]) -> None:
 def _outputs(run: NodeRun) -> NodeRun:
     """Return what a region has to hand out. Views of a run that others read stay in the graph, as calling them is
     cheaper than handing them out."""
-    inside, left = set(run), set[Node]()
+    inside = set(run)
+    left: set[Node] = set()
 
     def read_outside(node: Node) -> bool:
         return any(user not in inside or user in left for user in node.users)
@@ -178,7 +170,8 @@ def _outputs(run: NodeRun) -> NodeRun:
 def _extract(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphModule, NodeRun]:
     """Return a copy of some nodes as a graph of its own, whose names say nothing of where they were; and its inputs."""
     # From the outputs back, so that nothing is computed in the region only for a view that stays outside.
-    needed, inside = dict.fromkeys(outputs), set(run)
+    needed = dict.fromkeys(outputs)
+    inside = set(run)
     for node in reversed(run):
         if node in needed:
             needed |= dict.fromkeys(node.all_input_nodes)
@@ -186,7 +179,9 @@ def _extract(graph: GraphModule, run: NodeRun, outputs: NodeRun) -> tuple[GraphM
     inputs = [node for node in read if node not in inside and node.op != "get_attr"]
     # Inputs are numbered, not named after their nodes: two blocks then give the same text, by which
     # _compile knows them.
-    extracted, copies, functions = Graph(), dict[Node, Node](), dict[str, Any]()
+    extracted = Graph()
+    copies: dict[Node, Node] = {}
+    functions: dict[str, Any] = {}
     for number, node in enumerate(inputs):
         copies[node] = extracted.placeholder(f"input_{number}")
         copies[node].meta["val"] = node.meta["val"]
