@@ -77,7 +77,7 @@ SHARED_NAMES = {
 
 TORCH_FREE = (
     *("config", "launch", "reports", "models/files.py", "experiments/validate/run.py", "generation/repl.py"),
-    *("preflight/inputs.py", "evals/flags.py", "experiments/validate/flags.py"),
+    *("preflight/inputs.py", "evals/flags.py", "evals/tasks", "experiments/validate/flags.py"),
     *("experiments/explain/flags.py", "experiments/patterns/run.py", "memory/estimate.py"),
     *("data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
     *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/manifest.py", "rundir/status.py"),

@@ -36,8 +36,8 @@ class CompiledStep(StaticStep):
 
     _compiled = torch.compile(StaticStep._compute, fullgraph=True, **COMPILE)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **state: Any) -> None:
+        super().__init__(*args, **state)
         cross = getattr(self._cache, "cross_attention_cache", None)
         layers = [*fixed_layers(self._cache), *(cross.layers if cross else ())]
         kept = [x for layer in layers for x in (layer.keys, layer.values)]

@@ -18,9 +18,9 @@ from sftkit.config.schema import EvalConfig
 from sftkit.data.tokens import chat
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.evals import scoring as scored
+from sftkit.evals import captions as captioned
+from sftkit.evals.captions import evaluate_captions, prompts_of, token_f1
 from sftkit.evals.results import interval, values_of
-from sftkit.evals.scoring import evaluate_captions, prompts_of, token_f1
 from sftkit.generation import decode, kv_cache
 from sftkit.generation.decode import Batching, Decoding
 from sftkit.generation.repl import Answer
@@ -215,22 +215,22 @@ def test_captions_of_every_source_are_scored_and_the_first_are_shown(monkeypatch
         said = [ids if i else ids[:1] for i, ids in enumerate(right)]
         return [Answer(TOKENIZER.decode(ids), "end_of_turn", len(ids), ids) for ids in said]
 
-    monkeypatch.setattr(scored, "generate", known)
+    monkeypatch.setattr(captioned, "generate", known)
     config = EvalConfig(max_examples=3, samples=2, max_new_tokens=8, batch_size=4)
     judged, shown = evaluate_captions(orig_model, TOKENIZER, {"a": examples}, config, cpu_runtime())
     assert asked == [3]
     f1 = (2 * 1 / (1 + 4) + 2) / 3
-    values = values_of([one.result for one in judged])
+    values = values_of(judged)
     assert values["eval/captions/exact_match"] == pytest.approx(2 / 3)
     assert values["eval/captions/token_f1"] == pytest.approx(f1)
     low, high = interval([0.0, 1.0, 1.0])[2:]
     assert (values["eval/captions/low"], values["eval/captions/high"]) == (low, high)
     for one, value in zip(judged, (2 / 3, f1), strict=True):
-        assert one.result.examples == 3
-        assert one.result.low is not None
-        assert one.result.high is not None
-        assert one.result.low < value < one.result.high
-        assert one.result.settings["max_new_tokens"] == 8
+        assert one.examples == 3
+        assert one.low is not None
+        assert one.high is not None
+        assert one.low < value < one.high
+        assert one.settings["max_new_tokens"] == 8
     first = judged[0].records[0]
     assert (first["id"], first["prompt"], first["marks"]["exact_match"]) == ("a-0", "picture 0", 0.0)
     assert [len(one.records) for one in judged] == [3, 0]
