@@ -21,7 +21,7 @@ from sftkit.data.demo.builtin import PREFIX, picture
 from sftkit.data.tokens import chat
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.generation import decode as rows_of_batches
-from sftkit.generation.decode import Batching, Decoding, Prompts, generate
+from sftkit.generation.decode import Batching, Decoding, generate
 from sftkit.generation.kv_cache import StaticStep
 from sftkit.models.kinds import kind_of
 from sftkit.models.load import from_scratch
@@ -73,8 +73,11 @@ class Task:
             answers = generate(
                 self.model,
                 self.tokenizer,
-                Prompts(self.prompts[:rows], [-1], new_tokens, encoder_inputs=self.encoder_inputs),
+                self.prompts[:rows],
                 Batching(rows),
+                max_new_tokens=new_tokens,
+                end_ids=[-1],
+                encoder_inputs=self.encoder_inputs,
                 replay=way.step is not None,
             )
         return [answer.ids for answer in answers], times

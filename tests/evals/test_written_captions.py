@@ -19,7 +19,7 @@ from sftkit.data.tokens import chat
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.evals import captions as captioned
-from sftkit.evals.captions import evaluate_captions, prompts_of, token_f1
+from sftkit.evals.captions import evaluate_captions, token_f1, write_captions
 from sftkit.evals.results import interval, values_of
 from sftkit.generation import decode, kv_cache
 from sftkit.generation.decode import Batching, Decoding
@@ -85,8 +85,7 @@ def describe(
     replay: bool | None = None,
 ) -> list[Answer]:
     """Texts of at most so many tokens for the first documents."""
-    prompts = prompts_of(orig_model, tokenizer, examples, count, max_new_tokens)
-    return decode.generate(orig_model, tokenizer, prompts, Batching(batch_size), replay=replay)
+    return write_captions(orig_model, tokenizer, examples, count, max_new_tokens, Batching(batch_size), replay=replay)
 
 
 def ending(end: int) -> Any:
@@ -209,9 +208,9 @@ def test_captions_of_every_source_are_scored_and_the_first_are_shown(monkeypatch
     examples = with_ends(captions(orig_model, [5, 7, 4, 6]))
     asked = []
 
-    def known(_: Any, __: Any, prompts: decode.Prompts, *rest: Any) -> list[Answer]:
-        asked.append(len(prompts.ids))
-        right = [tuple(examples[i].ids[1:-1].tolist()) for i in range(len(prompts.ids))]
+    def known(_: Any, __: Any, prompts: list[list[int]], *rest: Any, **asks: Any) -> list[Answer]:
+        asked.append(len(prompts))
+        right = [tuple(examples[i].ids[1:-1].tolist()) for i in range(len(prompts))]
         said = [ids if i else ids[:1] for i, ids in enumerate(right)]
         return [Answer(TOKENIZER.decode(ids), "end_of_turn", len(ids), ids) for ids in said]
 

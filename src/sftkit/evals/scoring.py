@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from sftkit.data.tokens import chat
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, Likelihoods, Message, Question
-from sftkit.generation.decode import ALONE, Batching, PromptRow, gathered, longest_input, turns
+from sftkit.generation.decode import ALONE, Batching, gathered, longest_input, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
 from sftkit.models.rope import longrope_limit
 from sftkit.models.structure import output_projection, positions
@@ -109,32 +110,18 @@ def num_truncated(encoded: Sequence[Sequence[Pair]], longest: int) -> int:
     return sum(any(len(context) + len(rest) > longest + 1 for context, rest in pairs) for pairs in encoded)
 
 
-class ScoredInput(NamedTuple):
+@dataclass
+class ScoredInput:
     """One input of the model and what is asked of it: several continuations may end in the same input."""
 
     ids: np.ndarray
     "int32 [T]: context and continuation without its last token"
-    continuations: dict[tuple[int, int], np.ndarray]
+    group: str
+    targets: int = 0
+    "positions at its end that are asked for"
+    new_tokens: int = 0
+    continuations: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     "(example, continuation) -> its tokens, int32, which follow the last len() positions"
-
-    @property
-    def targets(self) -> int:
-        """Return how many positions at the end of the input are asked for."""
-        return max(map(len, self.continuations.values()))
-
-
-def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> dict[tuple[int, bytes], ScoredInput]:
-    """Return (example, its bytes) -> input, cut on the left to `longest` tokens."""
-    rows: dict[tuple[int, bytes], ScoredInput] = {}
-    for i, pairs in enumerate(encoded):
-        for k, (context, continuation) in enumerate(pairs):
-            if len(continuation) > longest:
-                raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
-            # One token more than the model reads, of which the last is only predicted; cut on the left, where
-            # the context begins.
-            ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
-            rows.setdefault((i, ids.tobytes()), ScoredInput(ids, {})).continuations[i, k] = continuation
-    return rows
 
 
 def score(
@@ -154,20 +141,28 @@ def score(
     """
     rt = batching.rt
     encoded = encode_continuation(examples, tokenizer) if encoded is None else encoded
+    longest = longest_input(positions(orig_model), tokenizer)
     # Continuations of one token (letters of options) end in the same input: it is computed once for all of them.
-    inputs = _rows_of(encoded, longest_input(positions(orig_model), tokenizer))
-    rows = list(inputs.values())
-    # None where tokens are mixed otherwise than by attention: a cache of keys and values does not hold that state.
-    groups = ["" if mixes_tokens(orig_model) else examples[i].group for i, _ in inputs]
-    asked = [PromptRow(row.ids, group, row.targets) for row, group in zip(rows, groups, strict=True)]
-    # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
-    in_step = rt is not None and rt.topology.sharded
+    inputs: dict[tuple[int, bytes], ScoredInput] = {}
+    for i, pairs in enumerate(encoded):
+        # None where tokens are mixed otherwise than by attention: a cache of keys and values does not hold that state.
+        group = "" if mixes_tokens(orig_model) else examples[i].group
+        for k, (context, continuation) in enumerate(pairs):
+            if len(continuation) > longest:
+                raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
+            # One token more than the model reads, of which the last is only predicted; cut on the left, where
+            # the context begins.
+            ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
+            row = inputs.setdefault((i, ids.tobytes()), ScoredInput(ids, group))
+            row.continuations[i, k] = continuation
+            row.targets = max(row.targets, len(continuation))
     found: dict[tuple[int, int], tuple[float, bool, int]] = {}
     with plain_forward(orig_model):
-        for batch, prefix in turns(orig_model, asked, batching, MAX_TARGETS):
+        for batch, prefix in turns(orig_model, list(inputs.values()), batching, MAX_TARGETS):
             if batch is not None:
-                found |= _score_batch(orig_model, [rows[i] for i in batch.rows], prefix)
-            elif in_step:
+                found |= _score_batch(orig_model, batch.rows, prefix)
+            elif rt is not None and rt.topology.sharded:
+                # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
                 empty_pass(orig_model)
     # In the order of examples and continuations, whatever rank computed which.
     values = iter(gathered(found, rt))

@@ -29,9 +29,8 @@ from sftkit.errors import ConfigError, DataError
 from sftkit.evals import results
 from sftkit.evals.results import Result
 from sftkit.evals.task import Choices, Likelihoods, Question, Task
-from sftkit.generation.decode import Batching, Prompts, generate, longest_input
+from sftkit.generation.decode import Batching, generate, longest_input
 from sftkit.generation.repl import Answer
-from sftkit.models.generation_config import stop_ids
 from sftkit.models.kinds import check_causal
 from sftkit.models.structure import inference, positions
 from sftkit.objectives.objective import ModelWithLoss
@@ -368,10 +367,15 @@ class Suite:
         assert all(n > 0 for n in room), "check_room has seen to it"
         # The end stays: it holds the question.
         truncated = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
-        stop_texts = [one.stop for one in questions] or None
-        groups = [one.group for one in questions] or None
-        asked = Prompts(truncated, stop_ids(self.orig_model, self.tokenizer), max_new_tokens, stop_texts, groups)
-        return generate(self.orig_model, self.tokenizer, asked, Batching(self.config.batch_size, self.rt))
+        return generate(
+            self.orig_model,
+            self.tokenizer,
+            truncated,
+            Batching(self.config.batch_size, self.rt),
+            max_new_tokens=max_new_tokens,
+            stop_texts=[one.stop for one in questions] or None,
+            groups=[one.group for one in questions] or None,
+        )
 
     def samples(self) -> list[dict[str, Any]]:
         """Return prompt, reference and answer of each sample row, and why the answer ended."""

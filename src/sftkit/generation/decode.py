@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from sftkit.generation.kv_cache import (
     replay_unsupported_reason,
 )
 from sftkit.generation.repl import Answer
+from sftkit.models.generation_config import stop_ids
 from sftkit.models.kind import Continuation
 from sftkit.models.kinds import kind_of
 from sftkit.ops.attention import mixes_tokens, windows
@@ -66,22 +67,31 @@ ALONE = Batching()
 # ---- which rows are read together ------------------------------------------------------------------------------------
 
 
-class PromptRow(NamedTuple):
-    """The input of a row, and what the model computes for it."""
+class PromptRow(Protocol):
+    """A row, and what the model computes for it."""
 
     ids: np.ndarray
-    "int [T]"
+    "int [T], its input"
     group: str
     'rows of a group begin alike; "": of none'
-    targets: int = 1
+    targets: int
     "positions at its end that have logits"
-    new_tokens: int = 0
+    new_tokens: int
     "what is written after it, at most"
 
 
-def _shared_prefixes(rows: Sequence[PromptRow]) -> list[tuple[int, ...]]:
-    """Return, for each row, the tokens that all rows of its group begin with, before what is asked of the model; empty
-    if they are fewer than MIN_SHARED or the row is alone in its group."""
+class PromptBatch(NamedTuple):
+    """Rows that go through the model together."""
+
+    rows: list[Any]
+    "the longest first"
+    prefix: tuple[int, ...]
+    "tokens that all of them begin with, computed once for all batches that have the same"
+
+
+def _shared_prefixes(rows: Sequence[PromptRow]) -> dict[str, tuple[int, ...]]:
+    """Return, for each group, the tokens that all of its rows begin with, before what is asked of the model; empty if
+    they are fewer than MIN_SHARED or the row is alone in its group."""
     members: dict[str, list[PromptRow]] = {}
     for row in rows:
         members.setdefault(row.group, []).append(row)
@@ -92,16 +102,7 @@ def _shared_prefixes(rows: Sequence[PromptRow]) -> list[tuple[int, ...]]:
         for row in others if length else ():
             length = int(np.logical_and.accumulate(first.ids[:length] == row.ids[:length]).sum())
         shared[group] = tuple(first.ids[:length].tolist()) if length >= MIN_SHARED else ()
-    return [shared[row.group] for row in rows]
-
-
-class PromptBatch(NamedTuple):
-    """Rows that go through the model together."""
-
-    rows: list[int]
-    "their indices, the longest first"
-    prefix: tuple[int, ...]
-    "tokens that all of them begin with, computed once for all batches that have the same"
+    return shared
 
 
 def plan(
@@ -117,10 +118,8 @@ def plan(
         max_targets: of all rows of a batch; a row that exceeds them is alone, as one that exceeds MAX_POSITIONS. None:
             no limit.
     """
-    prefixes = _shared_prefixes(rows)
 
-    def fit(indices: list[int], prefix: tuple[int, ...]) -> bool:
-        chosen = [rows[i] for i in indices]
+    def fit(chosen: list[PromptRow], prefix: tuple[int, ...]) -> bool:
         length = len(chosen[0].ids)
         new_tokens = max(row.new_tokens for row in chosen)
         cached = len(chosen) * (length + new_tokens) if prefix or new_tokens else 0
@@ -131,14 +130,16 @@ def plan(
             and (max_cached is None or cached <= max_cached)
         )
 
+    shared = _shared_prefixes(rows)
     # Rows of a prefix follow each other, so that its keys and values are computed once and then dropped.
-    order = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
+    order = {prefix: number for number, prefix in enumerate(dict.fromkeys(shared[row.group] for row in rows))}
     batches: list[PromptBatch] = []
-    for i in sorted(range(len(rows)), key=lambda i: (order[prefixes[i]], -len(rows[i].ids), i)):
-        if batches and batches[-1].prefix == prefixes[i] and fit([*batches[-1].rows, i], prefixes[i]):
-            batches[-1].rows.append(i)
+    for row in sorted(rows, key=lambda row: (order[shared[row.group]], -len(row.ids))):
+        prefix = shared[row.group]
+        if batches and batches[-1].prefix == prefix and fit([*batches[-1].rows, row], prefix):
+            batches[-1].rows.append(row)
         else:
-            batches.append(PromptBatch([i], prefixes[i]))
+            batches.append(PromptBatch([row], prefix))
     return batches
 
 
@@ -199,11 +200,13 @@ class DecodedSequence:
     """A prompt that is being answered."""
 
     index: int
-    prompt: np.ndarray
-    "int64 [T], its tokens"
-    max_new_tokens: int
+    ids: np.ndarray
+    "int64 [T], the prompt's tokens"
+    group: str
+    new_tokens: int
     "tokens of its answer at most"
-    stop_texts: tuple[str, ...]
+    stop_texts: Sequence[str]
+    targets: int = 1
     tokens: list[int] = field(default_factory=list)
     stop: str = ""
     "why it ended; empty: it goes on"
@@ -222,7 +225,7 @@ class DecodedSequence:
             find_stop_text(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
         ):
             self.stop = "stop_text"
-        if not self.stop and len(self.tokens) == self.max_new_tokens:
+        if not self.stop and len(self.tokens) == self.new_tokens:
             self.stop = "length"
 
     def answer(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
@@ -264,25 +267,25 @@ class Decoding:
         # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is
         # 0 at padding.
         skip = len(prefix.ids)
-        width = max(len(row.prompt) for row in rows) - skip
-        max_new_tokens = max(row.max_new_tokens for row in rows)
+        width = max(len(row.ids) for row in rows) - skip
+        new_tokens = max(row.new_tokens for row in rows)
         ids = np.zeros((len(rows), width), dtype=np.int64)
-        mask = np.ones((len(rows), skip + width + max_new_tokens), dtype=np.int64)
+        mask = np.ones((len(rows), skip + width + new_tokens), dtype=np.int64)
         for i, row in enumerate(rows):
-            pad = width - (len(row.prompt) - skip)
-            ids[i, pad:] = row.prompt[skip:]
+            pad = width - (len(row.ids) - skip)
+            ids[i, pad:] = row.ids[skip:]
             mask[i, skip : skip + pad] = 0
         self._next = torch.from_numpy(ids).to(orig_model.device)
         self._mask = torch.from_numpy(mask).to(orig_model.device)  # [B, all positions there will be]
         # Position ids count what is not padding, so that an answer does not depend on the other rows.
         self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
         self._seen = skip
-        self._cache: Cache = prefix.cache(len(rows), width + max_new_tokens)
+        self._cache: Cache = prefix.cache(len(rows), width + new_tokens)
 
     def goes_on(self, together: Runtime | None) -> bool:
         """Return whether this rank, or any of the ranks that work together, has rows that go on."""
         going = any(not row.stop for row in self.rows)
-        return going if together is None else together.any_rank(going)
+        return together.any_rank(going) if together else going
 
     def step(self) -> list[tuple[DecodedSequence, int]]:
         """Return (row, next token) for the rows of the batch; some of them may have ended already."""
@@ -342,30 +345,17 @@ class Decoding:
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Tokenized prompts, and what ends their answers."""
-
-    ids: Sequence[Sequence[int]]
-    "tokens of each"
-    stop_ids: Sequence[int]
-    "tokens that end an answer"
-    max_new_tokens: int | Sequence[int]
-    "for all prompts, or one number for each"
-    stop_texts: Sequence[Sequence[str]] | None = None
-    "texts of each prompt that end its answer and are cut off"
-    groups: Sequence[str] | None = None
-    'names of groups of prompts that begin alike; "" is no group'
-    encoder_inputs: EncoderInputs | None = None
-    "for models with an encoder, its input for each prompt; encoded once, before the prompt is read"
-
-
 def generate(
     orig_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
+    prompts: Sequence[Sequence[int]],
     batching: Batching,
     *,
+    max_new_tokens: int | Sequence[int],
+    end_ids: Sequence[int] | None = None,
+    stop_texts: Sequence[Sequence[str]] | None = None,
+    groups: Sequence[str] | None = None,
+    encoder_inputs: EncoderInputs | None = None,
     replay: bool | None = None,
 ) -> list[Answer]:
     """Return greedy answers to tokenized prompts, in the order given. With a runtime every rank calls it and gets all.
@@ -377,6 +367,11 @@ def generate(
     Args:
         batching: batches are smaller if the keys and values of prompts and answers would take more than
             `kv_cache.MAX_CACHE_BYTES`, or the prompts more than `MAX_POSITIONS`.
+        max_new_tokens: for all prompts, or one number for each.
+        end_ids: tokens that end an answer; None: those of the model and its tokenizer.
+        stop_texts: texts of each prompt that end its answer and are cut off.
+        groups: names of groups of prompts that begin alike; "" is no group.
+        encoder_inputs: for models with an encoder, its input for each prompt; encoded once, before the prompt is read.
         replay: decode in steps of a fixed shape, on a GPU as a CUDA graph (`kv_cache.StaticStep`); None: where that is
             faster.
 
@@ -391,39 +386,32 @@ def generate(
         reason = "the model is spread over ranks"
     if replay and reason:
         raise ConfigError(f"steps of decoding cannot be replayed: {reason}")
-    # one limit and one tuple of stop texts for each prompt
-    count = len(prompts.ids)
-    limits = prompts.max_new_tokens
-    max_new_tokens = [limits] * count if isinstance(limits, int) else list(limits)
-    stops = [tuple(texts) for texts in prompts.stop_texts] if prompts.stop_texts is not None else [()] * count
-    ids = [np.asarray(prompt, dtype=np.int64) for prompt in prompts.ids]
     # Padding lies between a prefix and its rows, and windows count it.
-    may_share = prompts.groups is not None and not mixes_tokens(orig_model) and not windows(orig_model.config)
-    groups = prompts.groups if prompts.groups is not None and may_share else [""] * count
-    asked = [PromptRow(prompt, group, 1, new) for prompt, group, new in zip(ids, groups, max_new_tokens, strict=True)]
+    if groups is None or mixes_tokens(orig_model) or windows(orig_model.config):
+        groups = [""] * len(prompts)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    given = zip(prompts, groups, limits, stop_texts or [()] * len(prompts), strict=True)
+    asked = [DecodedSequence(i, np.asarray(ids, np.int64), *others) for i, (ids, *others) in enumerate(given)]
+    end_ids = stop_ids(orig_model, tokenizer) if end_ids is None else end_ids
     # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
     together = rt if rt is not None and rt.topology.sharded else None
-    kind = kind_of(orig_model.config)
     found: dict[int, Answer] = {}
     with plain_forward(orig_model):
         for batch, prefix in turns(orig_model, asked, batching):
-            rows = [DecodedSequence(i, ids[i], max_new_tokens[i], stops[i]) for i in batch.rows] if batch else []
-            inputs = _inputs(prompts.encoder_inputs, batch.rows, orig_model.device) if batch else {}
-            continuation = kind.continuation(orig_model, inputs) if batch else Continuation(orig_model, {})
+            rows: list[DecodedSequence] = batch.rows if batch else []
+            inputs = {}
+            if encoder_inputs is not None:
+                entries = encoder_inputs.index[[row.index for row in rows]]
+                inputs = {name: np.asarray(array[entries]) for name, array in encoder_inputs.arrays.items()}
+            tensors = {name: torch.from_numpy(array).to(orig_model.device) for name, array in inputs.items()}
+            kind = kind_of(orig_model.config)
+            continuation = kind.continuation(orig_model, tensors) if batch else Continuation(orig_model, {})
             # The first token comes from reading the prompts, so there is one step fewer than tokens.
-            steps = max((row.max_new_tokens for row in rows), default=0) - 1
+            steps = max((row.new_tokens for row in rows), default=0) - 1
             replayed = replay if replay is not None else not reason and replay_pays(orig_model.device, steps)
             decoding = Decoding(orig_model, continuation, rows, prefix, replay=replayed)
             while decoding.goes_on(together):
                 for row, token in decoding.step():
-                    row.take(token, prompts.stop_ids, tokenizer)
+                    row.take(token, end_ids, tokenizer)
             found |= {row.index: row.answer(tokenizer) for row in rows}
     return gathered(found, rt)
-
-
-def _inputs(encoder_inputs: EncoderInputs | None, rows: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the encoder's input for the prompts of these indices, [B, ...] each."""
-    if encoder_inputs is None:
-        return {}
-    entries = encoder_inputs.index[list(rows)]
-    return {name: torch.from_numpy(np.asarray(x[entries])).to(device) for name, x in encoder_inputs.arrays.items()}
