@@ -45,24 +45,32 @@ FLAGS: dict[str, dict[str, Any]] = {
     "max_new_tokens": {"type": int, "help": "longest answer in tokens; default: the task's own"},
 }
 "Keys of eval that have a flag of the same name -> arguments of the parser."
-HELP = {
-    "path": "run, step directory, model folder or hub id; default: the newest run",
-    "tasks": "default, unless --val is given: what the run was evaluated on; families, the held-out built-in tasks, if "
-    "the model is of no run; docs/evaluation.md lists all",
-    "--val": "loss and bits per byte of these: files, folders or hub ids, or ID[SPLIT]",
-    "--out": "folder for results.json, validation.json and TASK.jsonl with every example",
-}
 
 
 def parse(description: str | None) -> Namespace:
     """Parse the command line. Prints problems and exits with code 2 if there are any."""
     parser = Parser(description)
-    parser.add_argument("path", nargs="?", type=path_or_id, help=HELP["path"])
-    parser.add_argument("tasks", nargs="*", help=HELP["tasks"])
-    parser.add_argument("--val", nargs="+", type=path_or_id, default=(), help=HELP["--val"])
+    parser.add_argument(
+        "path", nargs="?", type=path_or_id, help="run, step directory, model folder or hub id; default: the newest run"
+    )
+    parser.add_argument(
+        "tasks",
+        nargs="*",
+        help="default, unless --val is given: what the run was evaluated on; families, the held-out built-in tasks, if "
+        "the model is of no run; docs/evaluation.md lists all",
+    )
+    parser.add_argument(
+        "--val",
+        nargs="+",
+        type=path_or_id,
+        default=(),
+        help="loss and bits per byte of these: files, folders or hub ids, or ID[SPLIT]",
+    )
     for name, options in FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
-    parser.add_argument("--out", type=path_or_id, help=HELP["--out"])
+    parser.add_argument(
+        "--out", type=path_or_id, help="folder for results.json, validation.json and TASK.jsonl with every example"
+    )
     parser.set_defaults(own=None)
     parser.refuse_secrets(sys.argv[1:])
     return parser.parse_args()

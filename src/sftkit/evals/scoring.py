@@ -69,7 +69,7 @@ def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokeniz
     return [ids_by_text[key] for key in texts]
 
 
-def encode(examples: Sequence[Choices | Question], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+def encode_examples(examples: Sequence[Choices | Question], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """Tokenize the examples of a task: pairs of `encode_continuation`, or prompts."""
     if isinstance(examples[0], Choices):
         return encode_continuation(examples, tokenizer)  # type: ignore[arg-type]

@@ -235,13 +235,13 @@ class Suite:
 
     @cached_property
     def encoded_tasks(self) -> list[tuple[Task[Any, Any], list[Any]]]:
-        """Return each task with the tokens of its examples, as `scoring.encode` makes them."""
+        """Return each task with the tokens of its examples, as `scoring.encode_examples` makes them."""
         loaded = self.tasks if self.tasks is not None else load_tasks(self.config, self.tokenizer, self.rt)
         if not loaded:
             return []
         from sftkit.evals import scoring
 
-        return [(task, scoring.encode(task.examples, self.tokenizer)) for task in loaded]
+        return [(task, scoring.encode_examples(task.examples, self.tokenizer)) for task in loaded]
 
     def evaluate(self, step: int | None = None) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         """Return (val/* of every validation source, eval/* of every task and of captions, sample

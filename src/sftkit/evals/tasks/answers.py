@@ -10,7 +10,16 @@ from typing import Any
 from sftkit.data.demo import builtin
 from sftkit.errors import DataError
 from sftkit.evals.task import ExampleScores, Question, Task, each
-from sftkit.evals.tasks.data import DRAWN, CheckedRow, DatasetSplit, Read, drawn_shots, settings_of, shot_rows, turns
+from sftkit.evals.tasks.data import (
+    DRAWN,
+    CheckedRow,
+    DatasetSplit,
+    Read,
+    conversation,
+    drawn_shots,
+    settings_of,
+    shot_rows,
+)
 from sftkit.generation.repl import Answer
 
 GSM8K_TEST = DatasetSplit(("gsm8k_test",), "openai/gsm8k", "main", "test")
@@ -68,7 +77,7 @@ def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Ques
         raise DataError(f'{row.where}: column "answer": there is no number in {row["answer"]!r}')
     shown = [(shot.text("question"), shot.text("answer")) for shot in shots]
     if format == "chat":
-        prompt = turns(shown, row.text("question"))
+        prompt = conversation(shown, row.text("question"))
     else:
         before = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in shown)
         prompt = f"{before}Question: {row.text('question')}\nAnswer:"

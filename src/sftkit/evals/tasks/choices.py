@@ -18,9 +18,18 @@ from typing import Any, NamedTuple
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Message, Task, each
-from sftkit.evals.tasks.data import DRAWN, CheckedRow, DatasetSplit, Read, drawn_shots, settings_of, shot_rows, turns
+from sftkit.evals.tasks.data import (
+    DRAWN,
+    CheckedRow,
+    DatasetSplit,
+    Read,
+    conversation,
+    drawn_shots,
+    settings_of,
+    shot_rows,
+)
 
-LETTERS = string.ascii_uppercase
+CHOICE_LETTERS = string.ascii_uppercase
 ASK_FOR_LETTER = "Answer with the letter of the right option only."
 MMLU_PREAMBLE = "The following are multiple choice questions (with answers) about {topic}.\n\n"
 TRUTHFULQA_PREAMBLE = """\
@@ -117,8 +126,8 @@ def mmlu(row: CheckedRow, format: str) -> Item:
     options = row.texts("choices")
     if len(options) != 4:
         raise DataError(f'{row.where}: column "choices": {len(options)} of them instead of four')
-    lines = "".join(f"{letter}. {option}\n" for letter, option in zip(LETTERS, options, strict=False))
-    shown = options if format == "chat" else LETTERS[:4]
+    lines = "".join(f"{letter}. {option}\n" for letter, option in zip(CHOICE_LETTERS, options, strict=False))
+    shown = options if format == "chat" else CHOICE_LETTERS[:4]
     return Item(f"{question}\n{lines}Answer:", question, shown, (row.number("answer", 4),))
 
 
@@ -235,10 +244,10 @@ def _example(name: str, row: CheckedRow, shots: Sequence[CheckedRow], format: st
     item, *shown = (design.item(one, format) for one in (row, *shots))
     prompt: str | tuple[Message, ...]
     if format == "chat":
-        if len(item.choices) > len(LETTERS):
+        if len(item.choices) > len(CHOICE_LETTERS):
             raise DataError(f"{row.where}: {len(item.choices)} choices, and 26 letters for them")
-        prompt = turns([(_options(shot), LETTERS[shot.gold[0]]) for shot in shown], _options(item))
-        texts = continuations = tuple(LETTERS[: len(item.choices)])
+        prompt = conversation([(_options(shot), CHOICE_LETTERS[shot.gold[0]]) for shot in shown], _options(item))
+        texts = continuations = tuple(CHOICE_LETTERS[: len(item.choices)])
     else:
         preamble = design.preamble.format(topic=row.get("subject", "").replace("_", " "))
         before = "".join(f"{shot.prompt} {shot.choices[shot.gold[0]]}\n\n" for shot in shown)
@@ -260,7 +269,7 @@ def _example(name: str, row: CheckedRow, shots: Sequence[CheckedRow], format: st
 
 def _options(item: Item) -> str:
     """Format the question, a line for each option, and what to answer with."""
-    lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, item.choices, strict=False)]
+    lines = [f"{letter}. {choice}" for letter, choice in zip(CHOICE_LETTERS, item.choices, strict=False)]
     return "\n".join([item.question, "", *lines, "", ASK_FOR_LETTER])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import ExampleScores, Question, Task
-from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read, settings_of, turns
+from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read, conversation, settings_of
 from sftkit.generation.repl import Answer
 from sftkit_sandbox import programs
 from sftkit_sandbox.programs import ProgramLimits, ProgramTests
@@ -99,7 +99,7 @@ def _humaneval(row: CheckedRow, format: str) -> Question:
     name = row.text("entry_point")
     return Question(
         id=row.text("task_id"),
-        prompt=turns([], ASK.format(prompt)) if format == "chat" else prompt,
+        prompt=conversation([], ASK.format(prompt)) if format == "chat" else prompt,
         max_new_tokens=MAX_NEW_TOKENS["humaneval"],
         stop=() if format == "chat" else STOP["humaneval"],
         target={"prompt": prompt, "tests": f"{tests}\ncheck({name})", "name": name},
@@ -125,7 +125,7 @@ def _mbpp(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question
 
     prompt: Any
     if format == "chat":
-        prompt = turns([(ask(shot), f"```python\n{shot.text('code')}\n```") for shot in shots], ask(row))
+        prompt = conversation([(ask(shot), f"```python\n{shot.text('code')}\n```") for shot in shots], ask(row))
     else:
         prompt = "".join(f"{ask(shot)}{shot.text('code')}\n[DONE]\n\n" for shot in shots) + ask(row)
     return Question(

@@ -199,7 +199,7 @@ def drawn_shots(
             yield drawn if len(drawn) == shots else rng.sample([shot for shot in pool if shot != row], shots)
 
 
-def turns(shots: Sequence[tuple[str, str]], question: str) -> tuple[Message, ...]:
+def conversation(shots: Sequence[tuple[str, str]], question: str) -> tuple[Message, ...]:
     """Return a user's question after turns of (question, answer)."""
     said = [text for shot in shots for text in shot] + [question]
     return tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said))
