@@ -26,7 +26,8 @@ class Channel:
     """Two ends of pipes: one to write to, one to read from."""
 
     def __init__(self, to: int, of: int) -> None:
-        self.to, self.of = to, of
+        self.to = to
+        self.of = of
 
     def send(self, message: bytes) -> None:
         """Write a message. BrokenPipeError: nobody will read it."""
@@ -91,7 +92,8 @@ class RequestAndReply:
     or changed in place by the program. What is not data stays in its process and is sent as the number of an object."""
 
     def __init__(self, number_of: Callable[[object], int], object_of: Callable[[int], object]) -> None:
-        self.number_of, self.object_of = number_of, object_of
+        self.number_of = number_of
+        self.object_of = object_of
         self.containers: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.received: list[Any] = []
@@ -183,7 +185,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "bool": bool,
     "str": str,
 }
-"What the tests may ask of an object. Comparing is not among them: it is done in the judge's process."
+"What the tests may ask of an object. Comparing is not among them: it is done in the grader's process."
 
 
 def serve(channel: Channel) -> None:

@@ -56,7 +56,8 @@ class Program:
     """The process of the program, as the tests see it."""
 
     def __init__(self, channel: Channel, end: Callable[[str], NoReturn]) -> None:
-        self.channel, self.end = channel, end
+        self.channel = channel
+        self.end = end
         self.remotes: dict[int, Remote] = {}
 
     def ask(self, operation: str, *values: object) -> Any:

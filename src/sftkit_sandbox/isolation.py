@@ -67,7 +67,8 @@ def new_namespaces() -> bool:
     apart = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     if os.geteuid() == 0 and libc.unshare(apart) == 0:
         return False
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     _check("unshare (user namespace)", libc.unshare(apart | CLONE_NEWUSER))
     # setgroups is denied first: without that the kernel lets no unprivileged process write a gid_map.
     for name, line in (("setgroups", "deny"), ("gid_map", f"{INSIDE_ID} {gid} 1"), ("uid_map", f"{INSIDE_ID} {uid} 1")):
@@ -128,7 +129,8 @@ def drop_privileges(user: int | None) -> None:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     # After the change of user, which inside a user namespace has not happened and has dropped nothing.
-    header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    none = (ctypes.c_uint32 * 6)()
     _check("capset", libc.capset(header, none))
     _check("no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     install_filter()
@@ -147,7 +149,8 @@ def install_filter() -> None:
 def limit(limits: dict[str, int]) -> None:
     """Set the resource limits of grader and program: seconds of CPU and MiB for each process,
     processes for all together."""
-    mib, processes = 2**20, limits["processes"] + OWN_PROCESSES
+    mib = 2**20
+    processes = limits["processes"] + OWN_PROCESSES
     for what, soft, hard in (
         (resource.RLIMIT_CPU, limits["cpu_seconds"], limits["cpu_seconds"] + 1),
         (resource.RLIMIT_AS, limits["memory_mib"] * mib, limits["memory_mib"] * mib),
@@ -159,7 +162,8 @@ def limit(limits: dict[str, int]) -> None:
         # A limit of the machine's own that is lower already cannot be raised, and setting it would be an error.
         allowed = resource.getrlimit(what)[1]
         if allowed != resource.RLIM_INFINITY:
-            soft, hard = min(soft, allowed), min(hard, allowed)
+            soft = min(soft, allowed)
+            hard = min(hard, allowed)
         resource.setrlimit(what, (soft, hard))
 
 
@@ -229,7 +233,8 @@ def grader_and_program() -> NoReturn:
     """Run the grader. The program, which gets two pipes and nothing else, is started before a
     test or the nonce is read."""
     # Away from 0 to 2, which become /dev/null: a print of the tests must not be read as a verdict.
-    feed, verdict = os.dup(0), os.dup(1)
+    feed = os.dup(0)
+    verdict = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)

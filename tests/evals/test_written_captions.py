@@ -19,7 +19,7 @@ from sftkit.data.tokens import chat
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.evals import captions as captioned
-from sftkit.evals.captions import evaluate_captions, token_f1, write_captions
+from sftkit.evals.captions import evaluate_captions, token_f1
 from sftkit.evals.results import interval, values_of
 from sftkit.generation import decode, kv_cache
 from sftkit.generation.decode import Batching, Decoding
@@ -85,7 +85,15 @@ def describe(
     replay: bool | None = None,
 ) -> list[Answer]:
     """Texts of at most so many tokens for the first documents."""
-    return write_captions(orig_model, tokenizer, examples, count, max_new_tokens, Batching(batch_size), replay=replay)
+    return decode.generate(
+        orig_model,
+        tokenizer,
+        [[orig_model.generation_config.decoder_start_token_id]] * count,
+        Batching(batch_size),
+        max_new_tokens=max_new_tokens,
+        encoder_inputs=examples.encoder_inputs,
+        replay=replay,
+    )
 
 
 def ending(end: int) -> Any:

@@ -13,34 +13,9 @@ from sftkit.data.types import Examples
 from sftkit.evals.results import Result, example_record, interval
 from sftkit.evals.task import Question
 from sftkit.generation.decode import Batching, generate, text_of
-from sftkit.generation.repl import Answer
 from sftkit.runtime.start import Runtime
 
 CAPTIONS_TASK = "captions"
-
-
-def write_captions(
-    orig_model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Examples,
-    count: int,
-    max_new_tokens: int,
-    batching: Batching,
-    *,
-    replay: bool | None = None,
-) -> list[Answer]:
-    """Return the texts for the encoder inputs of the first `count` documents. A prompt is a document's first token,
-    which no answer has. Every rank generates its share and gets all answers."""
-    prompts = [[orig_model.generation_config.decoder_start_token_id]] * count
-    return generate(
-        orig_model,
-        tokenizer,
-        prompts,
-        batching,
-        max_new_tokens=max_new_tokens,
-        encoder_inputs=examples.encoder_inputs,
-        replay=replay,
-    )
 
 
 def evaluate_captions(
@@ -66,9 +41,16 @@ def evaluate_captions(
     shown: list[dict[str, Any]] = []
     for name, examples in sources.items():
         count = min(config.max_examples or len(examples), len(examples))
-        batching = Batching(config.batch_size, rt)
-        # All answers on every rank, so the scores below are the same everywhere.
-        answers = write_captions(orig_model, tokenizer, examples, count, max_new_tokens, batching)
+        # A prompt is a document's first token, which no answer has. Every rank gets all answers, so the scores are
+        # the same everywhere.
+        answers = generate(
+            orig_model,
+            tokenizer,
+            [[orig_model.generation_config.decoder_start_token_id]] * count,
+            Batching(config.batch_size, rt),
+            max_new_tokens=max_new_tokens,
+            encoder_inputs=examples.encoder_inputs,
+        )
         for document, answer in enumerate(answers):
             reference = examples[document].ids[1:].tolist()
             # A generated text ends before the end of sequence, so the reference must too; one that was cut has none.

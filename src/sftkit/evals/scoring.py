@@ -198,7 +198,8 @@ def _score_batch(
         logits = orig_model(input_ids=torch.from_numpy(inputs).to(device), **cache, **own).logits
     likelihoods, best = _next_token(logits, pairs)
     # back to rows and continuations
-    results, start = {}, 0
+    results = {}
+    start = 0
     for row in chosen:
         for key, tokens in row.continuations.items():
             part = slice(start, start + len(tokens))

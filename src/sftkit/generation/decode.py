@@ -390,8 +390,11 @@ def generate(
     if groups is None or mixes_tokens(orig_model) or windows(orig_model.config):
         groups = [""] * len(prompts)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    given = zip(prompts, groups, limits, stop_texts or [()] * len(prompts), strict=True)
-    asked = [DecodedSequence(i, np.asarray(ids, np.int64), *others) for i, (ids, *others) in enumerate(given)]
+    stops = stop_texts or [()] * len(prompts)
+    asked = [
+        DecodedSequence(i, np.asarray(ids, np.int64), group, limit, stop)
+        for i, (ids, group, limit, stop) in enumerate(zip(prompts, groups, limits, stops, strict=True))
+    ]
     end_ids = stop_ids(orig_model, tokenizer) if end_ids is None else end_ids
     # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
     together = rt if rt is not None and rt.topology.sharded else None

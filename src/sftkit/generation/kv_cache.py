@@ -54,7 +54,8 @@ class FixedLayer(DynamicLayer):
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
-        self.max_length, self.length = max_length, 0
+        self.max_length = max_length
+        self.length = 0
         self.at: torch.Tensor | None = None  # written_at
 
     def update(
@@ -73,7 +74,8 @@ class FixedLayer(DynamicLayer):
         assert self.values is not None
         if self.at is not None:
             return self.keys.index_copy_(2, self.at, key_states), self.values.index_copy_(2, self.at, value_states)
-        start, self.length = self.length, self.length + key_states.shape[2]
+        start = self.length
+        self.length += key_states.shape[2]
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]

@@ -35,8 +35,8 @@ def introduction(path: str, orig_model: PreTrainedModel, tokenizer: PreTrainedTo
         ConfigError: the tokenizer has no chat template.
     """
     template = template_of(tokenizer)
-    size, device = orig_model.num_parameters(), orig_model.device
-    about = f"{type(orig_model).__name__} of {size / 1e6:,.1f} million parameters on {device.type}"
+    size = orig_model.num_parameters() / 1e6
+    about = f"{type(orig_model).__name__} of {size:,.1f} million parameters on {orig_model.device.type}"
     lines = [f"{path}{', the newest run,' if newest else ''} answers: {about}"]
     if questions := learned_questions(Path(path)):
         lines += [

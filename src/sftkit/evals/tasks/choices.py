@@ -76,7 +76,8 @@ def science(row: CheckedRow, question: str, form: str = "{}") -> Item:
     options = row["choices"]
     if not isinstance(options, dict) or not {"text", "label"} <= set(options):
         raise DataError(f'{row.where}: column "choices": {options!r} is not {{"text": [...], "label": [...]}}')
-    texts, labels = options["text"], options["label"]
+    texts = options["text"]
+    labels = options["label"]
     if (answer := row.text("answerKey").strip()) not in labels or len(labels) != len(texts):
         raise DataError(f'{row.where}: column "answerKey": {answer!r} is not one of the labels {labels}')
     return Item(form.format(question), question, texts, (labels.index(answer),))
@@ -138,7 +139,8 @@ def truthfulqa(row: CheckedRow, format: str, column: str) -> Item:
         value = row[column]
         if not isinstance(value, dict) or not {"choices", "labels"} <= set(value):
             raise DataError(f'{row.where}: column "{column}": {value!r} is not {{"choices": [...], "labels": [...]}}')
-        options, labels = value["choices"], value["labels"]
+        options = value["choices"]
+        labels = value["labels"]
         right = [i for i, label in enumerate(labels) if label == 1]
         if not right or len(labels) != len(options):
             raise DataError(f'{row.where}: column "{column}": labels {labels} do not mark the true choices')

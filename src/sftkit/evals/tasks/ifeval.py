@@ -381,7 +381,8 @@ def _ends(token: str, following: str) -> bool:
         return False
     # The order of Punkt's rules: abbreviations and dots, then initials and numbers, whose period may be an ordinal's.
     begins = _begins_sentence(following)
-    known, initial = _is_abbreviation(token), _INITIAL.match(token) is not None
+    known = _is_abbreviation(token)
+    initial = _INITIAL.match(token) is not None
     if set(token) == {"."} or (known and not initial):
         return begins is True
     if token.endswith("..") or known:
