@@ -11,7 +11,6 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
-from sftkit.data.demo import builtin
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.template import template_of
 from sftkit.data.types import Row
@@ -58,6 +57,8 @@ def learned_questions(folder: Path) -> list[str]:
         return []
     if "builtin:tasks" not in [source["path"] for source in recipe["data"]["train"]]:
         return []
+    from sftkit.data.demo import builtin
+
     alone = {task.family: task.messages for task in builtin.tasks("heldout") if len(task.messages) == 2}
     return [alone[family][0]["content"] for family in _SHOWN]
 
