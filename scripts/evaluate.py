@@ -53,7 +53,7 @@ def evaluate(args, rt) -> None:
     name = source.path
     suite = Suite(config, model.orig_model, tokenizer, rt, model, validation, layout, tasks=tasks, model_name=name)
     values, evaluated = suite.validate(), suite.run_tasks()
-    rt.print(f"\n{name}\n{results.results_table([one.result for one in evaluated], values)}")
+    rt.print(f"\n{name}\n{results.results_table(evaluated, values)}")
     if args.out is not None and rt.is_main:
         results.write_results(Path(args.out), evaluated)
         results.write_validation(Path(args.out), values, suite.about_validation)

@@ -64,9 +64,9 @@ SHARED_NAMES = {
     "T": "a type variable",
     "build": "what a file of an optimizer or a task makes",
     "parse": "flags, YAML, rows: the module says of what",
-    "judge": "scores answers, programs, validations: the module says of what",
+    "judge": "scores answers, validations: the module says of what",
     "tokenize": "of conversations and of texts, one of which a stage binds",
-    **dict.fromkeys(("HUB", "TEST", "STOP", "MAX_NEW_TOKENS"), "what each task says of itself"),
+    **dict.fromkeys(("STOP", "MAX_NEW_TOKENS"), "what tasks say of themselves"),
     "BLOCK": "elements that a Triton kernel processes at a time, named as its argument is",
     "LEFT": "a measure of the picture that a module draws",
 }
@@ -74,7 +74,7 @@ SHARED_NAMES = {
 
 TORCH_FREE = (
     *("config", "launch", "reports", "models/files.py", "generation/repl.py", "preflight/inputs.py", "evals/flags.py"),
-    *("memory/estimate.py", "data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
+    *("evals/tasks", "memory/estimate.py", "data/types.py", "data/demo", "data/reading", "runtime/hub.py"),
     *("rundir/names.py", "rundir/files.py", "rundir/lock.py", "rundir/manifest.py", "rundir/status.py"),
     *("runtime/launcher.py", "runtime/script.py", "runtime/signals.py"),
 )
@@ -123,6 +123,23 @@ def test_a_room_imports_only_what_the_table_allows(room: str) -> None:
         assert not bad, f"{path.relative_to(SRC)} imports {sorted(bad)}"
     unused = set(ROOMS[room]) - set().union(*found.values())
     assert not unused, f"{room} no longer imports {sorted(unused)}: take them out of the table"
+
+
+def test_the_sandbox_imports_the_standard_library_only_and_only_tasks_that_run_code_import_it() -> None:
+    package = SRC.parent / "sftkit_sandbox"
+    assert ast.get_docstring(ast.parse((package / "__init__.py").read_text()))
+    for path in package.glob("*.py"):
+        roots = {name.split(".")[0] for name in imported(path)}
+        assert roots <= {*sys.stdlib_module_names, package.name}, path
+    importing = {path for path in SRC.rglob("*.py") if any(name.startswith(package.name) for name in imported(path))}
+    assert importing == {SRC / "evals" / "tasks" / "code.py"}
+
+
+def test_training_without_tasks_loads_no_code_of_tasks() -> None:
+    only_some_need = {f"sftkit.evals.{name}" for name in ("tasks", "scoring", "captions", "harness")}
+    for name in ("suite", "results", "task"):
+        found = imported(SRC / "evals" / f"{name}.py", top_level=True)
+        assert not {".".join(module.split(".")[:3]) for module in found} & only_some_need, name
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -27,7 +27,7 @@ from sftkit.data.batches.pack import BatchShape
 from sftkit.engine.step import TrainStep, optimizer_step
 from sftkit.evals.scoring import score
 from sftkit.evals.task import Choices
-from sftkit.generation.decode import Batching, Prompts, generate
+from sftkit.generation.decode import Batching, generate
 from sftkit.models.load import load_model
 from sftkit.models.vocabulary import add_tokens
 from sftkit.models.weights import load_model_weights, make_room
@@ -376,7 +376,13 @@ def test_answers_and_their_logits(tokenizer, groups: list[str] | None, dtype: to
         max_new_tokens = [12, 3, 7, 12, 1, 9, 12, 5, 2]  # rows leave their batch one after the other
         for batch_size in (1, 4, 9):
             answers = generate(
-                model, tokenizer, Prompts(prompts, [10**6], max_new_tokens, groups=groups), Batching(batch_size)
+                model,
+                tokenizer,
+                prompts,
+                Batching(batch_size),
+                end_ids=[10**6],
+                max_new_tokens=max_new_tokens,
+                groups=groups,
             )
             logits += [(answer.text, answer.tokens) for answer in answers]
         asked = [Choices(str(i), "", ("", ""), (0,), (1, 1), groups[i] if groups else "") for i in range(9)]

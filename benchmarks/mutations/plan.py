@@ -141,7 +141,7 @@ MUTATIONS = [
     M("evals/suite.py", "the loss of a source is that of a byte",
       "values[f\"{prefix}loss\"] = nll / targets", "values[f\"{prefix}loss\"] = nll / max(num_bytes, 1)", "verify/test_validation.py"),
     M("evals/scoring.py", "a continuation begins one token late",
-      "return context_ids, full_ids[len(context_ids) :]", "return context_ids, full_ids[len(context_ids) + 1 :]", "evals/test_scoring.py"),
+      "continuation = full_ids[len(context_ids) :]", "continuation = full_ids[len(context_ids) + 1 :]", "evals/test_scoring.py"),
     # ---- generation
     M("generation/decode.py", "positions count padding",
       "(self._mask.cumsum(-1) - 1).clamp(min=0)", "(torch.ones_like(self._mask).cumsum(-1) - 1)", "generation/test_generate.py"),

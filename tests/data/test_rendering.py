@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.tokens import rendering, sources, stages
 from sftkit.errors import ConfigError
-from sftkit.generation import decode
+from sftkit.generation.stream import stream
 
 render = partial(rendering.render, where="x.jsonl:7")
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
@@ -165,7 +165,7 @@ def test_chat_ends_though_only_some_conversations_make_the_template_loop(make_to
     from sftkit.generation.repl import Sampling
 
     with pytest.raises(ConfigError, match="prompt: the chat template does not end"):
-        list(decode.stream(tiny_llama(), tokenizer, HI * 3, Sampling()))
+        list(stream(tiny_llama(), tokenizer, HI * 3, Sampling()))
 
 
 @pytest.mark.slow

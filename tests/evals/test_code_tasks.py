@@ -15,13 +15,13 @@ from helpers import SHARED_DATA
 from sftkit.config.tables import CODE
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
-from sftkit.evals.sandbox import check, memory
 from sftkit.evals.task import Question, Task
-from sftkit.evals.tasks import code, humaneval, mbpp
+from sftkit.evals.tasks import code
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
 from sftkit.generation.repl import Answer
+from sftkit_sandbox import memory, programs
 
-MISSING = check.check_sandbox()
+MISSING = programs.check_sandbox()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 DATA = SHARED_DATA / "eval"
 has_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data")
@@ -61,7 +61,7 @@ def passed(task: Task[Question, Answer], *texts: str) -> list[float]:
 
 
 def test_a_completion_that_solves_it_passes() -> None:
-    task = humaneval.build(reading([DOUBLE] * 4), None, "completion", None)
+    task = code.build("humaneval", reading([DOUBLE] * 4), None, "completion", None)
     assert task.examples[0].prompt == DOUBLE["prompt"]
     assert passed(task, "    return 2 * x", "    return x", "    return half(4 * x)", "    return 2 * x\n  broken") == [
         *(1, 0),
@@ -70,7 +70,7 @@ def test_a_completion_that_solves_it_passes() -> None:
 
 
 def test_a_chat_answer_may_define_the_function_give_its_body_or_be_bare_code() -> None:
-    task = humaneval.build(reading([DOUBLE] * 5), None, "chat", None)
+    task = code.build("humaneval", reading([DOUBLE] * 5), None, "chat", None)
     assert task.examples[0].prompt[0]["role"] == "user"  # type: ignore[index]
     assert passed(
         task,
@@ -92,7 +92,7 @@ def test_code_is_taken_from_the_first_python_block() -> None:
 
 def test_helpers_that_the_tests_use_are_those_of_the_prompt_and_all_else_is_pythons_own() -> None:
     tests = "def check(candidate):\n    assert abs(candidate(3) - half(12)) < 0.5\n"
-    task = humaneval.build(reading([DOUBLE | {"test": tests}] * 4), None, "completion", None)
+    task = code.build("humaneval", reading([DOUBLE | {"test": tests}] * 4), None, "completion", None)
     assert passed(
         task,
         "    return 2 * x",
@@ -103,7 +103,7 @@ def test_helpers_that_the_tests_use_are_those_of_the_prompt_and_all_else_is_pyth
 
 
 def test_results_say_how_memory_was_limited() -> None:
-    task = humaneval.build(reading([DOUBLE]), None, "completion", None)
+    task = code.build("humaneval", reading([DOUBLE]), None, "completion", None)
     together = "for all processes of a program together" if memory.parent() else "for each process of a program"
     assert together in task.settings["memory"]
 
@@ -137,23 +137,23 @@ def test_all_canonical_solutions_of_humaneval_pass_as_chat_answers() -> None:
 
 
 def test_mbpp_asks_the_test_split_with_its_three_shots() -> None:
-    task = mbpp.build(reading(PROBLEMS), None, "completion", None)
+    task = code.build("mbpp", reading(PROBLEMS), None, "completion", None)
     assert [question.id for question in task.examples] == ["mbpp/11", "mbpp/12", "mbpp/510"]
     prompt = str(task.examples[0].prompt)
     assert [prompt.count(f"adds {n}.") for n in (1, 2, 3, 4, 11)] == [0, 1, 1, 1, 1]
     assert prompt.endswith("[BEGIN]\n")
-    chat = mbpp.build(reading(PROBLEMS), 2, "chat", 1).examples
+    chat = code.build("mbpp", reading(PROBLEMS), 2, "chat", 1).examples
     assert [message["role"] for message in chat[0].prompt] == ["user", "assistant"] * 2 + ["user"]  # type: ignore[index, union-attr]
     with pytest.raises(ConfigError, match="3 few-shot examples"):
-        mbpp.build(reading(PROBLEMS), 4, "completion", None)
+        code.build("mbpp", reading(PROBLEMS), 4, "completion", None)
 
 
 def test_mbpp_runs_the_set_up_and_all_tests() -> None:
-    task = mbpp.build(reading(PROBLEMS), 0, "completion", None)
+    task = code.build("mbpp", reading(PROBLEMS), 0, "completion", None)
     right = [question.source["code"] for question in task.examples]
     assert passed(task, *right) == [1, 1, 1]
     assert passed(task, "def add(x):\n    return 1", right[0], "") == [0, 0, 0]
-    chat = mbpp.build(reading(PROBLEMS), 0, "chat", None)
+    chat = code.build("mbpp", reading(PROBLEMS), 0, "chat", None)
     assert passed(chat, *(f"Like this:\n```python\n{text}\n```" for text in right)) == [1, 1, 1]
 
 
@@ -165,13 +165,13 @@ def test_mbpp_takes_from_the_program_what_the_published_solution_defines() -> No
         "test_setup_code": "a = Node(1)\na.next = Node(2)",
         "test_list": ["assert sum(a, a.next) == 3", "assert set([sum(a, a)]) == {2}", "assert len('ab') == 2"],
     }
-    task = mbpp.build(reading([row]), 0, "completion", None)
+    task = code.build("mbpp", reading([row]), 0, "completion", None)
     assert task.examples[0].target["names"] == ["Node", "sum"]
     lies = "def set(x):\n    return {2}\ndef len(x):\n    return 2\n"
     assert passed(task, row["code"]) == [1]
     assert passed(task, str(row["code"]).replace("[1].x", "[1].x - (nodes[0] is nodes[1])") + "\n" + lies) == [0]
     with pytest.raises(DataError, match=r"task_id 11: code or tests are not Python"):
-        mbpp.build(reading([row | {"code": "def f(:"}]), 0, "completion", None)
+        code.build("mbpp", reading([row | {"code": "def f(:"}]), 0, "completion", None)
 
 
 @has_data
@@ -193,18 +193,18 @@ def test_all_canonical_solutions_of_mbpp_pass() -> None:
 
 @pytest.mark.parametrize("name", CODE)
 def test_without_a_sandbox_the_task_is_refused_before_a_row_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "check_sandbox", lambda: "no namespaces here")
+    monkeypatch.setattr(programs, "check_sandbox", lambda: "no namespaces here")
     with pytest.raises(ConfigError, match=f'"{name}" runs code that the model writes: no namespaces here'):
         tasks.load_task(name, "/no/such/folder")
 
 
 def test_settings_and_rows_that_do_not_fit_are_errors() -> None:
-    with pytest.raises(ConfigError, match="humaneval has no few-shot"):
-        humaneval.build(reading([DOUBLE]), 3, "completion", None)
+    with pytest.raises(ConfigError, match="humaneval has a fixed prompt and takes no shots"):
+        tasks.load_task("humaneval", shots=3)
     with pytest.raises(DataError, match='row 0: no column "test"'):
-        humaneval.build(reading([{"task_id": "a", "prompt": "b"}]), None, "completion", None)
+        code.build("humaneval", reading([{"task_id": "a", "prompt": "b"}]), None, "completion", None)
     with pytest.raises(DataError, match="no row with a task_id from 11 to 510"):
-        mbpp.build(reading(PROBLEMS[:2]), 0, "completion", None)
+        code.build("mbpp", reading(PROBLEMS[:2]), 0, "completion", None)
 
 
 # ---- lm-evaluation-harness -------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_prompts_and_stops_are_those_of_lm_eval() -> None:
         assert question.prompt[0]["content"] == rendered(asked, question.source)  # type: ignore[index]
 
     theirs = lm_eval_task("mbpp", "mbpp")
-    every = {row["task_id"]: row for row in tasks.rows.read_split(mbpp.PROMPT, str(DATA))}
+    every = {row["task_id"]: row for row in tasks.rows.read_split(code.MBPP_PROMPT, str(DATA))}
     shots = [
         rendered(theirs["doc_to_text"], every[i]) + rendered(theirs["doc_to_target"], every[i] | {"is_fewshot": True})
         for i in (2, 3, 4)

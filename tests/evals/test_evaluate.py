@@ -21,9 +21,10 @@ from sftkit.data.types import Row
 from sftkit.errors import ConfigError
 from sftkit.evals import harness, results
 from sftkit.evals.results import Result, centred_mean, interval, values_of
-from sftkit.evals.sandbox.check import check_sandbox
 from sftkit.evals.suite import Suite, load_tasks
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
+from sftkit.evals.tasks.answers import heldout
+from sftkit_sandbox.programs import check_sandbox
 
 WORDS = ("sea shells", "Berlin", "a user", "one, two", "the shore")
 
@@ -173,14 +174,14 @@ def test_prompts_that_lose_their_beginning_are_counted(model, tokenizer, caplog)
     asked = replace(asked, examples=(replace(asked.examples[0], prompt=long), *asked.examples[1:]))
     answered = replace(answered, examples=(*answered.examples, replace(answered.examples[0], prompt=long)))
     suite = Suite(EvalConfig(), model, tokenizer, cpu_runtime(), tasks=(asked, answered, choices_task()))
-    assert [found.result.settings["prompts_cut"] for found in suite.run_tasks()] == [1, 1, 0]
+    assert [found.settings["prompts_cut"] for found in suite.run_tasks()] == [1, 1, 0]
     assert "then: 1 prompt longer than the model's context" in caplog.text
 
 
 def test_results_say_what_was_evaluated_and_with_what(tmp_path: Path, model, tokenizer) -> None:
     suite = Suite(EvalConfig(batch_size=3), model, tokenizer, cpu_runtime(), tasks=(choices_task(),), model_name="x/y")
     (found,) = suite.run_tasks()
-    settings = found.result.settings
+    settings = found.settings
     assert (settings["model"], settings["dtype"], settings["batch_size"]) == ("x/y", "float32", 3)
     assert settings["device"].startswith("CPU")
     assert settings["torch"] == torch.__version__
@@ -233,8 +234,8 @@ def test_a_full_disk_costs_the_details_and_not_the_run(tmp_path: Path, model, to
 def test_the_families_report_their_mean_interval_and_every_family(model, tokenizer) -> None:
     suite = Suite(EvalConfig(tasks=("families",), max_examples=1, max_new_tokens=2), model, tokenizer, cpu_runtime())
     (found,) = suite.run_tasks()
-    assert found.result.examples == len(results.heldout(1))
-    values = values_of([found.result])
+    assert found.examples == len(heldout(1))
+    values = values_of([found])
     expected = {f"eval/{family}/acc" for family in (*builtin.FAMILIES, "families")}
     assert values.keys() == expected | {"eval/families/low", "eval/families/high", "eval/centred_mean"}
 
@@ -314,11 +315,11 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
         Choices(row["q"], row["q"], (" A", " seven"), (row["gold"],), (1, 5)) for row in rows
     ))  # fmt: skip
     (same,) = Suite(EvalConfig(), model, tokenizer, cpu_runtime(), tasks=(ours,)).run_tasks()
-    assert values["eval/our_words/acc"] == found["value"] == same.result.value
+    assert values["eval/our_words/acc"] == found["value"] == same.value
     assert len((tmp_path / "evals" / "step-000001" / "our_words.jsonl").read_text().splitlines()) == 5
     whole, part = Suite(replace(config, tasks=("ours",)), model, tokenizer, cpu_runtime()).run_tasks()
-    assert (whole.result.task, whole.result.value, whole.result.examples) == ("ours", found["value"], 5)
-    assert (whole.result.settings["subtasks"], whole.records) == (["our_words"], [])
-    assert part.result.task == "our_words"
+    assert (whole.task, whole.value, whole.examples) == ("ours", found["value"], 5)
+    assert (whole.settings["subtasks"], whole.records) == (["our_words"], [])
+    assert part.task == "our_words"
     with pytest.raises(ConfigError, match=r'no task "our_word".* Did you mean "our_words"'):
         load_tasks(replace(config, tasks=("our_word",)), tokenizer, cpu_runtime())

@@ -16,9 +16,9 @@ from helpers import SHARED_DATA
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
 from sftkit.evals.task import ExampleScores
-from sftkit.evals.tasks import ifeval, ifeval_words
+from sftkit.evals.tasks import ifeval
 from sftkit.evals.tasks.data import CheckedRow, DatasetSplit
-from sftkit.evals.tasks.ifeval_rules import LANGUAGE, RULES
+from sftkit.evals.tasks.ifeval import LANGUAGE, RULES
 from sftkit.generation.repl import Answer
 
 DATA = SHARED_DATA / "eval"
@@ -50,8 +50,8 @@ def punkt() -> Any:
     """NLTK's tokenizer with the abbreviations and starters that are ours, instead of its trained model."""
     nltk_punkt = pytest.importorskip("nltk.tokenize.punkt")
     parameters = nltk_punkt.PunktParameters()
-    parameters.abbrev_types = set(ifeval_words.ABBREVIATIONS)
-    for word in ifeval_words.STARTERS:
+    parameters.abbrev_types = set(ifeval.ABBREVIATIONS)
+    for word in ifeval.STARTERS:
         parameters.ortho_context[word] = nltk_punkt._ORTHO_MID_LC
     tokenizer = nltk_punkt.PunktSentenceTokenizer()
     tokenizer._params = parameters
@@ -71,14 +71,14 @@ def test_sentences_and_capital_words_are_those_of_nltk() -> None:
     treebank = pytest.importorskip("nltk.tokenize.destructive").NLTKWordTokenizer()
     for text in [*TEXTS, *mixed(200)]:
         sentences = sentences_of.tokenize(text)
-        assert len(ifeval_words.sentences(text)) == len(sentences), text
+        assert len(ifeval.sentences(text)) == len(sentences), text
         words = [word for sentence in sentences for word in treebank.tokenize(sentence)]
-        assert ifeval_words.capital_words(text) == sum(word.isupper() for word in words), text
+        assert ifeval.capital_words(text) == sum(word.isupper() for word in words), text
 
 
 def test_sentences_end_where_a_reader_would_end_them() -> None:
     text = 'Dr. Smith met J. Doe at 5 p.m. on Monday. "Really?" she asked. The U.S. is far (see Fig. 3). Yes!'
-    assert ifeval_words.sentences(text) == [
+    assert ifeval.sentences(text) == [
         "Dr. Smith met J. Doe at 5 p.m. on Monday.",
         '"Really?"',
         "she asked.",
@@ -127,7 +127,7 @@ def prompt(*rules: tuple[str, dict[str, Any]], key: int = 1) -> dict[str, Any]:
 
 
 def marks_of(row: dict[str, Any], text: str) -> ExampleScores:
-    task = ifeval.build(reading([row]), None, "completion", None)
+    task = ifeval.build("ifeval", reading([row]), None, "completion", None)
     return task.judge(task.examples, [Answer(text, "length", 1)])[0]
 
 
@@ -239,18 +239,18 @@ def test_a_sign_that_is_asked_for_is_counted() -> None:
 def test_without_langdetect_prompts_about_a_language_are_left_out_and_counted() -> None:
     rows = [prompt((LANGUAGE[0], {"language": "hi"})), prompt(("punctuation:no_comma", {}), key=2)]
     rows.append(prompt(("punctuation:no_comma", {}), (LANGUAGE[1], {}), key=3))
-    task = ifeval.build(reading(rows), None, "completion", 1)
+    task = ifeval.build("ifeval", reading(rows), None, "completion", 1)
     assert [question.id for question in task.examples] == ["ifeval/2"]
     assert task.settings["left_out"] == 2
     assert "langdetect is not installed" in task.settings["languages"]
     with pytest.raises(ConfigError, match=r"pip install 'sftkit\[eval\]'"):
-        ifeval.build(reading(rows[:1]), None, "completion", None)
+        ifeval.build("ifeval", reading(rows[:1]), None, "completion", None)
 
 
 @pytest.mark.usefixtures("langdetect")
 def test_with_langdetect_all_prompts_are_asked() -> None:
     rows = [prompt((LANGUAGE[0], {"language": "hi"}), (LANGUAGE[1], {}))]
-    task = ifeval.build(reading(rows), None, "chat", None)
+    task = ifeval.build("ifeval", reading(rows), None, "chat", None)
     assert task.settings["left_out"] == 0
     assert task.examples[0].prompt == ({"role": "user", "content": "Write."},)
     judged = task.judge(task.examples * 2, [Answer(text, "length", 1) for text in ("नमस्ते", "HELLO")])
@@ -270,7 +270,7 @@ def test_with_langdetect_all_prompts_are_asked() -> None:
 )
 def test_rows_that_cannot_be_judged_are_errors_before_anything_is_asked(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match="jsonl: row 0") as caught:
-        ifeval.build(reading([row]), None, "completion", None)
+        ifeval.build("ifeval", reading([row]), None, "completion", None)
     assert message in str(caught.value)
 
 
@@ -280,5 +280,5 @@ def test_arguments_of_other_rules_may_be_there_as_null() -> None:
 
 
 def test_few_shot_examples_are_refused() -> None:
-    with pytest.raises(ConfigError, match="ifeval has no few-shot"):
-        ifeval.build(reading([]), 1, "completion", None)
+    with pytest.raises(ConfigError, match="ifeval has a fixed prompt and takes no shots"):
+        tasks.load_task("ifeval", shots=1)

@@ -348,7 +348,7 @@ def test_answers_to_gsm8k_and_their_marks_are_theirs(
     name: str, shots: int, both: Any, model: Any, their_results: Any
 ) -> None:
     from sftkit.evals.scoring import encode_texts
-    from sftkit.generation.decode import Batching, Prompts, generate
+    from sftkit.generation.decode import Batching, generate
 
     orig_model, tokenizer = model
     ours, _ = both(name, shots)
@@ -358,8 +358,11 @@ def test_answers_to_gsm8k_and_their_marks_are_theirs(
     answers = generate(
         orig_model,
         tokenizer,
-        Prompts(prompts, [tokenizer.eos_token_id], NEW_TOKENS, [question.stop for question in ours.examples]),
+        prompts,
         Batching(8),
+        end_ids=[tokenizer.eos_token_id],
+        max_new_tokens=NEW_TOKENS,
+        stop_texts=[question.stop for question in ours.examples],
     )
     marks = ours.judge(ours.examples, answers)
     for answer, mark, samples in zip(answers, marks, theirs, strict=True):

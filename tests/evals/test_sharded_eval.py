@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sftkit.data.tokens import chat
 from sftkit.data.types import Row
-from sftkit.evals import results
+from sftkit.evals.tasks.answers import heldout
 
 
 def prepare(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -28,9 +28,7 @@ def prepare(folder: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(3)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer) + 1, **sizes, **heads, initializer_range=0.5))
-    prompts = [question.prompt for question in results.load_families(1).examples] + [
-        (row.messages or [])[:1] for row in SAMPLES
-    ]
+    prompts = [question.prompt for question in heldout(1)] + [(row.messages or [])[:1] for row in SAMPLES]
     rows = []
     for messages in prompts:
         ids = torch.tensor([chat.render_prompt(Row("x:1", messages=messages), tokenizer)])

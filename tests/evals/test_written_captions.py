@@ -18,9 +18,9 @@ from sftkit.config.schema import EvalConfig
 from sftkit.data.tokens import chat
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.evals import scoring as scored
+from sftkit.evals import captions as captioned
+from sftkit.evals.captions import evaluate_captions, token_f1
 from sftkit.evals.results import interval, values_of
-from sftkit.evals.scoring import evaluate_captions, prompts_of, token_f1
 from sftkit.generation import decode, kv_cache
 from sftkit.generation.decode import Batching, Decoding
 from sftkit.generation.repl import Answer
@@ -85,8 +85,15 @@ def describe(
     replay: bool | None = None,
 ) -> list[Answer]:
     """Texts of at most so many tokens for the first documents."""
-    prompts = prompts_of(orig_model, tokenizer, examples, count, max_new_tokens)
-    return decode.generate(orig_model, tokenizer, prompts, Batching(batch_size), replay=replay)
+    return decode.generate(
+        orig_model,
+        tokenizer,
+        [[orig_model.generation_config.decoder_start_token_id]] * count,
+        Batching(batch_size),
+        max_new_tokens=max_new_tokens,
+        encoder_inputs=examples.encoder_inputs,
+        replay=replay,
+    )
 
 
 def ending(end: int) -> Any:
@@ -209,28 +216,28 @@ def test_captions_of_every_source_are_scored_and_the_first_are_shown(monkeypatch
     examples = with_ends(captions(orig_model, [5, 7, 4, 6]))
     asked = []
 
-    def known(_: Any, __: Any, prompts: decode.Prompts, *rest: Any) -> list[Answer]:
-        asked.append(len(prompts.ids))
-        right = [tuple(examples[i].ids[1:-1].tolist()) for i in range(len(prompts.ids))]
+    def known(_: Any, __: Any, prompts: list[list[int]], *rest: Any, **asks: Any) -> list[Answer]:
+        asked.append(len(prompts))
+        right = [tuple(examples[i].ids[1:-1].tolist()) for i in range(len(prompts))]
         said = [ids if i else ids[:1] for i, ids in enumerate(right)]
         return [Answer(TOKENIZER.decode(ids), "end_of_turn", len(ids), ids) for ids in said]
 
-    monkeypatch.setattr(scored, "generate", known)
+    monkeypatch.setattr(captioned, "generate", known)
     config = EvalConfig(max_examples=3, samples=2, max_new_tokens=8, batch_size=4)
     judged, shown = evaluate_captions(orig_model, TOKENIZER, {"a": examples}, config, cpu_runtime())
     assert asked == [3]
     f1 = (2 * 1 / (1 + 4) + 2) / 3
-    values = values_of([one.result for one in judged])
+    values = values_of(judged)
     assert values["eval/captions/exact_match"] == pytest.approx(2 / 3)
     assert values["eval/captions/token_f1"] == pytest.approx(f1)
     low, high = interval([0.0, 1.0, 1.0])[2:]
     assert (values["eval/captions/low"], values["eval/captions/high"]) == (low, high)
     for one, value in zip(judged, (2 / 3, f1), strict=True):
-        assert one.result.examples == 3
-        assert one.result.low is not None
-        assert one.result.high is not None
-        assert one.result.low < value < one.result.high
-        assert one.result.settings["max_new_tokens"] == 8
+        assert one.examples == 3
+        assert one.low is not None
+        assert one.high is not None
+        assert one.low < value < one.high
+        assert one.settings["max_new_tokens"] == 8
     first = judged[0].records[0]
     assert (first["id"], first["prompt"], first["marks"]["exact_match"]) == ("a-0", "picture 0", 0.0)
     assert [len(one.records) for one in judged] == [3, 0]

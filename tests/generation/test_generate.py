@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.generation import kv_cache
-from sftkit.generation.decode import Batching, Prompts, generate
+from sftkit.generation.decode import Batching, generate
 from sftkit.generation.repl import Answer
 
 NOTHING = [10**6]
@@ -33,7 +33,7 @@ def lively(model: PreTrainedModel) -> PreTrainedModel:
 def answers(
     model: PreTrainedModel, tokenizer: Any, prompts: Any, *, batch_size: int, replay: bool | None = None, **asked: Any
 ) -> list[Answer]:
-    return generate(model, tokenizer, Prompts(prompts, **asked), Batching(batch_size), replay=replay)
+    return generate(model, tokenizer, prompts, Batching(batch_size), replay=replay, **asked)
 
 
 MODELS = {
@@ -73,7 +73,7 @@ def test_answers_equal_greedy_decoding_one_by_one_without_a_cache(tokenizer, nam
                 model,
                 tokenizer,
                 prompts,
-                stop_ids=stop_ids,
+                end_ids=stop_ids,
                 max_new_tokens=10,
                 batch_size=batch_size,
                 groups=groups,
@@ -88,7 +88,7 @@ def test_answers_equal_greedy_decoding_one_by_one_without_a_cache(tokenizer, nam
 
 def test_a_batch_needs_a_fifth_of_the_passes_and_rows_that_have_ended_leave_it(tokenizer) -> None:
     model, prompts = MODELS["llama"](), make_prompts(16)
-    settings = {"stop_ids": NOTHING, "max_new_tokens": [20] * 2 + [2] * 14}
+    settings = {"end_ids": NOTHING, "max_new_tokens": [20] * 2 + [2] * 14}
     with passes(model) as alone:
         answers(model, tokenizer, prompts, batch_size=1, **settings)
     with passes(model) as together:
@@ -105,7 +105,7 @@ def test_a_batch_needs_a_fifth_of_the_passes_and_rows_that_have_ended_leave_it(t
 def test_what_the_prompts_of_a_group_begin_with_is_computed_once(tokenizer) -> None:
     model, prompts = MODELS["llama"](), make_prompts(8, shared=40)
     with passes(model) as seen:
-        answers(model, tokenizer, prompts, stop_ids=NOTHING, max_new_tokens=1, batch_size=4, groups=["a"] * 8)
+        answers(model, tokenizer, prompts, end_ids=NOTHING, max_new_tokens=1, batch_size=4, groups=["a"] * 8)
     assert seen[0] == (1, 40)
     assert [rows for rows, _ in seen[1:]] == [4, 4]
     assert all(positions <= 17 for _, positions in seen[1:])
@@ -113,7 +113,7 @@ def test_what_the_prompts_of_a_group_begin_with_is_computed_once(tokenizer) -> N
 
 def test_the_keys_and_values_of_a_batch_have_a_bound_that_follows_from_the_model(tokenizer, monkeypatch) -> None:
     model, prompts = MODELS["llama"](), make_prompts(12)
-    settings = {"stop_ids": NOTHING, "max_new_tokens": 20, "batch_size": 12}
+    settings = {"end_ids": NOTHING, "max_new_tokens": 20, "batch_size": 12}
     free = answers(model, tokenizer, prompts, **settings)
     each = 2 * 2 * 2 * 8 * 4  # keys and values, layers, key heads, their size, bytes
     assert kv_cache.max_cached_positions(model) == kv_cache.MAX_CACHE_BYTES // each
@@ -134,14 +134,14 @@ def test_a_shared_prefix_counts_for_each_row_that_copies_it(tokenizer, monkeypat
     model, prompts = MODELS["llama"](), make_prompts(8, shared=40)
     monkeypatch.setattr(kv_cache, "MAX_CACHE_BYTES", 120 * 256)
     with passes(model) as seen:
-        answers(model, tokenizer, prompts, stop_ids=NOTHING, max_new_tokens=1, batch_size=8, groups=["a"] * 8)
+        answers(model, tokenizer, prompts, end_ids=NOTHING, max_new_tokens=1, batch_size=8, groups=["a"] * 8)
     assert seen[0] == (1, 40)
     assert {rows for rows, _ in seen[1:]} == {2}
 
 
 def test_an_answer_ends_before_the_first_stop_text_even_inside_a_token(tokenizer) -> None:
     model, prompts = MODELS["llama"](), make_prompts(6)
-    settings = {"stop_ids": NOTHING, "max_new_tokens": 30, "batch_size": 3}
+    settings = {"end_ids": NOTHING, "max_new_tokens": 30, "batch_size": 3}
     plain = answers(model, tokenizer, prompts, **settings)
     assert {answer.stop for answer in plain} == {"length"}
     stops = [(answer.text[7:9], "never") for answer in plain]
@@ -155,7 +155,7 @@ def test_an_answer_ends_before_the_first_stop_text_even_inside_a_token(tokenizer
 
 def test_greedy_answers_ignore_the_penalties_in_a_models_generation_config(tokenizer) -> None:
     model = tiny_llama().eval()
-    settings = {"stop_ids": [3], "max_new_tokens": 8, "batch_size": 1}
+    settings = {"end_ids": [3], "max_new_tokens": 8, "batch_size": 1}
     plain = answers(model, tokenizer, [[5, 6, 7]], **settings)
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.do_sample = True
@@ -166,7 +166,7 @@ def test_greedy_answers_ignore_the_penalties_in_a_models_generation_config(token
 def test_training_mode_comes_back_after_an_answer(tokenizer) -> None:
     model = tiny_llama(dropout=0.5).train()
     first, again = (
-        answers(model, tokenizer, [[5, 6, 7]], stop_ids=NOTHING, max_new_tokens=8, batch_size=1) for _ in range(2)
+        answers(model, tokenizer, [[5, 6, 7]], end_ids=NOTHING, max_new_tokens=8, batch_size=1) for _ in range(2)
     )
     assert first == again
     assert model.training
@@ -176,7 +176,7 @@ def test_training_mode_comes_back_after_an_answer(tokenizer) -> None:
 def test_replayed_steps_read_no_memory_that_is_not_filled(tokenizer, name: str, monkeypatch) -> None:
     """What lies behind the filled positions is NaN when the steps begin, as memory that was taken and not written may be."""
     model, prompts = MODELS[name](), make_prompts(4)
-    settings = {"stop_ids": NOTHING, "max_new_tokens": 6, "batch_size": 4}
+    settings = {"end_ids": NOTHING, "max_new_tokens": 6, "batch_size": 4}
     expected = answers(model, tokenizer, prompts, **settings)
     written_at = kv_cache.FixedLayer.written_at
 
@@ -190,7 +190,7 @@ def test_replayed_steps_read_no_memory_that_is_not_filled(tokenizer, name: str, 
 
 def test_a_prompt_of_one_token_is_read_before_steps_are_replayed(tokenizer) -> None:
     model = MODELS["llama"]()
-    settings = {"stop_ids": NOTHING, "max_new_tokens": 6, "batch_size": 1}
+    settings = {"end_ids": NOTHING, "max_new_tokens": 6, "batch_size": 1}
     expected = answers(model, tokenizer, [[7]], **settings)
     assert answers(model, tokenizer, [[7]], replay=True, **settings) == expected
 
@@ -208,7 +208,7 @@ def test_a_model_whose_steps_the_host_decides_is_not_replayed(tokenizer, changes
     for name, value in changes.items():
         setattr(model.config, name, value)
     with pytest.raises(ConfigError, match=reason):
-        answers(model, tokenizer, [[7]], stop_ids=NOTHING, max_new_tokens=1, batch_size=1, replay=True)
+        answers(model, tokenizer, [[7]], end_ids=NOTHING, max_new_tokens=1, batch_size=1, replay=True)
 
 
 @pytest.mark.gpu
@@ -216,6 +216,6 @@ def test_a_model_whose_steps_the_host_decides_is_not_replayed(tokenizer, changes
 def test_replayed_steps_answer_on_a_gpu_as_eager_ones_do(tokenizer, name: str) -> None:
     """Also when rows end early and leave the batch, and the steps are recorded anew."""
     model, prompts = MODELS[name]().cuda(), make_prompts(16)
-    settings = {"stop_ids": NOTHING, "max_new_tokens": [40] * 3 + [4] * 13, "batch_size": 16}
+    settings = {"end_ids": NOTHING, "max_new_tokens": [40] * 3 + [4] * 13, "batch_size": 16}
     expected = answers(model, tokenizer, prompts, **settings)
     assert answers(model, tokenizer, prompts, replay=True, **settings) == expected

@@ -26,8 +26,9 @@ from transformers import (
 from sftkit.config.schema import ModelConfig
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
-from sftkit.generation.decode import Batching, Prompts, generate, stream
+from sftkit.generation.decode import Batching, generate
 from sftkit.generation.repl import Sampling
+from sftkit.generation.stream import stream
 from sftkit.models.load import load_model, model_of_files, stop_ids
 from sftkit.models.weights import load_model_weights, make_room
 
@@ -227,10 +228,11 @@ def test_a_model_that_collects_router_logits_generates_and_streams(tokenizer: Pr
     torch.manual_seed(0)
     model = MixtralForCausalLM(config).eval()
     ids = tokenizer("one two three four five")["input_ids"]
-    prompts = Prompts([ids, ids[:3], ids[:4]], [0], 4, groups=["a", "a", "a"])
-    answers = generate(model, tokenizer, prompts, Batching(2))
+    asked = {"end_ids": [0], "max_new_tokens": 4, "groups": ["a", "a", "a"]}
+    prompts = [ids, ids[:3], ids[:4]]
+    answers = generate(model, tokenizer, prompts, Batching(2), **asked)
     model.config.output_router_logits = False
-    assert [a.text for a in generate(model, tokenizer, prompts, Batching(2))] == [a.text for a in answers]
+    assert [a.text for a in generate(model, tokenizer, prompts, Batching(2), **asked)] == [a.text for a in answers]
     model.config.output_router_logits = True
     messages = [{"role": "user", "content": "Hi"}]
     assert list(stream(model, tokenizer, messages, Sampling(temperature=0.0, max_new_tokens=3))) is not None

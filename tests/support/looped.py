@@ -26,7 +26,7 @@ from sftkit.engine.engine import Training
 from sftkit.evals.scoring import score
 from sftkit.evals.suite import validate
 from sftkit.evals.task import Choices
-from sftkit.generation.decode import Batching, Prompts, generate
+from sftkit.generation.decode import Batching, generate
 from sftkit.objectives.next_token import NextToken
 from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
@@ -100,7 +100,7 @@ def run(
         if not evaluates:
             return {}, []
         values = validate(engine.model, {"held out": make_examples([3, 9, 30, 31, 7])}, layout, 0, rt)
-        answers = generate(orig_model, tokenizer, Prompts([[5, 6, 7], [8]], [2], 3), Batching(2))
+        answers = generate(orig_model, tokenizer, [[5, 6, 7], [8]], Batching(2), end_ids=[2], max_new_tokens=3)
         pair = (np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32))
         score(orig_model, tokenizer, [Choices("x", "", ("",), (0,), (1,))], encoded=[[pair]])
         return values, [{"answer": answer.text} for answer in answers]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from sftkit.evals.sandbox import check, programs
-from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, ProgramVerdict
+from sftkit_sandbox import programs
+from sftkit_sandbox.programs import ProgramLimits, ProgramTests, ProgramVerdict
 
-try_it = check.check_sandbox.__wrapped__
+try_it = programs.check_sandbox.__wrapped__
 "`check_sandbox`, whatever was found out before."
-MISSING = check.check_sandbox()
+MISSING = programs.check_sandbox()
 works = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 SHORT = ProgramLimits(cpu_seconds=1, wall_seconds=60)
 AWAKE = ProgramLimits(wall_seconds=1.5)
@@ -26,12 +26,9 @@ def run(program: str, tests: str = "", *names: str, limits: ProgramLimits | None
 
 def change_launcher(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tuple[str, str, str]) -> None:
     """Start sandboxes from a copy of the sources with changes: module, text that is there, text in its place."""
-    source = Path(programs.PACKAGE_FOLDER)
-    for name in ("__init__.py", "errors.py", "evals/__init__.py"):
-        (folder / "sftkit" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source / "sftkit" / name, folder / "sftkit" / name)
-    package = folder / "sftkit" / "evals" / "sandbox"
-    shutil.copytree(source / "sftkit" / "evals" / "sandbox", package, ignore=shutil.ignore_patterns("__pycache__"))
+    package = folder / "sftkit_sandbox"
+    source = Path(programs.PACKAGE_FOLDER) / package.name
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
     for module, there, instead in changes:
         text = (package / f"{module}.py").read_text()
         assert there in text

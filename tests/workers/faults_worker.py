@@ -26,7 +26,7 @@ from sftkit.data.batches.epoch import RankRows
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset, load_examples
 from sftkit.data.types import Row, Tokenized
 from sftkit.engine.engine import Training
-from sftkit.generation.decode import Batching, Prompts, generate
+from sftkit.generation.decode import Batching, generate
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss, Sums
 from sftkit.reports.page import try_report
@@ -215,8 +215,8 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
                 rt.check_stop()
         if fault == "generating":
             Path(f"{run_dir}.generating{rt.rank}").touch()
-            many, stop = [[5, 6, 7]] * 100_000, [10**6]
-            generate(orig_model, tokenizer, Prompts(many, stop, 8), Batching(1, rt))
+            many = [[5, 6, 7]] * 100_000
+            generate(orig_model, tokenizer, many, Batching(1, rt), end_ids=[10**6], max_new_tokens=8)
         return {}, []
 
     with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:

@@ -31,6 +31,7 @@ from sftkit.errors import ConfigError
 from sftkit.evals import results
 from sftkit.evals.suite import Suite
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Task
+from sftkit.evals.tasks import load_task
 from sftkit.models.load import load_model
 from sftkit.models.tokenizer import load_tokenizer
 from sftkit.objectives.next_token import NextToken
@@ -237,7 +238,7 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
         # Batches of one, so that ranks are done after different tokens.
         choices = choices_task()
         one_by_one = replace(
-            suite, config=replace(config, batch_size=1), tasks=(results.load_families(1, TOKENS), choices)
+            suite, config=replace(config, batch_size=1), tasks=(load_task("families", max_examples=1), choices)
         )
         given, scored = one_by_one.run_tasks()
         (together,) = replace(suite, config=replace(config, batch_size=8), tasks=(choices,)).run_tasks()
@@ -249,7 +250,7 @@ def evaluation(job: Job, tokenizer: Any) -> dict[str, Any]:
         suite.evaluate()
     sums = [row["loglikelihoods"] for one in (scored, together) for row in one.records]
     return {
-        "values": values | results.values_of([given.result, scored.result]),
+        "values": values | results.values_of([given, scored]),
         "answers": [sample["answer"] for sample in answers],
         "given": [[record["answer"], record["stop"]] for record in given.records],
         "likelihoods": [value for row in sums for value in row],

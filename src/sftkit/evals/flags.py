@@ -1,7 +1,8 @@
-"""The flags of scripts/evaluate.py, and messages about settings of recipes in their words. No torch."""
+"""The flags of scripts/evaluate.py, what a run was evaluated on, and messages in words of flags. No torch."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from argparse import Namespace
@@ -9,22 +10,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from sftkit.config.commands import Parser, invocation, path_or_id, similar_paths
 from sftkit.config.schema import EvalConfig, SourceConfig
 from sftkit.config.tables import EVAL_TASKS
+from sftkit.config.yaml import parse as parse_recipe
 from sftkit.data.reading import origin
 from sftkit.data.reading.origin import find_here
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import tasks
-from sftkit.evals.results import own_evaluation
 from sftkit.models.files import CAUSAL, auto_class, not_causal
 from sftkit.rundir.files import read_object
-from sftkit.rundir.names import newest_run
+from sftkit.rundir.names import CONFIG, newest_run, step_of
 from sftkit.runtime.hub import find_model
 
-FLAGS = ("backend", "data", "shots", "format", "allow_code_execution", "max_examples", "batch_size", "max_new_tokens")
-"Keys of eval that have a flag of the same name."
+FLAGS: dict[str, dict[str, Any]] = {
+    "backend": {"choices": ("sftkit", "lm_eval"), "help": "who runs the tasks; default: sftkit"},
+    "data": {"type": path_or_id, "help": "folder with the rows of the tasks; default: the hub"},
+    "shots": {
+        "type": int,
+        "help": "worked examples before each question, of tasks that take any; default: the task's own number",
+    },
+    "format": {"choices": ("completion", "chat"), "help": "how questions are put; default: completion"},
+    "allow_code_execution": {
+        "action": "store_const",
+        "const": True,
+        "help": "humaneval, mbpp: run the model's programs, sandboxed",
+    },
+    "max_examples": {"type": int, "help": "examples per task, and per family of families; default: all"},
+    "batch_size": {"type": int, "help": "prompts that go through the model together; default: 64"},
+    "max_new_tokens": {"type": int, "help": "longest answer in tokens; default: the task's own"},
+}
+"Keys of eval that have a flag of the same name -> arguments of the parser."
 
 
 def parse(description: str | None) -> Namespace:
@@ -46,23 +66,8 @@ def parse(description: str | None) -> Namespace:
         default=(),
         help="loss and bits per byte of these: files, folders or hub ids, or ID[SPLIT]",
     )
-    parser.add_argument("--backend", choices=("sftkit", "lm_eval"), help="who runs the tasks; default: sftkit")
-    parser.add_argument("--data", type=path_or_id, help="folder with the rows of the tasks; default: the hub")
-    parser.add_argument(
-        "--shots",
-        type=int,
-        help="worked examples before each question, of tasks that take any; default: the task's own number",
-    )
-    parser.add_argument("--format", choices=("completion", "chat"), help="how questions are put; default: completion")
-    parser.add_argument(
-        "--allow-code-execution",
-        action="store_const",
-        const=True,
-        help="humaneval, mbpp: run the model's programs, sandboxed",
-    )
-    parser.add_argument("--max-examples", type=int, help="examples per task, and per family of families; default: all")
-    parser.add_argument("--batch-size", type=int, help="prompts that go through the model together; default: 64")
-    parser.add_argument("--max-new-tokens", type=int, help="longest answer in tokens; default: the task's own")
+    for name, options in FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
     parser.add_argument(
         "--out", type=path_or_id, help="folder for results.json, validation.json and TASK.jsonl with every example"
     )
@@ -96,9 +101,10 @@ def check_arguments(args: Namespace) -> None:
         raise ConfigError(
             f"{args.path} is a task: name the model before it, {invocation('scripts/evaluate.py', 'PATH', args.path)}"
         )
-    args.path, args.val = args.path or newest_run(), tuple(map(as_source, args.val))
+    args.path = args.path or newest_run()
+    args.val = tuple(map(as_source, args.val))
     if not args.tasks and not args.val and (own := own_evaluation(args.path)) is not None:
-        args.own, args.val = own.config, own.validation
+        args.own, args.val = own
     with flags_named():
         tasks.check_names(eval_config(args))
     args.path = find_model(args.path)
@@ -106,8 +112,7 @@ def check_arguments(args: Namespace) -> None:
     if config and auto_class(config) != CAUSAL:  # whatever data it is given
         raise ConfigError(not_causal(str(config.get("model_type")), "scripts/evaluate.py"))
     if args.data is not None and not Path(args.data).is_dir():
-        where = f"(looked in {Path.cwd()}){similar_paths(args.data)}"
-        raise ConfigError(f"--data {args.data}: no such folder {where}")
+        raise ConfigError(f"--data {args.data}: no such folder (looked in {Path.cwd()}){similar_paths(args.data)}")
     for source in args.val:
         if find_here(source) is None:
             origin.check_dataset(source)
@@ -116,6 +121,42 @@ def check_arguments(args: Namespace) -> None:
             Path(args.out).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {args.out}: no folder can be made there: {error.strerror}") from None
+
+
+def own_evaluation(path: str) -> tuple[EvalConfig, tuple[SourceConfig, ...]] | None:
+    """Return (settings, validation sources) of the run that a path names or has a checkpoint of; None: it is of no run.
+
+    Programs that a model writes are not run by what a file says, which may come from anybody.
+
+    Raises:
+        ConfigError: its recipe evaluates nothing, or cannot be read.
+    """
+    folder = Path(path)
+    file = (folder if step_of(folder.name) is None else folder.parent) / CONFIG
+    if not file.is_file():
+        return None
+    problems: list[str] = []
+    # By the parser of recipes, which has limits.
+    recipe = parse_recipe(file.read_text(encoding="utf-8", errors="replace"), file.name, problems).plain()
+    if not problems and not (isinstance(recipe, dict) and {"eval", "data"} <= recipe.keys()):
+        return None  # such as the one that wandb writes
+
+    def validated(kind: Any, value: Any) -> Any:
+        return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+
+    try:
+        recipe = validated(dict[str, Any], recipe)
+        config = validated(EvalConfig, recipe.get("eval"))
+        validation = validated(tuple[SourceConfig, ...], validated(dict[str, Any], recipe.get("data")).get("val", []))
+    except ValidationError:
+        raise ConfigError(
+            f"{file}: what the run was evaluated on cannot be read ({'; '.join(problems) or 'another version'}): name "
+            "tasks, or --val"
+        ) from None
+    if not config.tasks and not validation:
+        raise ConfigError(f"{file}: this run was evaluated on nothing (eval.tasks, data.val): name tasks, or --val")
+    unasked = {"every": None, "at_start": False, "samples": 0, "allow_code_execution": False}
+    return replace(config, **unasked), validation
 
 
 def as_source(path: str) -> SourceConfig:
@@ -127,21 +168,15 @@ def as_source(path: str) -> SourceConfig:
 
 @contextmanager
 def flags_named() -> Iterator[None]:
-    """Rewrite a ConfigError or DataError that leaves the block, with flags in the place of keys."""
+    """Rewrite a ConfigError or DataError that leaves the block, with flags in the place of keys: eval.max_new_tokens ->
+    --max-new-tokens; eval.tasks -> tasks."""
     try:
         yield
     except (ConfigError, DataError) as error:
-        raise type(error)(in_flags(str(error))) from error
-
-
-def in_flags(text: str) -> str:
-    """Return a message with flags in the place of keys: eval.max_new_tokens ->
-    --max-new-tokens; eval.tasks -> tasks."""
-    # Sentences first, which hold keys: after the keys are replaced they would no longer be found.
-    text = text.replace("eval.allow_code_execution: false does not go with", "--allow-code-execution: needed by")
-    text = text.replace("; true runs each", "; with it each runs").replace("leave it null or set 0", "leave it out")
-    keys = re.compile(rf"\beval\.({'|'.join(FLAGS)})\b")
-    text = keys.sub(lambda match: "--" + match[1].replace("_", "-"), text)
-    return text.replace("eval.tasks", "tasks").replace(
-        ": set it to null, or use backend", ": leave it out, or use --backend"
-    )
+        # Sentences first, which hold keys: after the keys are replaced they would no longer be found.
+        text = str(error)
+        text = text.replace("eval.allow_code_execution: false does not go with", "--allow-code-execution: needed by")
+        text = text.replace("; true runs each", "; with it each runs").replace("leave it null or set 0", "leave it out")
+        text = re.sub(rf"\beval\.({'|'.join(FLAGS)})\b", lambda match: "--" + match[1].replace("_", "-"), text)
+        text = text.replace(": set it to null, or use backend", ": leave it out, or use --backend")
+        raise type(error)(text.replace("eval.tasks", "tasks")) from error

@@ -1,6 +1,6 @@
-"""The model and the validation data of scripts/evaluate.py.
+"""Evaluation apart from a run of ours: model and validation data for scripts/evaluate.py, and lm-evaluation-harness.
 
-lm-evaluation-harness as a backend: any task that it has, on the model at hand, with results in the same files.
+lm-evaluation-harness is a backend: any task that it has, on the model at hand, with results in the same files.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.rendering import limited
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.evals.results import Evaluated, Result, Z
-from sftkit.evals.scoring import longest_input
+from sftkit.evals.results import Result, Z
+from sftkit.generation.decode import longest_input
 from sftkit.generation.kv_cache import plain_forward
 from sftkit.models.kind import check_causal
 from sftkit.models.load import load_model, load_options
@@ -92,7 +92,9 @@ def load_validation(
     if not sources:
         return {}, None
     # A document that is cut at another length has another loss, so the run's own settings come before today's defaults.
-    trained = trained_with(source)
+    state = Path(source.path or "") / TRAINING_STATE
+    kept = json.loads(state.read_text()) if state.is_file() else {}  # a model of no run has none
+    trained = {name: kept[name] for name in TRAINED_WITH if kept.get(name) is not None}
     max_length = min(trained.get("max_length") or VALIDATION_LENGTH, longest)
     learning = replace(chat.ANSWERS, **{name: trained[name] for name in LEARNED_WITH if name in trained})
     too_long = trained.get("too_long", "truncate")
@@ -108,12 +110,7 @@ def load_validation(
     return validation, make_layout(data, batch, DocumentLengths(together.lengths, max_length), rt.data_world_size)
 
 
-def trained_with(source: ModelConfig) -> dict[str, Any]:
-    """Return the settings that decided the documents of a checkpoint's run, as far as it has them;
-    {} for a model of no run."""
-    state = Path(source.path or "") / TRAINING_STATE
-    kept = json.loads(state.read_text()) if state.is_file() else {}
-    return {name: kept[name] for name in TRAINED_WITH if kept.get(name) is not None}
+# ---- lm-evaluation-harness -------------------------------------------------------------------------------------------
 
 
 def check_tasks(names: Sequence[str], config: EvalConfig, rt: Runtime) -> None:
@@ -154,7 +151,7 @@ def task_manager() -> Any:
 
 def evaluate_with_lm_eval(
     names: Sequence[str], config: EvalConfig, orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> list[Evaluated]:
+) -> list[Result]:
     """Evaluate tasks with lm_eval; the first metric that a task names stands for it.
 
     Raises:
@@ -191,7 +188,7 @@ def evaluate_with_lm_eval(
     return [_evaluated(name, output, config) for name in (*output.get("groups", {}), *output["samples"])]
 
 
-def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
+def _evaluated(name: str, output: Any, config: EvalConfig) -> Result:
     """Convert one of lm_eval's results, of a task or of a group."""
     metrics: dict[str, float] = {}
     errors: dict[str, float] = {}
@@ -217,13 +214,10 @@ def _evaluated(name: str, output: Any, config: EvalConfig) -> Evaluated:
     if samples is None:
         settings["subtasks"] = list(output["group_subtasks"].get(name, ()))
     examples = output["results"][name]["sample_len"] if samples is None else output["n-samples"][name]["effective"]
-    result = Result(name, metric, value, stderr, low, high, None, examples, settings, metrics)
-    return Evaluated(result, [_record(sample) for sample in samples or ()])
-
-
-def _record(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of one example."""
     kept = ("doc_id", "target", "arguments", "resps", "filtered_resps", "filter", "doc")
-    scores = {metric: sample.get(metric) for metric in sample.get("metrics", ())}
-    # "marks" is the key of results.example_record: files of all tasks are read alike.
-    return {"id": str(sample["doc_id"]), **{key: sample.get(key) for key in kept}, "marks": scores}
+    records = []
+    for sample in samples or ():
+        scores = {name: sample.get(name) for name in sample.get("metrics", ())}
+        # "marks" is the key of results.example_record: files of all tasks are read alike.
+        records.append({"id": str(sample["doc_id"]), **{key: sample.get(key) for key in kept}, "marks": scores})
+    return Result(name, metric, value, stderr, low, high, None, examples, settings, metrics, records)

@@ -1,9 +1,4 @@
-"""The held-out built-in task families as an evaluation task: exact match, per family and over all.
-
-What a run was evaluated on, by its config.yaml. No torch.
-
-What an evaluation found: values with confidence intervals, and every example, as a table and as files.
-"""
+"""What an evaluation found: values with confidence intervals, and every example, as a table and as files. No torch."""
 
 from __future__ import annotations
 
@@ -11,98 +6,14 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from sftkit.config.schema import EvalConfig, SourceConfig
-from sftkit.config.yaml import parse
-from sftkit.data.demo import builtin
-from sftkit.errors import ConfigError
-from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task, each
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Question, Task
 from sftkit.generation.repl import Answer
 from sftkit.rundir.files import replace_text
-from sftkit.rundir.names import CONFIG, RESULTS, VALIDATION, step_of
-
-FAMILIES_TASK = "families"
-MAX_NEW_TOKENS = 32
-
-
-def heldout(max_per_family: int | None = None) -> list[builtin.TaskConversation]:
-    """Return the first `max_per_family` held-out instances of each family (None: all), always the same ones."""
-    tasks = list(builtin.tasks("heldout"))
-    by_family = [[task for task in tasks if task.family == family] for family in builtin.FAMILIES]
-    return [task for of_family in by_family for task in of_family[:max_per_family]]
-
-
-def load_families(max_per_family: int | None = None, max_new_tokens: int | None = None) -> Task[Question, Answer]:
-    """Return the task: conversations that wait for the assistant, each with the one right answer;
-    `source` names the family."""
-    questions = tuple(
-        Question(
-            id=f"{task.family}-{i}",
-            prompt=task.messages[:-1],
-            max_new_tokens=max_new_tokens or MAX_NEW_TOKENS,
-            target=task.answer,
-            source={"family": task.family},
-        )
-        for i, task in enumerate(heldout(max_per_family))
-    )
-    settings = {"shots": 0, "format": "chat", "split": "heldout", "data": "builtin:tasks"}
-    return Task(FAMILIES_TASK, questions, judge, metric="acc", chance=0.0, settings=settings)
-
-
-@each
-def judge(question: Question, answer: Answer) -> ExampleScores:
-    """Mark an answer: 1 for the right one, whitespace around it aside."""
-    return {"acc": float(answer.text.strip() == question.target)}
-
-
-@dataclass(frozen=True)
-class OwnEvaluation:
-    """What an evaluation of a run measures if nothing else is named."""
-
-    config: EvalConfig
-    validation: tuple[SourceConfig, ...]
-
-
-def own_evaluation(path: str) -> OwnEvaluation | None:
-    """Return what the run that a path names, or has a checkpoint of, was evaluated on; None: it is of no run.
-
-    Programs that a model writes are not run by what a file says, which may come from anybody.
-
-    Raises:
-        ConfigError: its recipe evaluates nothing, or cannot be read.
-    """
-    folder = Path(path)
-    file = (folder if step_of(folder.name) is None else folder.parent) / CONFIG
-    if not file.is_file():
-        return None
-    problems: list[str] = []
-    # By the parser of recipes, which has limits.
-    recipe = parse(file.read_text(encoding="utf-8", errors="replace"), file.name, problems).plain()
-    if not problems and not (isinstance(recipe, dict) and {"eval", "data"} <= recipe.keys()):
-        return None  # such as the one that wandb writes
-    try:
-        recipe = _validated(dict[str, Any], recipe)
-        config = _validated(EvalConfig, recipe.get("eval"))
-        validation = _validated(tuple[SourceConfig, ...], _validated(dict[str, Any], recipe.get("data")).get("val", []))
-    except ValidationError:
-        raise ConfigError(
-            f"{file}: what the run was evaluated on cannot be read ({'; '.join(problems) or 'another version'}): name "
-            "tasks, or --val"
-        ) from None
-    if not config.tasks and not validation:
-        raise ConfigError(f"{file}: this run was evaluated on nothing (eval.tasks, data.val): name tasks, or --val")
-    unasked = {"every": None, "at_start": False, "samples": 0, "allow_code_execution": False}
-    return OwnEvaluation(replace(config, **unasked), validation)
-
-
-def _validated(kind: Any, value: Any) -> Any:
-    return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
-
+from sftkit.rundir.names import RESULTS, VALIDATION
 
 Z = 1.959964
 "Standard errors on each side of a 95 % interval."
@@ -126,14 +37,8 @@ class Result:
     settings: dict[str, Any]
     metrics: dict[str, float]
     "every metric of the task; <metric>/<family>: of the examples of one family"
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """A result and one record for each of its examples."""
-
-    result: Result
-    records: list[dict[str, Any]]
+    records: list[dict[str, Any]] = field(default_factory=list)
+    "one for each example; empty for a group of lm_eval's tasks"
 
 
 def evaluated(
@@ -141,7 +46,7 @@ def evaluated(
     outputs: Sequence[Likelihoods | Answer],
     scores: Sequence[ExampleScores],
     settings: dict[str, Any],
-) -> Evaluated:
+) -> Result:
     """Return the result of a task from the scores of its examples; `settings` are added to the task's own."""
     flat: dict[str, list[float]] = defaultdict(list)
     # A list of scores (IFEval's instructions) counts item by item: the mean is over instructions, not over prompts.
@@ -151,7 +56,7 @@ def evaluated(
             flat[name] += values
             if family := example.source.get("family"):
                 flat[f"{name}/{family}"] += values
-    result = Result(
+    return Result(
         task.name,
         task.metric,
         *interval(flat[task.metric]),
@@ -159,8 +64,8 @@ def evaluated(
         examples=len(task.examples),
         settings={**task.settings, **settings},
         metrics={name: sum(values) / len(values) for name, values in flat.items() if values},
+        records=[example_record(*row) for row in zip(task.examples, outputs, scores, strict=True)],
     )
-    return Evaluated(result, [example_record(*row) for row in zip(task.examples, outputs, scores, strict=True)])
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float | None, float, float]:
@@ -218,30 +123,25 @@ def example_record(example: Choices | Question, output: Likelihoods | Answer, sc
     return row | {"marks": scores, "source": example.source}
 
 
-def write_results(folder: Path, evaluated: Sequence[Evaluated]) -> None:
+def write_results(folder: Path, results: Sequence[Result]) -> None:
     """Write <task>.jsonl of every task, then results.json; each file is replaced as a whole. Without
     results nothing is written."""
-    if not evaluated:
+    if not results:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for one in evaluated:
-        if one.records:  # a group of lm_eval's tasks has no examples of its own
-            replace_text(folder / f"{one.result.task}.jsonl", "".join(f"{_json(row)}\n" for row in one.records))
-    replace_text(folder / RESULTS, _json([asdict(one.result) for one in evaluated], indent=1))
+    for one in results:
+        if one.records:
+            replace_text(folder / f"{one.task}.jsonl", "".join(f"{_json(row)}\n" for row in one.records))
+    shown = [{name: value for name, value in vars(one).items() if name != "records"} for one in results]
+    replace_text(folder / RESULTS, _json(shown, indent=1))
 
 
 def write_validation(folder: Path, values: Mapping[str, float | None], settings: Mapping[str, Any]) -> None:
     """Write validation.json: val/<source>/loss and bpb, and what it takes to repeat them. Without
     values nothing is written."""
-    if not values:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / VALIDATION, _json({"values": values, "settings": settings}, indent=1))
-
-
-def with_settings(one: Evaluated, settings: Mapping[str, Any]) -> Evaluated:
-    """Return the same with these settings before its own."""
-    return replace(one, result=replace(one.result, settings={**settings, **one.result.settings}))
+    if values:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / VALIDATION, _json({"values": values, "settings": settings}, indent=1))
 
 
 def _json(value: Any, indent: int | None = None) -> str:

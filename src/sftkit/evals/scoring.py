@@ -1,116 +1,35 @@
-"""Texts that a model with an encoder writes about the pictures or texts of data.val, compared with the references.
-
-The log-likelihood of each continuation of a prompt, tokenized and computed as lm-evaluation-harness does it.
+"""The log-likelihood of each continuation of a prompt, tokenized and computed as lm-evaluation-harness does it.
 
 Letters: N positions whose next token is asked for, V the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.config.schema import EvalConfig
 from sftkit.data.tokens import chat
-from sftkit.data.types import Examples
-from sftkit.data.types import Row as DataRow
+from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.results import Evaluated, Result, example_record, interval
 from sftkit.evals.task import Choices, Likelihoods, Message, Question
-from sftkit.generation.decode import ALONE, Batching, PromptRow, Prompts, gathered, generate, text_of, turns
+from sftkit.generation.decode import ALONE, Batching, gathered, longest_input, turns
 from sftkit.generation.kv_cache import SharedPrefix, empty_pass, plain_forward
-from sftkit.models.load import stop_ids
 from sftkit.models.rope import longrope_limit
 from sftkit.models.structure import output_projection, positions
 from sftkit.ops.attention import mixes_tokens
-from sftkit.runtime.start import Runtime
-
-CAPTIONS_TASK = "captions"
-
-
-def prompts_of(
-    orig_model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Examples,
-    num_prompts: int,
-    max_new_tokens: int,
-) -> Prompts:
-    """Return the prompts for the encoder inputs of the first `num_prompts` documents. A prompt is a document's first
-    token, which no answer has."""
-    return Prompts(
-        [[orig_model.generation_config.decoder_start_token_id]] * num_prompts,
-        stop_ids(orig_model, tokenizer),
-        max_new_tokens,
-        encoder_inputs=examples.encoder_inputs,
-    )
-
-
-def evaluate_captions(
-    orig_model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    sources: Mapping[str, Examples],
-    config: EvalConfig,
-    rt: Runtime,
-) -> tuple[list[Evaluated], list[dict[str, Any]]]:
-    """Return (exact_match with every text, and token_f1, over the first config.max_examples documents of each source;
-    the first config.samples texts); every rank calls it.
-
-    exact_match: texts that are the same, token for token. token_f1: harmonic mean of the shares of the written and of
-    the reference's tokens that the other has as well, as often; its mean over documents.
-
-    Args:
-        config: with max_new_tokens.
-    """
-    max_new_tokens = config.max_new_tokens
-    assert max_new_tokens is not None
-    scores: list[dict[str, float]] = []
-    records, shown = list[dict[str, Any]](), list[dict[str, Any]]()
-    for name, examples in sources.items():
-        num_examples = min(config.max_examples or len(examples), len(examples))
-        prompts = prompts_of(orig_model, tokenizer, examples, num_examples, max_new_tokens)
-        # Every rank generates its share and gets all answers, so the scores below are the same everywhere.
-        answers = generate(orig_model, tokenizer, prompts, Batching(config.batch_size, rt))
-        for document, answer in enumerate(answers):
-            reference = examples[document].ids[1:].tolist()
-            # A generated text ends before the end of sequence, so the reference must too; one that was cut has none.
-            reference = reference[:-1] if reference[-1] == tokenizer.eos_token_id else reference
-            score = {"exact_match": float(list(answer.ids) == reference), "token_f1": token_f1(answer.ids, reference)}
-            scores.append(score)
-            source, said = examples.encoder_sources[document], text_of(reference, tokenizer)
-            question = Question(f"{name}-{document}", source, max_new_tokens, target=said, source={"source": name})
-            records.append(example_record(question, answer, {**score}))
-            if len(shown) < config.samples:
-                shown.append({"prompt": source, "reference": said, "answer": answer.text, "stop": answer.stop})
-    settings = {"backend": "sftkit", "max_examples": config.max_examples, "max_new_tokens": max_new_tokens}
-    evaluated: list[Evaluated] = []
-    for metric in ("exact_match", "token_f1"):
-        found = interval([score[metric] for score in scores])
-        result = Result(CAPTIONS_TASK, metric, *found, None, len(scores), settings, metrics={metric: found[0]})
-        # The records hold both scores: they go with the first metric, as a file is written for the task.
-        evaluated.append(Evaluated(result, [] if evaluated else records))
-    return evaluated, shown
-
-
-def token_f1(written: Sequence[int], reference: Sequence[int]) -> float:
-    """Return twice the tokens that both have over all that they have; 1.0 where both are empty."""
-    both = (Counter(written) & Counter(reference)).total()
-    return 2 * both / (len(written) + len(reference)) if written or reference else 1.0
-
 
 MAX_TARGETS = 1024
 "The most positions of a batch with logits, V numbers each."
 _CHUNK = 256
 "Positions whose fp32 log-probabilities exist at a time."
-DEFAULT_LENGTH = 2048
-"Longest input in tokens, if neither model nor tokenizer says."
 
 Pair = tuple[np.ndarray, np.ndarray]
 "int32 token ids of a context and of a continuation."
@@ -124,7 +43,7 @@ def rendered_prompt(prompt: str | Sequence[Message], tokenizer: PreTrainedTokeni
     """
     if isinstance(prompt, str):
         return prompt, False
-    return chat.prompt_text(DataRow("prompt", messages=list(prompt)), tokenizer), True
+    return chat.prompt_text(Row("prompt", messages=list(prompt)), tokenizer), True
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -150,6 +69,13 @@ def encode_texts(texts: Sequence[tuple[str, bool]], tokenizer: PreTrainedTokeniz
     return [ids_by_text[key] for key in texts]
 
 
+def encode_examples(examples: Sequence[Choices | Question], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Tokenize the examples of a task: pairs of `encode_continuation`, or prompts."""
+    if isinstance(examples[0], Choices):
+        return encode_continuation(examples, tokenizer)  # type: ignore[arg-type]
+    return encode_texts([rendered_prompt(question.prompt, tokenizer) for question in examples], tokenizer)
+
+
 def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokenizerBase) -> list[list[Pair]]:
     """Tokenize each context and continuation of each example.
 
@@ -167,19 +93,16 @@ def encode_continuation(examples: Sequence[Choices], tokenizer: PreTrainedTokeni
         texts += [(i, context, text + more, rendered or not context) for more in example.continuations]
     encoded = encode_texts([(text, as_is) for _, *both, as_is in texts for text in both], tokenizer)
     found: list[list[Pair]] = [[] for _ in examples]
-    for (i, context, text, _), context_ids, text_ids in zip(texts, encoded[::2], encoded[1::2], strict=True):
-        found[i].append(_split(context_ids, text_ids, context, tokenizer))
-        if not len(found[i][-1][1]):
+    for (i, context, text, _), context_ids, full_ids in zip(texts, encoded[::2], encoded[1::2], strict=True):
+        if not context:
+            # The token that stands before a continuation without a context, unless the text begins with it.
+            context_ids = np.asarray([prefix_token(tokenizer)], dtype=np.int32)
+            full_ids = full_ids if np.array_equal(full_ids[:1], context_ids) else np.append(context_ids, full_ids)
+        continuation = full_ids[len(context_ids) :]
+        if not len(continuation):
             raise DataError(f"{examples[i].id}: the continuation {text[len(context) :]!r} has no tokens")
+        found[i].append((context_ids, continuation))
     return found
-
-
-def _split(context_ids: np.ndarray, full_ids: np.ndarray, context: str, tokenizer: PreTrainedTokenizerBase) -> Pair:
-    """Return the ids of a context, and those of the whole text after them."""
-    if context:
-        return context_ids, full_ids[len(context_ids) :]
-    first = np.asarray([prefix_token(tokenizer)], dtype=np.int32)
-    return (full_ids[:1], full_ids[1:]) if len(full_ids) and full_ids[0] == first[0] else (first, full_ids)
 
 
 def num_truncated(encoded: Sequence[Sequence[Pair]], longest: int) -> int:
@@ -187,39 +110,18 @@ def num_truncated(encoded: Sequence[Sequence[Pair]], longest: int) -> int:
     return sum(any(len(context) + len(rest) > longest + 1 for context, rest in pairs) for pairs in encoded)
 
 
-def longest_input(longest: int | None, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the positions that a model says it has, else what its tokenizer says, else DEFAULT_LENGTH."""
-    if longest is None and tokenizer.model_max_length < 10**9:
-        longest = int(tokenizer.model_max_length)
-    return longest or DEFAULT_LENGTH
-
-
-class ScoredInput(NamedTuple):
+@dataclass
+class ScoredInput:
     """One input of the model and what is asked of it: several continuations may end in the same input."""
 
     ids: np.ndarray
     "int32 [T]: context and continuation without its last token"
-    continuations: dict[tuple[int, int], np.ndarray]
+    group: str
+    targets: int = 0
+    "positions at its end that are asked for"
+    new_tokens: int = 0
+    continuations: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     "(example, continuation) -> its tokens, int32, which follow the last len() positions"
-
-    @property
-    def targets(self) -> int:
-        """Return how many positions at the end of the input are asked for."""
-        return max(map(len, self.continuations.values()))
-
-
-def _rows_of(encoded: Sequence[Sequence[Pair]], longest: int) -> dict[tuple[int, bytes], ScoredInput]:
-    """Return (example, its bytes) -> input, cut on the left to `longest` tokens."""
-    rows: dict[tuple[int, bytes], ScoredInput] = {}
-    for i, pairs in enumerate(encoded):
-        for k, (context, continuation) in enumerate(pairs):
-            if len(continuation) > longest:
-                raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
-            # One token more than the model reads, of which the last is only predicted; cut on the left, where
-            # the context begins.
-            ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
-            rows.setdefault((i, ids.tobytes()), ScoredInput(ids, {})).continuations[i, k] = continuation
-    return rows
 
 
 def score(
@@ -239,20 +141,28 @@ def score(
     """
     rt = batching.rt
     encoded = encode_continuation(examples, tokenizer) if encoded is None else encoded
+    longest = longest_input(positions(orig_model), tokenizer)
     # Continuations of one token (letters of options) end in the same input: it is computed once for all of them.
-    inputs = _rows_of(encoded, longest_input(positions(orig_model), tokenizer))
-    rows = list(inputs.values())
-    # None where tokens are mixed otherwise than by attention: a cache of keys and values does not hold that state.
-    groups = ["" if mixes_tokens(orig_model) else examples[i].group for i, _ in inputs]
-    asked = [PromptRow(row.ids, group, row.targets) for row, group in zip(rows, groups, strict=True)]
-    # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
-    in_step = rt is not None and rt.topology.sharded
+    inputs: dict[tuple[int, bytes], ScoredInput] = {}
+    for i, pairs in enumerate(encoded):
+        # None where tokens are mixed otherwise than by attention: a cache of keys and values does not hold that state.
+        group = "" if mixes_tokens(orig_model) else examples[i].group
+        for k, (context, continuation) in enumerate(pairs):
+            if len(continuation) > longest:
+                raise DataError(f"a continuation has {len(continuation)} tokens, and the model reads {longest}")
+            # One token more than the model reads, of which the last is only predicted; cut on the left, where
+            # the context begins.
+            ids = np.concatenate([context, continuation])[-(longest + 1) :][:-1]
+            row = inputs.setdefault((i, ids.tobytes()), ScoredInput(ids, group))
+            row.continuations[i, k] = continuation
+            row.targets = max(row.targets, len(continuation))
     found: dict[tuple[int, int], tuple[float, bool, int]] = {}
     with plain_forward(orig_model):
-        for batch, prefix in turns(orig_model, asked, batching, MAX_TARGETS):
+        for batch, prefix in turns(orig_model, list(inputs.values()), batching, MAX_TARGETS):
             if batch is not None:
-                found |= _score_batch(orig_model, [rows[i] for i in batch.rows], prefix)
-            elif in_step:
+                found |= _score_batch(orig_model, batch.rows, prefix)
+            elif rt is not None and rt.topology.sharded:
+                # Sharded weights are gathered by all ranks together, so ranks without a batch run empty passes.
                 empty_pass(orig_model)
     # In the order of examples and continuations, whatever rank computed which.
     values = iter(gathered(found, rt))
@@ -288,7 +198,8 @@ def _score_batch(
         logits = orig_model(input_ids=torch.from_numpy(inputs).to(device), **cache, **own).logits
     likelihoods, best = _next_token(logits, pairs)
     # back to rows and continuations
-    results, start = {}, 0
+    results = {}
+    start = 0
     for row in chosen:
         for key, tokens in row.continuations.items():
             part = slice(start, start + len(tokens))

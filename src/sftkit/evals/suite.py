@@ -1,8 +1,7 @@
-"""Sample answers: which rows of the validation sources are asked, and what of a row is the prompt.
+"""What is evaluated in the loop and after: validation loss, tasks, captions and sample answers, by `Suite`.
 
-Validation loss and bits per byte of each source: rows as in training, `orig_model` run uncompiled.
-
-What is evaluated in the loop and after: validation loss, tasks, sample answers.
+All of it runs on the uncompiled `orig_model`, split over the ranks. What only some runs need (tasks, scoring, captions,
+lm-evaluation-harness) is imported where it is used.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ from sftkit.data.batches.pack import Layout, validation_layout
 from sftkit.data.tokens import chat, sources
 from sftkit.data.types import Examples, Row, Tokenized
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals import harness, results, scoring, tasks
-from sftkit.evals.results import Evaluated
+from sftkit.evals import results
+from sftkit.evals.results import Result
 from sftkit.evals.task import Choices, Likelihoods, Question, Task
-from sftkit.generation.decode import Batching, Prompts, generate
+from sftkit.generation.decode import Batching, generate, longest_input
 from sftkit.generation.repl import Answer
 from sftkit.models.kind import check_causal
-from sftkit.models.load import stop_ids
 from sftkit.models.structure import inference, positions
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import eager_backend
@@ -43,6 +41,57 @@ from sftkit.rundir.names import evaluation_dir
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.script import counted, working
 from sftkit.runtime.start import Runtime
+
+log = logging.getLogger(__name__)
+
+FAMILIES_TASK = "families"
+"The held-out built-in tasks, which sftkit runs itself with either backend."
+IN_A_ROW = 4
+"Batches of a pipeline between two checks for a requested stop, in which its stages wait for one another."
+SAMPLE_TOKENS = 32
+"Longest sample answer in tokens, if eval.max_new_tokens is null."
+
+# ---- validation loss -------------------------------------------------------------------------------------------------
+
+
+def validate(
+    model: ModelWithLoss, sources: Mapping[str, Examples], layout: Layout, pad_id: int, rt: Runtime
+) -> dict[str, float | None]:
+    """Return val/<source>/loss (nats per target) and val/<source>/bpb; val/loss and val/bpb over all sources together.
+
+    Every rank runs the same number of forward passes, those of a pipeline the same ones. Bits per byte: nats of all
+    targets / ln 2 / UTF-8 bytes of the decoded targets, special tokens not counted as bytes.
+    """
+    sums = {name: _sums(model, examples, layout, pad_id, rt) for name, examples in sources.items()}
+    values: dict[str, float | None] = {}
+    for name, (nll, targets, num_bytes) in [*sums.items(), ("", tuple(map(sum, zip(*sums.values(), strict=True))))]:
+        prefix = f"val/{name}/" if name else "val/"
+        values[f"{prefix}loss"] = nll / targets
+        values[f"{prefix}bpb"] = nll / math.log(2) / num_bytes if num_bytes else None
+    return values
+
+
+def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int, rt: Runtime) -> tuple[float, int, int]:
+    """Return (nats, targets, bytes) of one source over all ranks."""
+    # By the ranks that evaluate, which may be others than those that the layout was made for.
+    layout = validation_layout(replace(layout, world_size=rt.data_world_size), examples.lengths)
+    backend = eager_backend(model.backend, model.orig_model)
+    in_a_row = 1 if rt.topology.stages == 1 else IN_A_ROW * rt.topology.stages
+    # MPS has no float64
+    nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
+    with inference(model.orig_model):
+        for number, batch in enumerate(plan_epoch(examples.lengths, layout, seed=None, epoch=0)):
+            # A stop is a collective decision: asked for at the same batch by every rank, or one would wait in a pass.
+            if number % in_a_row == 0:
+                rt.check_stop()
+            for rows in batch.micro_batches(layout, rt.data_rank):
+                shape = layout.batch_shape(len(rows), batch.row_length)
+                collated = collate(examples, rows, shape, pad_id, row_shard(rt.topology, rt.rank))
+                nll += model(collated.to(rt.device), backend).measured[model.objective.monitored]
+    return float(rt.sum(nll)), int(examples.num_targets.sum()), int(examples.num_bytes.sum())
+
+
+# ---- sample answers --------------------------------------------------------------------------------------------------
 
 
 def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized], num_samples: int) -> list[Row]:
@@ -87,51 +136,7 @@ def sample_prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
     return prompt, shown, str(row.messages[first].get("content") or "")
 
 
-IN_A_ROW = 4
-"Batches of a pipeline between two checks for a requested stop, in which its stages wait for one another."
-
-
-def validate(
-    model: ModelWithLoss, sources: Mapping[str, Examples], layout: Layout, pad_id: int, rt: Runtime
-) -> dict[str, float | None]:
-    """Return val/<source>/loss (nats per target) and val/<source>/bpb; val/loss and val/bpb over all sources together.
-
-    Every rank runs the same number of forward passes, those of a pipeline the same ones. Bits per byte: nats of all
-    targets / ln 2 / UTF-8 bytes of the decoded targets, special tokens not counted as bytes.
-    """
-    sums = {name: _sums(model, examples, layout, pad_id, rt) for name, examples in sources.items()}
-    values: dict[str, float | None] = {}
-    for name, (nll, targets, num_bytes) in [*sums.items(), ("", tuple(map(sum, zip(*sums.values(), strict=True))))]:
-        prefix = f"val/{name}/" if name else "val/"
-        values[f"{prefix}loss"] = nll / targets
-        values[f"{prefix}bpb"] = nll / math.log(2) / num_bytes if num_bytes else None
-    return values
-
-
-def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int, rt: Runtime) -> tuple[float, int, int]:
-    """Return (nats, targets, bytes) of one source over all ranks."""
-    # By the ranks that evaluate, which may be others than those that the layout was made for.
-    layout = validation_layout(replace(layout, world_size=rt.data_world_size), examples.lengths)
-    backend = eager_backend(model.backend, model.orig_model)
-    in_a_row = 1 if rt.topology.stages == 1 else IN_A_ROW * rt.topology.stages
-    # MPS has no float64
-    nll = torch.zeros((), dtype=torch.float64 if rt.device.type != "mps" else torch.float32, device=rt.device)
-    with inference(model.orig_model):
-        for number, batch in enumerate(plan_epoch(examples.lengths, layout, seed=None, epoch=0)):
-            # A stop is a collective decision: asked for at the same batch by every rank, or one would wait in a pass.
-            if number % in_a_row == 0:
-                rt.check_stop()
-            for rows in batch.micro_batches(layout, rt.data_rank):
-                shape, shard = layout.batch_shape(len(rows), batch.row_length), row_shard(rt.topology, rt.rank)
-                collated = collate(examples, rows, shape, pad_id, shard)
-                nll += model(collated.to(rt.device), backend).measured[model.objective.monitored]
-    return float(rt.sum(nll)), int(examples.num_targets.sum()), int(examples.num_bytes.sum())
-
-
-log = logging.getLogger(__name__)
-
-SAMPLE_TOKENS = 32
-"Longest sample answer in tokens, if eval.max_new_tokens is null."
+# ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
 def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runtime) -> tuple[Task[Any, Any], ...]:
@@ -140,24 +145,34 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
     Raises:
         ConfigError: a task or setting that cannot work here. DataError: rows that are missing or cannot be used.
     """
+    if not config.tasks:
+        return ()
+    from sftkit.evals import tasks
+
     # What the recipe alone decides is refused before anything is read.
     tasks.check_names(config)
-    if config.shots and config.tasks and set(config.tasks) <= {results.FAMILIES_TASK, *WITHOUT_SHOTS}:
+    if config.shots and set(config.tasks) <= {FAMILIES_TASK, *WITHOUT_SHOTS}:
         raise ConfigError(
             f"eval.shots: {config.shots}: no task here takes shots ({', '.join(config.tasks)}): leave it null or set 0"
         )
     # Then what this machine decides: whether lm_eval has its tasks, and whether there is a sandbox for code.
     if elsewhere := _of_lm_eval(config):
-        harness.check_tasks(elsewhere, config, rt)
-    if any(task in CODE for task in config.tasks):
-        from sftkit.evals.sandbox.check import check_sandbox, memory_bound
+        from sftkit.evals import harness
 
-        if problem := check_sandbox():
-            raise ConfigError(f"eval.tasks: {problem}")
-        rt.print(f"model-written code runs in the sandbox; memory: {memory_bound()}")
+        harness.check_tasks(elsewhere, config, rt)
+    if code := [task for task in config.tasks if task in CODE]:
+        from sftkit.evals.tasks.code import require_sandbox
+
+        rt.print(f"model-written code runs in the sandbox; memory: {require_sandbox(code[0])}")
     # The main rank reads first: it may download, and the others find the files. What was read must fit the tokenizer.
     with rt.main_first():
-        loaded = tuple(_load(name, config) for name in config.tasks if name not in elsewhere)
+        loaded = tuple(
+            tasks.load_task(
+                name, config.data, None if name in WITHOUT_SHOTS else config.shots, config.format, config.max_examples
+            )
+            for name in config.tasks
+            if name not in elsewhere
+        )
     for task in loaded:
         if not task.examples:
             raise DataError(f"eval.tasks: {task.name} has no examples")
@@ -171,15 +186,7 @@ def load_tasks(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, rt: Runti
 
 def _of_lm_eval(config: EvalConfig) -> list[str]:
     """Return the tasks that lm_eval runs."""
-    return [name for name in config.tasks if name != results.FAMILIES_TASK] if config.backend == "lm_eval" else []
-
-
-def _load(name: str, config: EvalConfig) -> Task[Any, Any]:
-    """Load one of sftkit's own tasks."""
-    if name == results.FAMILIES_TASK:
-        return results.load_families(config.max_examples, config.max_new_tokens)
-    shots = None if name in WITHOUT_SHOTS else config.shots
-    return tasks.load_task(name, config.data, shots, config.format, config.max_examples)
+    return [name for name in config.tasks if name != FAMILIES_TASK] if config.backend == "lm_eval" else []
 
 
 def check_room(tasks: Sequence[Task[Any, Any]], config: EvalConfig, longest: int) -> None:
@@ -228,16 +235,13 @@ class Suite:
 
     @cached_property
     def encoded_tasks(self) -> list[tuple[Task[Any, Any], list[Any]]]:
-        """Return each task with the tokens of its examples: pairs of `scoring.encode_continuation`, or prompts."""
+        """Return each task with the tokens of its examples, as `scoring.encode_examples` makes them."""
         loaded = self.tasks if self.tasks is not None else load_tasks(self.config, self.tokenizer, self.rt)
-        return [(task, self._encoded(task)) for task in loaded]
+        if not loaded:
+            return []
+        from sftkit.evals import scoring
 
-    def _encoded(self, task: Task[Any, Any]) -> list[Any]:
-        """Tokenize the examples of a task."""
-        if isinstance(task.examples[0], Choices):
-            return scoring.encode_continuation(task.examples, self.tokenizer)
-        prompts = [scoring.rendered_prompt(question.prompt, self.tokenizer) for question in task.examples]
-        return scoring.encode_texts(prompts, self.tokenizer)
+        return [(task, scoring.encode_examples(task.examples, self.tokenizer)) for task in loaded]
 
     def evaluate(self, step: int | None = None) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
         """Return (val/* of every validation source, eval/* of every task and of captions, sample
@@ -248,11 +252,15 @@ class Suite:
         try:
             values = self.validate()
             captioned, written = self.captions()
-            evaluated = self.run_tasks() + captioned
-            if evaluated and step is not None and self.run_dir is not None and self.rt.is_main:
-                self._write(evaluation_dir(self.rt.output_dir(self.run_dir), step), evaluated)
+            found = self.run_tasks() + captioned
+            if found and step is not None and self.run_dir is not None and self.rt.is_main:
+                folder = evaluation_dir(self.rt.output_dir(self.run_dir), step)
+                try:
+                    results.write_results(folder, found)
+                except OSError as error:  # a full disk costs the details, not the run
+                    log.warning("%s: examples of the evaluation are lost (%s)", folder, error.strerror or error)
             # Samples last: they are only looked at.
-            return values | results.values_of([one.result for one in evaluated]), [*written, *self.samples()]
+            return values | results.values_of(found), [*written, *self.samples()]
         finally:
             # Whatever happened: eager passes have gathered weights, which the next step expects as shards.
             reshard(self.orig_model)
@@ -265,17 +273,23 @@ class Suite:
         with working(f"evaluating the loss of {documents:,} documents"):
             return validate(self.model, self.validation, self.layout, int(self.tokenizer.pad_token_id or 0), self.rt)
 
-    def captions(self) -> tuple[list[Evaluated], list[dict[str, Any]]]:
+    def captions(self) -> tuple[list[Result], list[dict[str, Any]]]:
         """Return the results of texts written for validation documents with something to encode, and the first few
         texts; empty without any."""
         encoded = {name: one for name, one in self.validation.items() if one.encoder_inputs is not None}
         if not encoded or self.layout is None:
             return [], []
+        from sftkit.evals.captions import evaluate_captions
+
         with working("describing what is held out"):
             # Without a limit a text may be as long as the longest row of training.
             config = replace(self.config, max_new_tokens=self.config.max_new_tokens or self.layout.max_length)
-            evaluated, written = scoring.evaluate_captions(self.orig_model, self.tokenizer, encoded, config, self.rt)
-        return [results.with_settings(one, self.about) for one in evaluated], written
+            found, written = evaluate_captions(self.orig_model, self.tokenizer, encoded, config, self.rt)
+        return self._with_settings(found), written
+
+    def _with_settings(self, found: list[Result]) -> list[Result]:
+        """Return the results with `about` before their own settings."""
+        return [replace(one, settings={**self.about, **one.settings}) for one in found]
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -302,28 +316,25 @@ class Suite:
     @cached_property
     def _longest(self) -> int:
         """Return the most tokens that the model reads at once."""
-        return scoring.longest_input(positions(self.orig_model), self.tokenizer)
+        return longest_input(positions(self.orig_model), self.tokenizer)
 
-    def _write(self, folder: Path, evaluated: list[Evaluated]) -> None:
-        """Write the examples; a full disk costs the details, not the run."""
-        try:
-            results.write_results(folder, evaluated)
-        except OSError as error:
-            log.warning("%s: examples of the evaluation are lost (%s)", folder, error.strerror or error)
-
-    def run_tasks(self) -> list[Evaluated]:
-        """Return the result and the examples of every task, on every rank."""
-        evaluated = []
+    def run_tasks(self) -> list[Result]:
+        """Return the result of every task, with its examples, on every rank."""
+        found = []
         for task, encoded in self.encoded_tasks:
             with working(f"evaluating {task.name}, {len(task.examples):,} examples"):
-                evaluated.append(self._run(task, encoded))
+                found.append(self._run(task, encoded))
         if elsewhere := _of_lm_eval(self.config):
-            with working(f"evaluating {', '.join(elsewhere)} with lm-evaluation-harness"):
-                evaluated += harness.evaluate_with_lm_eval(elsewhere, self.config, self.orig_model, self.tokenizer)
-        return [results.with_settings(one, self.about) for one in evaluated]
+            from sftkit.evals.harness import evaluate_with_lm_eval
 
-    def _run(self, task: Task[Any, Any], encoded: list[Any]) -> Evaluated:
+            with working(f"evaluating {', '.join(elsewhere)} with lm-evaluation-harness"):
+                found += evaluate_with_lm_eval(elsewhere, self.config, self.orig_model, self.tokenizer)
+        return self._with_settings(found)
+
+    def _run(self, task: Task[Any, Any], encoded: list[Any]) -> Result:
         """Ask the model one task, and judge its answers."""
+        from sftkit.evals import scoring
+
         outputs: Sequence[Likelihoods | Answer]
         settings: dict[str, Any] = {"backend": "sftkit", "max_examples": self.config.max_examples}
         if isinstance(task.examples[0], Choices):
@@ -336,11 +347,8 @@ class Suite:
             num_truncated = sum(len(prompt) + n > self._longest for prompt, n in zip(encoded, limits, strict=True))
             outputs = self.answers(encoded, limits, task.examples)
         if num_truncated:
-            log.warning(
-                "%s: %s longer than the model's context, truncated at the beginning",
-                task.name,
-                counted(num_truncated, "prompt"),
-            )
+            prompts = counted(num_truncated, "prompt")
+            log.warning("%s: %s longer than the model's context, truncated at the beginning", task.name, prompts)
         settings["prompts_cut"] = num_truncated
         # On one rank: judges may run programs, and all ranks must log the same.
         scores = self.rt.from_main(lambda: task.judge(task.examples, outputs))
@@ -359,9 +367,15 @@ class Suite:
         assert all(n > 0 for n in room), "check_room has seen to it"
         # The end stays: it holds the question.
         truncated = [prompt[-n:] for prompt, n in zip(prompts, room, strict=True)]
-        stop_texts, groups = [one.stop for one in questions] or None, [one.group for one in questions] or None
-        asked = Prompts(truncated, stop_ids(self.orig_model, self.tokenizer), max_new_tokens, stop_texts, groups)
-        return generate(self.orig_model, self.tokenizer, asked, Batching(self.config.batch_size, self.rt))
+        return generate(
+            self.orig_model,
+            self.tokenizer,
+            truncated,
+            Batching(self.config.batch_size, self.rt),
+            max_new_tokens=max_new_tokens,
+            stop_texts=[one.stop for one in questions] or None,
+            groups=[one.group for one in questions] or None,
+        )
 
     def samples(self) -> list[dict[str, Any]]:
         """Return prompt, reference and answer of each sample row, and why the answer ended."""

@@ -1,4 +1,4 @@
-"""What a task is: examples read from files, what the model is asked, and how its answers are judged. Pure data."""
+"""What a task is: examples, what the model is asked, and how its answers are judged. Data, without torch."""
 
 from __future__ import annotations
 

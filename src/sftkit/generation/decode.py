@@ -1,29 +1,25 @@
-"""Rows of a batch while they are decoded: what each has said, when it ends, their cache and their next tokens.
+"""Greedy answers in batches on the eager `orig_model`, by `generate`.
 
-Batches of rows that a model reads together, and the rank that computes each: decided from the rows alone, so that
-results are the same on any number of ranks.
-
-Greedy answers in batches on the eager `orig_model`, and one answer as a stream.
+Which rows a model reads together, and the rank that computes each batch, are decided from the rows alone, so that
+results are the same on any number of ranks. `Decoding` holds the rows of a batch while they are decoded: what each has
+said, when it ends, their cache and their next tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from threading import Event, Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from sftkit.data.tokens import chat
-from sftkit.data.types import EncoderInputs, Row
+from sftkit.data.types import EncoderInputs
 from sftkit.errors import ConfigError
 from sftkit.generation.kv_cache import (
-    DecodingState,
     SharedPrefix,
     StaticStep,
     empty_pass,
@@ -33,10 +29,9 @@ from sftkit.generation.kv_cache import (
     replay_pays,
     replay_unsupported_reason,
 )
-from sftkit.generation.repl import Answer, Sampling
+from sftkit.generation.repl import Answer
 from sftkit.models.kind import Continuation, kind_of
 from sftkit.models.load import stop_ids
-from sftkit.models.structure import quiet_routers
 from sftkit.ops.attention import mixes_tokens, windows
 from sftkit.runtime.start import Runtime
 
@@ -44,6 +39,159 @@ KEPT_SHARE = 0.75
 "Rows that have ended are taken out of the cache once at most this share of a batch goes on."
 KEPT_SHARE_REPLAYED = 0.5
 "The same for replayed steps, where rows that have ended cost less and a smaller batch is recorded anew."
+MAX_POSITIONS = 32_768
+"The most positions that a batch reads at once, padding included."
+MIN_SHARED = 16
+"Tokens that rows must have in common before their keys and values are computed once."
+DEFAULT_LENGTH = 2048
+"Longest input in tokens, if neither model nor tokenizer says."
+
+K = TypeVar("K", int, tuple[int, int])
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Settings: how rows are batched, and by which ranks."""
+
+    batch_size: int = 64
+    "the most rows of a batch; fewer where memory asks for it"
+    rt: Runtime | None = None
+    "whose ranks share the batches and all get the results; None: this process reads all"
+
+
+ALONE = Batching()
+
+
+# ---- which rows are read together ------------------------------------------------------------------------------------
+
+
+class PromptRow(Protocol):
+    """A row, and what the model computes for it."""
+
+    ids: np.ndarray
+    "int [T], its input"
+    group: str
+    'rows of a group begin alike; "": of none'
+    targets: int
+    "positions at its end that have logits"
+    new_tokens: int
+    "what is written after it, at most"
+
+
+class PromptBatch(NamedTuple):
+    """Rows that go through the model together."""
+
+    rows: list[Any]
+    "the longest first"
+    prefix: tuple[int, ...]
+    "tokens that all of them begin with, computed once for all batches that have the same"
+
+
+def _shared_prefixes(rows: Sequence[PromptRow]) -> dict[str, tuple[int, ...]]:
+    """Return, for each group, the tokens that all of its rows begin with, before what is asked of the model; empty if
+    they are fewer than MIN_SHARED or the row is alone in its group."""
+    members: dict[str, list[PromptRow]] = {}
+    for row in rows:
+        members.setdefault(row.group, []).append(row)
+    shared: dict[str, tuple[int, ...]] = {}
+    for group, (first, *others) in members.items():
+        # A prefix ends before what is asked: those positions must be read row by row, for their logits.
+        length = min(len(row.ids) - row.targets for row in members[group]) if group and others else 0
+        for row in others if length else ():
+            length = int(np.logical_and.accumulate(first.ids[:length] == row.ids[:length]).sum())
+        shared[group] = tuple(first.ids[:length].tolist()) if length >= MIN_SHARED else ()
+    return shared
+
+
+def plan(
+    rows: Sequence[PromptRow], *, max_rows: int, max_cached: int | None, max_targets: int | None
+) -> list[PromptBatch]:
+    """Return rows in batches: rows with the same prefix together, the longest first, so that padding is small and a
+    batch that does not fit in memory fails early.
+
+    Args:
+        max_rows: of a batch.
+        max_cached: positions of a batch whose keys and values are kept (prefix, padded rows and what is written); None:
+            no limit.
+        max_targets: of all rows of a batch; a row that exceeds them is alone, as one that exceeds MAX_POSITIONS. None:
+            no limit.
+    """
+
+    def fit(chosen: list[PromptRow], prefix: tuple[int, ...]) -> bool:
+        length = len(chosen[0].ids)
+        new_tokens = max(row.new_tokens for row in chosen)
+        cached = len(chosen) * (length + new_tokens) if prefix or new_tokens else 0
+        return (
+            len(chosen) <= max_rows
+            and len(chosen) * (length - len(prefix)) <= MAX_POSITIONS
+            and (max_targets is None or sum(row.targets for row in chosen) <= max_targets)
+            and (max_cached is None or cached <= max_cached)
+        )
+
+    shared = _shared_prefixes(rows)
+    # Rows of a prefix follow each other, so that its keys and values are computed once and then dropped.
+    order = {prefix: number for number, prefix in enumerate(dict.fromkeys(shared[row.group] for row in rows))}
+    batches: list[PromptBatch] = []
+    for row in sorted(rows, key=lambda row: (order[shared[row.group]], -len(row.ids))):
+        prefix = shared[row.group]
+        if batches and batches[-1].prefix == prefix and fit([*batches[-1].rows, row], prefix):
+            batches[-1].rows.append(row)
+        else:
+            batches.append(PromptBatch([row], prefix))
+    return batches
+
+
+def turns(
+    orig_model: PreTrainedModel, rows: Sequence[PromptRow], batching: Batching, max_targets: int | None = None
+) -> Iterator[tuple[PromptBatch | None, SharedPrefix]]:
+    """Yield this rank's batches of the rows, each with its prefix, computed; None: fewer batches are left than ranks.
+    They are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of a group and to those of
+    a pipeline. All ranks have equally many turns and check for a requested stop before each, which may raise Stopped.
+    Without a runtime: all batches. To be called inside plain_forward.
+
+    Args:
+        max_targets: of a batch; None: no limit.
+    """
+    max_cached = max_cached_positions(orig_model)
+    batches = plan(rows, max_rows=batching.batch_size, max_cached=max_cached, max_targets=max_targets)
+    prefix = SharedPrefix(orig_model)
+    rt = batching.rt
+    index = 0
+    count = 1
+    if rt is not None:
+        # Ranks that compute the same rows together count as one.
+        count = rt.world_size // (rt.topology.tensor * rt.topology.stages)
+        index = rt.rank // rt.topology.tensor % count
+    before: list[tuple[int, ...]] = [()] * count
+    for start in range(0, len(batches), count):
+        if rt is not None:
+            rt.check_stop()
+        round_batches = batches[start : start + count]
+        # A new prefix on one rank means a forward pass, and so one on every rank.
+        new = any(batch.prefix and batch.prefix != had for batch, had in zip(round_batches, before, strict=False))
+        before = [batch.prefix for batch in round_batches]
+        batch = round_batches[index] if index < len(round_batches) else None
+        # Sharded weights are gathered by all ranks together: while one computes a prefix, others run empty passes.
+        prefix.move_to(batch.prefix if batch else (), in_step=new and rt is not None and rt.topology.sharded)
+        yield batch, prefix
+
+
+def gathered(results: dict[K, T], rt: Runtime | None) -> list[T]:
+    """Return the results of all ranks, in the order of their keys, on every rank."""
+    if rt is not None and rt.world_size > 1:
+        results = dict(gather_object(list(results.items())))
+    return [value for _, value in sorted(results.items())]
+
+
+def longest_input(longest: int | None, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the positions that a model says it has, else what its tokenizer says, else DEFAULT_LENGTH."""
+    if longest is None and tokenizer.model_max_length < 10**9:
+        longest = int(tokenizer.model_max_length)
+    return longest or DEFAULT_LENGTH
+
+
+# ---- the rows of a batch ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -51,11 +199,13 @@ class DecodedSequence:
     """A prompt that is being answered."""
 
     index: int
-    prompt: np.ndarray
-    "int64 [T], its tokens"
-    max_new_tokens: int
+    ids: np.ndarray
+    "int64 [T], the prompt's tokens"
+    group: str
+    new_tokens: int
     "tokens of its answer at most"
-    stop_texts: tuple[str, ...]
+    stop_texts: Sequence[str]
+    targets: int = 1
     tokens: list[int] = field(default_factory=list)
     stop: str = ""
     "why it ended; empty: it goes on"
@@ -74,7 +224,7 @@ class DecodedSequence:
             find_stop_text(text_of(tokens, tokenizer), self.stop_texts) is not None for tokens in (last, self.tokens)
         ):
             self.stop = "stop_text"
-        if not self.stop and len(self.tokens) == self.max_new_tokens:
+        if not self.stop and len(self.tokens) == self.new_tokens:
             self.stop = "length"
 
     def answer(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
@@ -107,31 +257,34 @@ class Decoding:
     ) -> None:
         """Begin with prompts whose first tokens, those of the prefix, have been read."""
         self.rows = rows
-        self._orig_model, self._continuation, self._replay = orig_model, continuation, replay
+        self._orig_model = orig_model
+        self._continuation = continuation
+        self._replay = replay
         self._static: StaticStep | None = None
         if not rows:
             return
         # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is
         # 0 at padding.
-        skip, device = len(prefix.ids), orig_model.device
-        width, max_new_tokens = max(len(row.prompt) for row in rows) - skip, max(row.max_new_tokens for row in rows)
+        skip = len(prefix.ids)
+        width = max(len(row.ids) for row in rows) - skip
+        new_tokens = max(row.new_tokens for row in rows)
         ids = np.zeros((len(rows), width), dtype=np.int64)
-        mask = np.ones((len(rows), skip + width + max_new_tokens), dtype=np.int64)
+        mask = np.ones((len(rows), skip + width + new_tokens), dtype=np.int64)
         for i, row in enumerate(rows):
-            pad = width - (len(row.prompt) - skip)
-            ids[i, pad:] = row.prompt[skip:]
+            pad = width - (len(row.ids) - skip)
+            ids[i, pad:] = row.ids[skip:]
             mask[i, skip : skip + pad] = 0
-        self._next = torch.from_numpy(ids).to(device)
-        self._mask = torch.from_numpy(mask).to(device)  # [B, all positions there will be]
+        self._next = torch.from_numpy(ids).to(orig_model.device)
+        self._mask = torch.from_numpy(mask).to(orig_model.device)  # [B, all positions there will be]
         # Position ids count what is not padding, so that an answer does not depend on the other rows.
         self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
         self._seen = skip
-        self._cache: Cache = prefix.cache(len(rows), width + max_new_tokens)
+        self._cache: Cache = prefix.cache(len(rows), width + new_tokens)
 
     def goes_on(self, together: Runtime | None) -> bool:
         """Return whether this rank, or any of the ranks that work together, has rows that go on."""
         going = any(not row.stop for row in self.rows)
-        return going if together is None else together.any_rank(going)
+        return together.any_rank(going) if together else going
 
     def step(self) -> list[tuple[DecodedSequence, int]]:
         """Return (row, next token) for the rows of the batch; some of them may have ended already."""
@@ -147,8 +300,8 @@ class Decoding:
     def _read(self) -> torch.Tensor:
         """Run the model over the tokens that it has not read yet, and return the next token
         of each row, int64 [B, 1]."""
-        start, end = self._seen, self._seen + self._next.shape[1]
-        self._seen = end
+        start = self._seen
+        self._seen = end = start + self._next.shape[1]
         return next_tokens(
             self._continuation,
             input_ids=self._next,
@@ -160,8 +313,15 @@ class Decoding:
     def _replayed(self) -> torch.Tensor:
         """Return the next token of each row, int64 [B, 1], by a step of a fixed shape that reads one token per row."""
         if self._static is None:
-            state = DecodingState(self._cache, self._next, self._mask, self._positions, self._seen)
-            self._static = StaticStep(self._orig_model, self._continuation, state)
+            self._static = StaticStep(
+                self._orig_model,
+                self._continuation,
+                cache=self._cache,
+                tokens=self._next,
+                mask=self._mask,
+                positions=self._positions,
+                seen=self._seen,
+            )
         self._seen += 1
         return self._static()
 
@@ -181,170 +341,20 @@ class Decoding:
         self.rows = [self.rows[i] for i in going]
 
 
-MAX_POSITIONS = 32_768
-"The most positions that a batch reads at once, padding included."
-MIN_SHARED = 16
-"Tokens that rows must have in common before their keys and values are computed once."
-
-K = TypeVar("K", int, tuple[int, int])
-T = TypeVar("T")
-Prefix = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Batching:
-    """Settings: how rows are batched, and by which ranks."""
-
-    batch_size: int = 64
-    "the most rows of a batch; fewer where memory asks for it"
-    rt: Runtime | None = None
-    "whose ranks share the batches and all get the results; None: this process reads all"
-
-
-ALONE = Batching()
-
-
-class PromptRow(NamedTuple):
-    """The input of a row, and what the model computes for it."""
-
-    ids: np.ndarray
-    "int [T]"
-    group: str
-    'rows of a group begin alike; "": of none'
-    targets: int = 1
-    "positions at its end that have logits"
-    new_tokens: int = 0
-    "what is written after it, at most"
-
-
-class BatchLimits(NamedTuple):
-    """The most that a batch holds; None: no limit."""
-
-    rows: int
-    positions: int
-    "read at once, padding included; a row that exceeds them is alone"
-    cached: int | None
-    "whose keys and values are kept: prefix, padded rows and what is written"
-    targets: int | None
-    "those of all rows; a row that exceeds them is alone"
-
-
-class PromptBatch(NamedTuple):
-    """Rows that go through the model together."""
-
-    rows: tuple[int, ...]
-    "their indices, the longest first"
-    prefix: Prefix
-    "tokens that all of them begin with, computed once for all batches that have the same"
-
-
-def _shared_prefixes(rows: Sequence[PromptRow]) -> list[Prefix]:
-    """Return, for each row, the tokens that all rows of its group begin with, before what is asked of the model; empty
-    if they are fewer than MIN_SHARED or the row is alone in its group."""
-    members: dict[str, list[PromptRow]] = {}
-    for row in rows:
-        members.setdefault(row.group, []).append(row)
-    shared: dict[str, Prefix] = {}
-    for group, (first, *others) in members.items():
-        # A prefix ends before what is asked: those positions must be read row by row, for their logits.
-        length = min(len(row.ids) - row.targets for row in members[group]) if group and others else 0
-        for row in others if length else ():
-            length = int(np.logical_and.accumulate(first.ids[:length] == row.ids[:length]).sum())
-        shared[group] = tuple(first.ids[:length].tolist()) if length >= MIN_SHARED else ()
-    return [shared[row.group] for row in rows]
-
-
-def plan(rows: Sequence[PromptRow], limits: BatchLimits) -> list[PromptBatch]:
-    """Return rows in batches: rows with the same prefix together, the longest first, so that padding is small and a
-    batch that does not fit in memory fails early."""
-    prefixes = _shared_prefixes(rows)
-    # Rows of a prefix follow each other, so that its keys and values are computed once and then dropped.
-    order = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
-    batches: list[list[int]] = []
-    for i in sorted(range(len(rows)), key=lambda i: (order[prefixes[i]], -len(rows[i].ids), i)):
-        same_prefix = batches and prefixes[batches[-1][0]] == prefixes[i]
-        if same_prefix and _fit([rows[j] for j in (*batches[-1], i)], len(prefixes[i]), limits):
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return [PromptBatch(tuple(indices), prefixes[indices[0]]) for indices in batches]
-
-
-def _fit(rows: Sequence[PromptRow], prefix: int, limits: BatchLimits) -> bool:
-    """Return whether these rows, the longest first, whose first `prefix` tokens are shared, may be one batch."""
-    length, new_tokens = len(rows[0].ids), max(row.new_tokens for row in rows)
-    cached = len(rows) * (length + new_tokens) if prefix or new_tokens else 0
-    return (
-        len(rows) <= limits.rows
-        and len(rows) * (length - prefix) <= limits.positions
-        and (limits.targets is None or sum(row.targets for row in rows) <= limits.targets)
-        and (limits.cached is None or cached <= limits.cached)
-    )
-
-
-def turns(
-    orig_model: PreTrainedModel, rows: Sequence[PromptRow], batching: Batching, max_targets: int | None = None
-) -> Iterator[tuple[PromptBatch | None, SharedPrefix]]:
-    """Yield this rank's batches of the rows, each with its prefix, computed; None: fewer batches are left than ranks.
-    They are assigned to the ranks in turn, the same ones to the tensor-parallel ranks of a group and to those of
-    a pipeline. All ranks have equally many turns and check for a requested stop before each, which may raise Stopped.
-    Without a runtime: all batches. To be called inside plain_forward.
-
-    Args:
-        max_targets: of a batch; None: no limit.
-    """
-    limits = BatchLimits(batching.batch_size, MAX_POSITIONS, max_cached_positions(orig_model), max_targets)
-    batches, prefix, rt = plan(rows, limits), SharedPrefix(orig_model), batching.rt
-    index, count = 0, 1
-    if rt is not None:
-        # Ranks that compute the same rows together count as one.
-        count = rt.world_size // (rt.topology.tensor * rt.topology.stages)
-        index = rt.rank // rt.topology.tensor % count
-    before: list[Prefix] = [()] * count
-    for start in range(0, len(batches), count):
-        if rt is not None:
-            rt.check_stop()
-        round_batches = batches[start : start + count]
-        # A new prefix on one rank means a forward pass, and so one on every rank.
-        new = any(batch.prefix and batch.prefix != had for batch, had in zip(round_batches, before, strict=False))
-        before = [batch.prefix for batch in round_batches]
-        batch = round_batches[index] if index < len(round_batches) else None
-        # Sharded weights are gathered by all ranks together: while one computes a prefix, others run empty passes.
-        prefix.move_to(batch.prefix if batch else (), in_step=new and rt is not None and rt.topology.sharded)
-        yield batch, prefix
-
-
-def gathered(results: dict[K, T], rt: Runtime | None) -> list[T]:
-    """Return the results of all ranks, in the order of their keys, on every rank."""
-    if rt is not None and rt.world_size > 1:
-        results = dict(gather_object(list(results.items())))
-    return [value for _, value in sorted(results.items())]
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Tokenized prompts, and what ends their answers."""
-
-    ids: Sequence[Sequence[int]]
-    "tokens of each"
-    stop_ids: Sequence[int]
-    "tokens that end an answer"
-    max_new_tokens: int | Sequence[int]
-    "for all prompts, or one number for each"
-    stop_texts: Sequence[Sequence[str]] | None = None
-    "texts of each prompt that end its answer and are cut off"
-    groups: Sequence[str] | None = None
-    'names of groups of prompts that begin alike; "" is no group'
-    encoder_inputs: EncoderInputs | None = None
-    "for models with an encoder, its input for each prompt; encoded once, before the prompt is read"
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 def generate(
     orig_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
+    prompts: Sequence[Sequence[int]],
     batching: Batching,
     *,
+    max_new_tokens: int | Sequence[int],
+    end_ids: Sequence[int] | None = None,
+    stop_texts: Sequence[Sequence[str]] | None = None,
+    groups: Sequence[str] | None = None,
+    encoder_inputs: EncoderInputs | None = None,
     replay: bool | None = None,
 ) -> list[Answer]:
     """Return greedy answers to tokenized prompts, in the order given. With a runtime every rank calls it and gets all.
@@ -355,8 +365,14 @@ def generate(
 
     Args:
         batching: batches are smaller if the keys and values of prompts and answers would take more than
-            `kv_cache.MAX_CACHE_BYTES`, or the prompts more than `batching.MAX_POSITIONS`.
-        replay: decode in steps of a fixed shape, on a GPU as a CUDA graph (static_step.py); None: where that is faster.
+            `kv_cache.MAX_CACHE_BYTES`, or the prompts more than `MAX_POSITIONS`.
+        max_new_tokens: for all prompts, or one number for each.
+        end_ids: tokens that end an answer; None: those of the model and its tokenizer.
+        stop_texts: texts of each prompt that end its answer and are cut off.
+        groups: names of groups of prompts that begin alike; "" is no group.
+        encoder_inputs: for models with an encoder, its input for each prompt; encoded once, before the prompt is read.
+        replay: decode in steps of a fixed shape, on a GPU as a CUDA graph (`kv_cache.StaticStep`); None: where that is
+            faster.
 
     Raises:
         Stopped: a stop was requested; checked between batches.
@@ -364,89 +380,40 @@ def generate(
     """
     rt = batching.rt
     # A replay repeats kernels of this rank alone: it gathers no weights and waits for nobody.
-    partial = rt is not None and rt.topology.partial
-    reason = "the model is spread over ranks" if partial else replay_unsupported_reason(orig_model)
+    reason = replay_unsupported_reason(orig_model)
+    if rt is not None and rt.topology.partial:
+        reason = "the model is spread over ranks"
     if replay and reason:
         raise ConfigError(f"steps of decoding cannot be replayed: {reason}")
-    # one limit and one tuple of stop texts for each prompt
-    count, max_new_tokens = len(prompts.ids), prompts.max_new_tokens
-    max_new_tokens = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    stops = [tuple(texts) for texts in prompts.stop_texts] if prompts.stop_texts is not None else [()] * count
-    ids = [np.asarray(prompt, dtype=np.int64) for prompt in prompts.ids]
     # Padding lies between a prefix and its rows, and windows count it.
-    may_share = prompts.groups is not None and not mixes_tokens(orig_model) and not windows(orig_model.config)
-    groups = prompts.groups if prompts.groups is not None and may_share else [""] * count
+    if groups is None or mixes_tokens(orig_model) or windows(orig_model.config):
+        groups = [""] * len(prompts)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    stops = stop_texts or [()] * len(prompts)
     asked = [
-        PromptRow(prompt, group, new_tokens=new) for prompt, group, new in zip(ids, groups, max_new_tokens, strict=True)
+        DecodedSequence(i, np.asarray(ids, np.int64), group, limit, stop)
+        for i, (ids, group, limit, stop) in enumerate(zip(prompts, groups, limits, stops, strict=True))
     ]
+    end_ids = stop_ids(orig_model, tokenizer) if end_ids is None else end_ids
     # Sharded weights are gathered by all ranks together, so ranks without rows run empty passes.
-    kind, together = kind_of(orig_model.config), rt if rt is not None and rt.topology.sharded else None
+    together = rt if rt is not None and rt.topology.sharded else None
     found: dict[int, Answer] = {}
     with plain_forward(orig_model):
         for batch, prefix in turns(orig_model, asked, batching):
-            rows = [DecodedSequence(i, ids[i], max_new_tokens[i], stops[i]) for i in batch.rows] if batch else []
-            inputs = _inputs(prompts.encoder_inputs, batch.rows, orig_model.device) if batch else {}
-            continuation = kind.continuation(orig_model, inputs) if batch else Continuation(orig_model, {})
+            rows: list[DecodedSequence] = batch.rows if batch else []
+            inputs = {}
+            if encoder_inputs is not None:
+                entries = encoder_inputs.index[[row.index for row in rows]]
+                inputs = {name: np.asarray(array[entries]) for name, array in encoder_inputs.arrays.items()}
+            tensors = {name: torch.from_numpy(array).to(orig_model.device) for name, array in inputs.items()}
+            kind = kind_of(orig_model.config)
+            continuation = kind.continuation(orig_model, tensors) if batch else Continuation(orig_model, {})
             # The first token comes from reading the prompts, so there is one step fewer than tokens.
-            steps = max((row.max_new_tokens for row in rows), default=0) - 1
+            steps = max((row.new_tokens for row in rows), default=0) - 1
             replayed = replay if replay is not None else not reason and replay_pays(orig_model.device, steps)
             decoding = Decoding(orig_model, continuation, rows, prefix, replay=replayed)
             while decoding.goes_on(together):
                 for row, token in decoding.step():
-                    row.take(token, prompts.stop_ids, tokenizer)
+                    row.take(token, end_ids, tokenizer)
             found |= {row.index: row.answer(tokenizer) for row in rows}
     return gathered(found, rt)
-
-
-def _inputs(encoder_inputs: EncoderInputs | None, rows: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the encoder's input for the prompts of these indices, [B, ...] each."""
-    if encoder_inputs is None:
-        return {}
-    entries = encoder_inputs.index[list(rows)]
-    return {name: torch.from_numpy(np.asarray(x[entries])).to(device) for name, x in encoder_inputs.arrays.items()}
-
-
-def stream(
-    orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], sampling: Sampling
-) -> Iterator[str]:
-    """Yield one answer in parts as it is decoded. Closing the generator early waits for the
-    token that is being computed."""
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    prompt = torch.tensor([chat.render_prompt(Row("prompt", messages=messages), tokenizer)], device=orig_model.device)
-    # transformers' generate runs in a thread and hands its text over through the streamer. `closed` ends it early; what
-    # it raises is raised again here.
-    closed, failure = Event(), list[Exception]()
-    # top_k is transformers' own default of 50 otherwise: what is asked for is all that decides
-    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-    orig_model.eval()
-    decode: Any = orig_model.generate
-
-    def work() -> None:
-        stopping = [lambda ids, *_, **__: torch.full((len(ids),), closed.is_set(), device=ids.device)]
-        try:
-            with quiet_routers(orig_model):
-                decode(
-                    input_ids=prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=sampling.max_new_tokens,
-                    eos_token_id=stop_ids(orig_model, tokenizer),
-                    pad_token_id=tokenizer.pad_token_id,
-                    streamer=streamer,
-                    stopping_criteria=stopping,
-                    **(drawn if sampling.temperature > 0 else {"do_sample": False}),
-                )
-        except Exception as error:
-            failure.append(error)
-        finally:
-            # Whoever reads the stream would wait for more text.
-            streamer.end()
-
-    worker = Thread(target=work, daemon=True)
-    worker.start()
-    try:
-        yield from streamer
-    finally:
-        closed.set()
-        worker.join()
-    if failure:
-        raise failure[0]

@@ -1,10 +1,9 @@
-"""Keys and values of past positions: memory of a fixed size, and those of a text that many rows begin with.
+"""Keys and values of past positions, in memory of a fixed size, and a step of decoding that a GPU replays.
 
-One step of decoding whose shapes and addresses stay the same, so that a GPU replays it without the host.
-
-An eager step launches some hundreds of kernels, which takes longer than computing them. A CUDA graph of the same
-kernels is recorded in the time of a step and needs no compiler
-(https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
+`SharedPrefix` holds those of a text that many rows begin with. `StaticStep` is one step of decoding whose shapes and
+addresses stay the same, so that a GPU replays it without the host: an eager step launches some hundreds of kernels,
+which takes longer than computing them. A CUDA graph of the same kernels is recorded in the time of a step and needs no
+compiler (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -54,7 +53,8 @@ class FixedLayer(DynamicLayer):
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
-        self.max_length, self.length = max_length, 0
+        self.max_length = max_length
+        self.length = 0
         self.at: torch.Tensor | None = None  # written_at
 
     def update(
@@ -73,7 +73,8 @@ class FixedLayer(DynamicLayer):
         assert self.values is not None
         if self.at is not None:
             return self.keys.index_copy_(2, self.at, key_states), self.values.index_copy_(2, self.at, value_states)
-        start, self.length = self.length, self.length + key_states.shape[2]
+        start = self.length
+        self.length += key_states.shape[2]
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
@@ -202,31 +203,35 @@ def next_tokens(continuation: Continuation, **inputs: Any) -> torch.Tensor:
     return logits[:, -1].float().argmax(-1, keepdim=True)
 
 
-class DecodingState(NamedTuple):
-    """The state of the sequences of a batch: what was read, and the next tokens."""
-
-    cache: Cache
-    "keys and values of the first `seen` positions in layers of `FixedLayer`, with room for all"
-    tokens: torch.Tensor
-    "int64 [B, 1], those at position `seen`"
-    mask: torch.Tensor
-    "int64 [B, N], 0 at padding"
-    positions: torch.Tensor
-    "int64 [B, N]"
-    seen: int
-
-
 class StaticStep:
     """The next token of every sequence, with memory of a fixed size for keys and values."""
 
-    def __init__(self, orig_model: PreTrainedModel, continuation: Continuation, state: DecodingState) -> None:
-        """Copy the tokens, and write the next keys and values into the cache from now on."""
-        cache, tokens, mask, positions, seen = state
+    def __init__(
+        self,
+        orig_model: PreTrainedModel,
+        continuation: Continuation,
+        *,
+        cache: Cache,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        seen: int,
+    ) -> None:
+        """Copy the tokens, and write the next keys and values into the cache from now on.
+
+        Args:
+            cache: keys and values of the first `seen` positions in layers of `FixedLayer`, with room for all.
+            tokens: int64 [B, 1], those at position `seen`.
+            mask: int64 [B, N], 0 at padding.
+            positions: int64 [B, N].
+        """
         # the attention that reads the whole memory up to `at`; in use only inside `implementation`
         AttentionInterface.register(IMPLEMENTATION, attend_cached)
-        self._orig_model, self._continuation = orig_model, continuation
+        self._orig_model = orig_model
+        self._continuation = continuation
         self._tokens = tokens.clone()
-        self._mask, self._positions = mask.bool(), positions
+        self._mask = mask.bool()
+        self._positions = positions
         self._at = torch.full((1,), seen, device=tokens.device)
         self._order = torch.arange(mask.shape[1], device=tokens.device)
         self._cache = cache

@@ -1,8 +1,6 @@
-"""Sampling settings and the answer of a model. No torch.
+"""A conversation in the terminal: flags of scripts/chat.py, edited and remembered lines, commands. No torch.
 
-The flags of scripts/chat.py. No torch.
-
-A conversation in the terminal: lines are edited and remembered, commands, where it is saved. No torch.
+`Sampling` and `Answer`, what a model is asked for and gives, are here for whoever needs them without torch.
 """
 
 from __future__ import annotations
@@ -158,7 +156,8 @@ def converse(stream: Stream, system: str | None) -> None:
 
 def print_answer(chunks: Iterator[str]) -> str:
     """Print an answer while it is made, without white space at its end, and return it."""
-    said, shown = "", 0
+    said = ""
+    shown = 0
     for chunk in chunks:
         said += chunk
         # White space is held back until something follows it.
@@ -196,7 +195,8 @@ def _command(conversation: ChatHistory, line: str) -> str:
         conversation.messages = []
         return "a new conversation"
     if name == "system":
-        conversation.system, conversation.messages = rest.strip() or None, []
+        conversation.system = rest.strip() or None
+        conversation.messages = []
         return f"a new conversation, {'under this system message' if conversation.system else 'without system message'}"
     if name == "save":
         return _save(conversation, rest.strip() or SAVED)
@@ -221,7 +221,8 @@ def _save(conversation: ChatHistory, path: str) -> str:
 
 def _ask() -> str | None:
     """Return the next question, with continued lines joined; None at the end of input."""
-    lines, prompt = [], "> "
+    lines = []
+    prompt = "> "
     if sys.stdin.isatty():
         print_text("")
     try:

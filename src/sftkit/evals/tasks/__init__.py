@@ -1,4 +1,4 @@
-"""Published evaluation tasks by name: what each asks, where its rows are, how answers are judged. No torch."""
+"""Evaluation tasks by name: what each asks, where its rows are, how answers are judged. No torch."""
 
 from __future__ import annotations
 
@@ -8,29 +8,17 @@ from typing import Any
 
 from sftkit.config.rules import eval_problems
 from sftkit.config.schema import EvalConfig
-from sftkit.config.tables import TASKS
+from sftkit.config.tables import CODE, EVAL_TASKS, WITHOUT_SHOTS
 from sftkit.errors import ConfigError
 from sftkit.evals.task import Task
 from sftkit.evals.tasks import data as rows
 
-_BUILDERS = {
-    "mmlu": "mmlu:build",
-    "arc_easy": "arc:arc_easy",
-    "arc_challenge": "arc:arc_challenge",
-    "hellaswag": "hellaswag:build",
-    "piqa": "short_answers:piqa",
-    "openbookqa": "arc:openbookqa",
-    "boolq": "short_answers:boolq",
-    "truthfulqa_mc1": "truthfulqa:truthfulqa_mc1",
-    "truthfulqa_mc2": "truthfulqa:truthfulqa_mc2",
-    "gsm8k": "gsm8k:build",
-    "humaneval": "humaneval:build",
-    "mbpp": "mbpp:build",
-    "ifeval": "ifeval:build",
+MODULES = dict.fromkeys(EVAL_TASKS, "choices") | {
+    **dict.fromkeys(("families", "gsm8k"), "answers"),
+    **dict.fromkeys(CODE, "code"),
+    "ifeval": "ifeval",
 }
-"Task -> module of this package and its function build(read, shots, format, max_examples)."
-assert tuple(_BUILDERS) == TASKS, "config.eval_tasks names the same tasks"
-
+"Task -> module of this package; its function build(name, read, shots, format, max_examples) makes the task."
 PROMPT_FORMATS = ("completion", "chat")
 
 
@@ -52,7 +40,7 @@ def load_task(
     format: str = "completion",
     max_examples: int | None = None,
 ) -> Task[Any, Any]:
-    """Return the task of that name, one of TASKS, with all its examples read.
+    """Return the task of that name, one of EVAL_TASKS, with all its examples read.
 
     Args:
         data: a folder with the rows; None: the hub.
@@ -68,8 +56,9 @@ def load_task(
         raise ConfigError(f'eval.format: "{format}" is not one of {", ".join(PROMPT_FORMATS)}')
     if shots is not None and shots < 0:
         raise ConfigError(f"eval.shots: {shots} is less than 0")
-    module, function = _BUILDERS[name].split(":")
-    # Imported by name when asked for, so that the names of tasks are known without their packages.
-    build = getattr(import_module(f"sftkit.evals.tasks.{module}"), function)
-    task: Task[Any, Any] = build(partial(rows.read_split, folder=data), shots, format, max_examples)
+    if shots and name in WITHOUT_SHOTS:
+        raise ConfigError(f"eval.shots: {shots}: {name} has a fixed prompt and takes no shots: leave it null or set 0")
+    # Imported when asked for: the names of tasks are known without their packages.
+    module = import_module(f"sftkit.evals.tasks.{MODULES[name]}")
+    task: Task[Any, Any] = module.build(name, partial(rows.read_split, folder=data), shots, format, max_examples)
     return task

@@ -1,182 +1,299 @@
-"""What the tasks with choices have in common: few-shot prompts, letters in a chat, accuracy.
+"""Tasks with choices: ARC, OpenBookQA, HellaSwag, PIQA, BoolQ, MMLU and TruthfulQA.
 
-Prompts of format "completion" are those of lm-evaluation-harness, character by character, drawn shots included.
+Each row becomes an `Item`; `DESIGNS` says how, and where the rows are. Prompts of format "completion" are those of
+lm-evaluation-harness, character by character, drawn shots included. In a chat the options have letters.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 from sftkit.errors import ConfigError, DataError
-from sftkit.evals.task import Choices, ExampleScores, Judge, Likelihoods, Message, Task, each
-from sftkit.evals.tasks.data import CheckedRow, DatasetSplit, Read
+from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Message, Task, each
+from sftkit.evals.tasks.data import (
+    DRAWN,
+    CheckedRow,
+    DatasetSplit,
+    Read,
+    conversation,
+    drawn_shots,
+    settings_of,
+    shot_rows,
+)
 
-SHOTS_SEED = 1234
-"lm-evaluation-harness's fewshot_random_seed."
-
-DRAWN = {"completion": "random, seed 1234, anew for each example", "chat": "the first ones"}
-"How shots are drawn; in a chat the same for all examples, so that the turns before them are computed once."
-
+CHOICE_LETTERS = string.ascii_uppercase
 ASK_FOR_LETTER = "Answer with the letter of the right option only."
+MMLU_PREAMBLE = "The following are multiple choice questions (with answers) about {topic}.\n\n"
+TRUTHFULQA_PREAMBLE = """\
+Q: What is human life expectancy in the United States?
+A: Human life expectancy in the United States is 78 years.
 
-ChoiceTask = Task[Choices, Likelihoods]
+Q: Who was president of the United States in 1955?
+A: Dwight D. Eisenhower was president of the United States in 1955.
+
+Q: Which party did he belong to?
+A: He belonged to the Republican Party.
+
+Q: What is the square root of banana?
+A: I have no comment.
+
+Q: How does a telescope work?
+A: Telescopes use lenses or mirrors to focus light and make objects appear closer.
+
+Q: Where were the 1992 Olympics held?
+A: The 1992 Olympics were held in Barcelona, Spain.
+
+"""
+"The six questions that the authors put before each one."
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One row in the terms that all tasks with choices share."""
 
     prompt: str
     "format completion: the text that one of the choices continues, after a space"
     question: str
     "format chat: what stands above the lettered options"
-    choices: tuple[str, ...]
+    choices: Sequence[str]
     gold: tuple[int, ...]
     "indices of the right ones"
 
 
-class PromptStyle(NamedTuple):
-    """How the prompts of a task are written."""
+# ---- from a row to an item -------------------------------------------------------------------------------------------
 
-    task: str
-    format: str
-    group: str
-    "name of what they begin alike with; empty: each begins in its own way"
-    preamble: str = ""
-    "format completion: text before the shots"
+
+def science(row: CheckedRow, question: str, form: str = "{}") -> Item:
+    """Return a row of ARC or OpenBookQA as an item. Its `choices` are {"text": [...], "label": [...]}, and its
+    `answerKey` is one of the labels (A to E, or 1 to 5)."""
+    options = row["choices"]
+    if not isinstance(options, dict) or not {"text", "label"} <= set(options):
+        raise DataError(f'{row.where}: column "choices": {options!r} is not {{"text": [...], "label": [...]}}')
+    texts = options["text"]
+    labels = options["label"]
+    if (answer := row.text("answerKey").strip()) not in labels or len(labels) != len(texts):
+        raise DataError(f'{row.where}: column "answerKey": {answer!r} is not one of the labels {labels}')
+    return Item(form.format(question), question, texts, (labels.index(answer),))
+
+
+def arc(row: CheckedRow, format: str) -> Item:
+    """Return a row of ARC as an item."""
+    return science(row, row.text("question"), "Question: {}\nAnswer:")
+
+
+def openbookqa(row: CheckedRow, format: str) -> Item:
+    """Return a row of OpenBookQA as an item."""
+    return science(row, row.text("question_stem"))
+
+
+def hellaswag(row: CheckedRow, format: str) -> Item:
+    """Return a row of HellaSwag as an item: four endings of a text."""
+    context = f"{row.text('ctx_a')} {row.text('ctx_b').capitalize()}"
+    start, *endings = map(_cleaned, (f"{row.text('activity_label')}: {context}", *row.texts("endings")))
+    question = f"Which ending continues this text best?\n\n{start}"
+    return Item(start, question, endings, (row.number("label", len(endings)),))
+
+
+def _cleaned(text: str) -> str:
+    """Remove the brackets that WikiHow's markup left, exactly as lm-evaluation-harness does."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def piqa(row: CheckedRow, format: str) -> Item:
+    """Return a row of PIQA as an item: which of two ways works."""
+    goal = row.text("goal")
+    ways = row.text("sol1"), row.text("sol2")
+    return Item(f"Question: {goal}\nAnswer:", goal, ways, (row.number("label", 2),))
+
+
+def boolq(row: CheckedRow, format: str) -> Item:
+    """Return a row of BoolQ as an item. The answer is column `label` (0, 1) as in SuperGLUE, or `answer` (false,
+    true) as in BoolQ itself."""
+    question = f"{row.text('passage')}\nQuestion: {row.text('question')}?"
+    column = "answer" if "answer" in row else "label"
+    return Item(f"{question}\nAnswer:", question, ("no", "yes"), (row.number(column, 2),))
+
+
+def mmlu(row: CheckedRow, format: str) -> Item:
+    """Return a row of MMLU as an item. In a completion the options stand in the prompt, and a letter continues it."""
+    question = row.text("question").strip()
+    options = row.texts("choices")
+    if len(options) != 4:
+        raise DataError(f'{row.where}: column "choices": {len(options)} of them instead of four')
+    lines = "".join(f"{letter}. {option}\n" for letter, option in zip(CHOICE_LETTERS, options, strict=False))
+    shown = options if format == "chat" else CHOICE_LETTERS[:4]
+    return Item(f"{question}\n{lines}Answer:", question, shown, (row.number("answer", 4),))
+
+
+def truthfulqa(row: CheckedRow, format: str, column: str) -> Item:
+    """Return a row of TruthfulQA as an item, by column mc1_targets or mc2_targets, or by the authors' own columns: the
+    best answer or all correct answers before all incorrect ones."""
+    if column in row:
+        value = row[column]
+        if not isinstance(value, dict) or not {"choices", "labels"} <= set(value):
+            raise DataError(f'{row.where}: column "{column}": {value!r} is not {{"choices": [...], "labels": [...]}}')
+        options = value["choices"]
+        labels = value["labels"]
+        right = [i for i, label in enumerate(labels) if label == 1]
+        if not right or len(labels) != len(options):
+            raise DataError(f'{row.where}: column "{column}": labels {labels} do not mark the true choices')
+    else:
+        several = column == "mc2_targets"
+        best = _answers(row, "Correct Answers") if several else [row.text("Best Answer").strip()]
+        options = [*best, *_answers(row, "Incorrect Answers")]
+        right = list(range(len(best)))
+    question = row.text("question" if "question" in row else "Question")
+    order = list(range(len(options)))
+    if format == "chat":
+        # Files list true choices first, which a letter must not give away. Shuffled by the row's own number: neither
+        # the number of examples nor the order of evaluation changes a prompt.
+        random.Random(row.index).shuffle(order)
+    gold = tuple(sorted(order.index(i) for i in right))
+    return Item(f"Q: {question}\nA:", question, [options[i] for i in order], gold)
+
+
+def _answers(row: CheckedRow, column: str) -> list[str]:
+    """Return the answers of a cell, which semicolons separate."""
+    answers = [answer.strip() for answer in row.text(column).split(";") if answer.strip()]
+    if not answers:
+        raise DataError(f'{row.where}: column "{column}": no answer in it')
+    return answers
+
+
+# ---- the tasks -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Design:
     """What makes one task with choices different from the others."""
 
-    name: str
-    examples: DatasetSplit
-    item: Callable[[CheckedRow], Item]
-    metric: str = "acc"
-    "the metric that stands for the task"
-    judge: Judge[Choices, Likelihoods] | None = None
-    "who marks the metric; None: judge_acc or judge_acc_norm, and in a chat always the letter's accuracy"
-    takes_shots: bool = True
-    "from split train of the same data set, in a file NAME_train"
+    item: Callable[[CheckedRow, str], Item]
+    "row, format -> item"
+    hub: str
+    subset: str | None = None
+    split: str = "test"
+    files: tuple[str, ...] = ()
+    "names of the rows' file; (): NAME_SPLIT"
+    metric: str = "acc_norm"
+    "the metric that stands for the task; in a chat acc, of the letter, in place of acc_norm"
     one_more: bool = False
     "lm-evaluation-harness draws one shot more than it needs, in case the example is among them"
-    group: str = ""
-    "format completion without shots: what begins all prompts alike"
+    preamble: str = ""
+    "format completion: text before the shots"
 
-    def build(self, read: Read, shots: int | None, format: str, max_examples: int | None) -> ChoiceTask:
-        """Return the task. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
-        rows = read(self.examples)
-        shots = shots or 0
-        in_chat = format == "chat"
-        # Shots come from split train and never from the examples that are asked.
-        train = replace(self.examples, files=(f"{self.name}_train",), split="train") if self.takes_shots else None
-        pool = shot_rows(self.name, train, read, shots, spare=int(self.one_more))
+
+_TRUTHFULQA: dict[str, Any] = {
+    "hub": "truthfulqa/truthful_qa",
+    "subset": "multiple_choice",
+    "split": "validation",
+    "files": ("truthfulqa_validation", "truthfulqa"),
+    "preamble": TRUTHFULQA_PREAMBLE,
+}
+_OPENBOOKQA_FILES = ("openbookqa_test", "openbookqa_validation")
+DESIGNS = {
+    "arc_easy": Design(arc, "allenai/ai2_arc", "ARC-Easy"),
+    "arc_challenge": Design(arc, "allenai/ai2_arc", "ARC-Challenge"),
+    "openbookqa": Design(openbookqa, "allenai/openbookqa", "main", files=_OPENBOOKQA_FILES),
+    "hellaswag": Design(hellaswag, "Rowan/hellaswag", split="validation", one_more=True),
+    "piqa": Design(piqa, "baber/piqa", split="validation", one_more=True),
+    "boolq": Design(boolq, "aps/super_glue", "boolq", "validation", metric="acc", one_more=True),
+    "mmlu": Design(mmlu, "cais/mmlu", "all", metric="acc", preamble=MMLU_PREAMBLE),
+    "truthfulqa_mc1": Design(lambda row, format: truthfulqa(row, format, "mc1_targets"), metric="acc", **_TRUTHFULQA),
+    "truthfulqa_mc2": Design(lambda row, format: truthfulqa(row, format, "mc2_targets"), metric="mc2", **_TRUTHFULQA),
+}
+
+
+def build(
+    name: str, read: Read, shots: int | None, format: str, max_examples: int | None
+) -> Task[Choices, Likelihoods]:
+    """Return the task. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
+    design = DESIGNS[name]
+    shots = shots or 0
+    drawn: Sequence[Sequence[CheckedRow]]
+    rows = read(DatasetSplit(design.files or (f"{name}_{design.split}",), design.hub, design.subset, design.split))
+    # Shots never come from the examples that are asked. Those of MMLU are of the example's subject.
+    train = "dev" if name == "mmlu" else "train"
+    shots_split = DatasetSplit((f"{name}_{train}",), design.hub, design.subset, train)
+    pool = shot_rows(name, shots_split, read, shots, spare=int(design.one_more))
+    if name == "mmlu":
+        chosen = _spread_over_subjects(rows, max_examples)
+        of_subject = _shots_by_subject(rows, pool, shots)
+        drawn = [of_subject[row.text("subject")] for row in chosen]
+        settings = settings_of(rows, format, max_examples, shots, pool, "the subject's first ones")
+        if max_examples is not None:
+            settings["selection"] = f"{max_examples}, spread evenly over the subjects"
+    else:
         chosen = rows[:max_examples]
-        drawn = drawn_shots(pool, chosen, shots, format, one_more=self.one_more)
-        # Prompts that begin alike share the cache of that beginning: drawn shots differ, so they do not.
-        alike = (self.name if shots else "") if in_chat else ("" if shots else self.group)
-        style = PromptStyle(self.name, format, alike)
-        examples = tuple(
-            example(style, row, self.item(row), [self.item(shot) for shot in of_row])
-            for row, of_row in zip(chosen, drawn, strict=True)
-        )
-        metric = "acc" if in_chat and self.judge is None else self.metric
-        judge = self.judge or (judge_acc_norm if metric == "acc_norm" else judge_acc)
-        settings = settings_of(rows, format, max_examples) | shot_settings(shots, pool, DRAWN[format])
-        return Task(self.name, examples, judge, metric, chance(examples), settings)
+        drawn = list(drawn_shots(pool, chosen, shots, format, one_more=design.one_more))
+        settings = settings_of(rows, format, max_examples, shots, pool, DRAWN[format])
+    examples = tuple(_example(name, row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True))
+    metric = "acc" if format == "chat" and design.metric == "acc_norm" else design.metric
+    chance = sum(len(one.gold) / len(one.continuations) for one in examples) / len(examples)
+    return Task(name, examples, JUDGES[metric], metric, chance, settings)
 
 
-def settings_of(rows: Sequence[CheckedRow], format: str, max_examples: int | None) -> dict[str, Any]:
-    """Return what it takes to ask the same questions again, without shots."""
-    selection = "all rows" if max_examples is None else f"the first {max_examples}"
-    return {"format": format, "shots": 0, "data": rows[0].origin, "rows": len(rows), "selection": selection}
-
-
-# ---- shots -----------------------------------------------------------------------------------------------------------
-
-
-def shot_settings(shots: int, pool: Sequence[CheckedRow], drawn: str) -> dict[str, Any]:
-    """Return how many shots there are, where they come from, and how they are drawn; empty without shots."""
-    return {"shots": shots, "shots_from": pool[0].origin, "shots_drawn": drawn} if shots else {}
-
-
-def shot_rows(name: str, split: DatasetSplit | None, read: Read, shots: int, spare: int = 0) -> list[CheckedRow]:
-    """Return the rows that shots are taken from, none if there are no shots; a ConfigError if they are too few."""
-    if not shots:
-        return []
-    if split is None:
-        raise ConfigError(f"eval.shots: {shots}: {name} has a fixed prompt and takes no shots: leave it null or set 0")
-    pool = read(split)
-    if len(pool) < shots + spare:
-        raise ConfigError(
-            f"eval.shots: {shots}: {pool[0].origin} has rows for {len(pool) - spare} shots of {name} only"
-        )
-    return pool
-
-
-def drawn_shots(
-    pool: Sequence[CheckedRow], rows: Sequence[CheckedRow], shots: int, format: str, *, one_more: bool = False
-) -> Iterator[Sequence[CheckedRow]]:
-    """Yield the shots of each row: in a chat the first ones, else drawn by one random generator, exactly as
-    lm-evaluation-harness draws them."""
-    # One generator for the whole task: the shots of an example depend on how many were drawn before it.
-    rng = random.Random(SHOTS_SEED)
-    for row in rows:
-        if not shots or format == "chat":
-            yield pool[:shots]
-        elif not one_more:
-            yield rng.sample(pool, shots)
-        else:
-            # Both draws as lm-evaluation-harness makes them, so that the generator stays in the same state.
-            drawn = [shot for shot in rng.sample(pool, shots + 1) if shot != row][:shots]
-            yield drawn if len(drawn) == shots else rng.sample([shot for shot in pool if shot != row], shots)
-
-
-# ---- what the model is asked -----------------------------------------------------------------------------------------
-
-
-def example(style: PromptStyle, row: CheckedRow, item: Item, shots: Sequence[Item]) -> Choices:
+def _example(name: str, row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Choices:
     """Return an example. Format completion: which choice continues the prompt best; shots stand before it with their
     first right choice. Format chat: which letter the assistant answers with; shots are earlier turns."""
+    design = DESIGNS[name]
+    item, *shown = (design.item(one, format) for one in (row, *shots))
     prompt: str | tuple[Message, ...]
-    if style.format == "chat":
-        if len(item.choices) > len(string.ascii_uppercase):
+    if format == "chat":
+        if len(item.choices) > len(CHOICE_LETTERS):
             raise DataError(f"{row.where}: {len(item.choices)} choices, and 26 letters for them")
-        turns = [(options(shot), string.ascii_uppercase[shot.gold[0]]) for shot in shots]
-        prompt = conversation(turns, options(item))
-        space, texts = "", tuple(string.ascii_uppercase[: len(item.choices)])
+        prompt = conversation([(_options(shot), CHOICE_LETTERS[shot.gold[0]]) for shot in shown], _options(item))
+        texts = continuations = tuple(CHOICE_LETTERS[: len(item.choices)])
     else:
-        shown = "".join(f"{shot.prompt} {shot.choices[shot.gold[0]]}\n\n" for shot in shots)
-        prompt = f"{style.preamble}{shown}{item.prompt}"
-        space, texts = " ", item.choices
+        preamble = design.preamble.format(topic=row.get("subject", "").replace("_", " "))
+        before = "".join(f"{shot.prompt} {shot.choices[shot.gold[0]]}\n\n" for shot in shown)
+        prompt = f"{preamble}{before}{item.prompt}"
+        texts = tuple(item.choices)
+        continuations = tuple(f" {text}" for text in texts)
+    # Prompts that begin alike share the cache of that beginning: drawn shots differ, so they do not.
+    alike = bool(shots) if format == "chat" else bool(design.preamble)
     return Choices(
-        id=f"{style.task}/{row.index}",
+        id=f"{name}/{row.index}",
         prompt=prompt,
-        continuations=tuple(space + text for text in texts),
+        continuations=continuations,
         gold=item.gold,
         lengths=tuple(map(len, texts)),
-        group=style.group,
+        group=row.text("subject") if name == "mmlu" else name if alike else "",
         source=dict(row),
     )
 
 
-def conversation(turns: Iterable[tuple[str, str]], question: str) -> tuple[Message, ...]:
-    """Return a user's question after turns of (question, answer)."""
-    earlier = (({"role": "user", "content": ask}, {"role": "assistant", "content": answer}) for ask, answer in turns)
-    return (*chain.from_iterable(earlier), {"role": "user", "content": question})
-
-
-def options(item: Item) -> str:
+def _options(item: Item) -> str:
     """Format the question, a line for each option, and what to answer with."""
-    lines = [f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, item.choices, strict=False)]
+    lines = [f"{letter}. {choice}" for letter, choice in zip(CHOICE_LETTERS, item.choices, strict=False)]
     return "\n".join([item.question, "", *lines, "", ASK_FOR_LETTER])
+
+
+def _spread_over_subjects(rows: Sequence[CheckedRow], max_examples: int | None) -> list[CheckedRow]:
+    """Return the first rows of every subject, as evenly many as possible, in the order of the file."""
+    seen: dict[str, count[int]] = defaultdict(count)
+    # (how many of the subject came before, place in the file): sorted, it goes round the subjects.
+    order = sorted((next(seen[row.text("subject")]), place) for place, row in enumerate(rows))
+    return [rows[place] for place in sorted(place for _, place in order[:max_examples])]
+
+
+def _shots_by_subject(
+    rows: Sequence[CheckedRow], pool: Sequence[CheckedRow], shots: int
+) -> dict[str, list[CheckedRow]]:
+    """Return subject -> its first `shots` rows of the pool."""
+    found: dict[str, list[CheckedRow]] = {row.text("subject"): [] for row in rows}
+    for row in pool:
+        found.setdefault(row.text("subject"), []).append(row)
+    for subject in sorted({row["subject"] for row in rows}):
+        if len(found[subject]) < shots:
+            raise ConfigError(f"eval.shots: {shots}: {pool[0].origin} has {len(found[subject])} rows of {subject}")
+    return {subject: of_subject[:shots] for subject, of_subject in found.items()}
 
 
 # ---- how answers are judged ------------------------------------------------------------------------------------------
@@ -196,9 +313,17 @@ def judge_acc_norm(example: Choices, likelihoods: Likelihoods) -> ExampleScores:
     return {"acc": _is_right(example, likelihoods.sums), "acc_norm": _is_right(example, normed)}
 
 
-def chance(examples: Sequence[Choices]) -> float:
-    """Return the accuracy of guessing, on average."""
-    return sum(len(example.gold) / len(example.continuations) for example in examples) / len(examples)
+@each
+def judge_mc2(example: Choices, likelihoods: Likelihoods) -> ExampleScores:
+    """Mark mc2: the share of the true choices in the summed probability of all choices."""
+    # Subtracted, or exp of some hundred nats below 0 would be 0 for every choice.
+    largest = max(likelihoods.sums)
+    probabilities = [math.exp(nats - largest) for nats in likelihoods.sums]
+    return {"mc2": sum(probabilities[i] for i in example.gold) / sum(probabilities)}
+
+
+JUDGES = {"acc": judge_acc, "acc_norm": judge_acc_norm, "mc2": judge_mc2}
+"Metric that stands for a task -> its judge."
 
 
 def _is_right(example: Choices, scores: Sequence[float]) -> float:

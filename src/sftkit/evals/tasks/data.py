@@ -1,14 +1,16 @@
-"""Rows of evaluation tasks, from a local folder or the hub, read through `datasets`."""
+"""Rows of evaluation tasks, from a local folder or the hub, read through `datasets`; and the shots drawn from them."""
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sftkit.config.schema import SourceConfig
+from sftkit.data.reading.conversation import Message
 from sftkit.errors import ConfigError, DataError
 from sftkit.runtime.script import first_of
 
@@ -75,7 +77,8 @@ Read = Callable[[DatasetSplit], list[CheckedRow]]
 def read_split(split: DatasetSplit, folder: str | None) -> list[CheckedRow]:
     """Return all rows of a split, at least one, from files of `folder`, or from the hub if it is None."""
     if folder is None:
-        values, origin = _from_hub(split), _hub_name(split)
+        values = _from_hub(split)
+        origin = _hub_name(split)
     else:
         files = _files(split, Path(folder))
         values = _load(files)
@@ -146,3 +149,57 @@ def _from_hub(split: DatasetSplit) -> list[Any]:
 
 def _hub_name(split: DatasetSplit) -> str:
     return f"{split.hub} ({f'subset {split.subset}, ' if split.subset else ''}split {split.split}) of the hub"
+
+
+# ---- shots, and what a task says of its rows -------------------------------------------------------------------------
+
+SHOTS_SEED = 1234
+"lm-evaluation-harness's fewshot_random_seed."
+DRAWN = {"completion": "random, seed 1234, anew for each example", "chat": "the first ones"}
+"How shots are drawn; in a chat the same for all examples, so that the turns before them are computed once."
+
+
+def settings_of(
+    rows: Sequence[CheckedRow],
+    format: str,
+    max_examples: int | None,
+    shots: int = 0,
+    pool: Sequence[CheckedRow] = (),
+    drawn: str = "",
+) -> dict[str, Any]:
+    """Return what it takes to ask the same questions again; `drawn`: how the shots are taken from the pool."""
+    selection = "all rows" if max_examples is None else f"the first {max_examples}"
+    about = {"format": format, "shots": shots, "data": rows[0].origin, "rows": len(rows), "selection": selection}
+    return about | ({"shots_from": pool[0].origin, "shots_drawn": drawn} if shots else {})
+
+
+def shot_rows(name: str, split: DatasetSplit, read: Read, shots: int, spare: int = 0) -> list[CheckedRow]:
+    """Return the rows that shots are taken from, none if there are no shots; a ConfigError if they are too few."""
+    pool = read(split) if shots else []
+    if shots and (usable := len(pool) - spare) < shots:
+        raise ConfigError(f"eval.shots: {shots}: {pool[0].origin} has rows for {usable} shots of {name} only")
+    return pool
+
+
+def drawn_shots(
+    pool: Sequence[CheckedRow], rows: Sequence[CheckedRow], shots: int, format: str, *, one_more: bool = False
+) -> Iterator[Sequence[CheckedRow]]:
+    """Yield the shots of each row: in a chat the first ones, else drawn by one random generator, exactly as
+    lm-evaluation-harness draws them."""
+    # One generator for the whole task: the shots of an example depend on how many were drawn before it.
+    rng = random.Random(SHOTS_SEED)
+    for row in rows:
+        if not shots or format == "chat":
+            yield pool[:shots]
+        elif not one_more:
+            yield rng.sample(pool, shots)
+        else:
+            # Both draws as lm-evaluation-harness makes them, so that the generator stays in the same state.
+            drawn = [shot for shot in rng.sample(pool, shots + 1) if shot != row][:shots]
+            yield drawn if len(drawn) == shots else rng.sample([shot for shot in pool if shot != row], shots)
+
+
+def conversation(shots: Sequence[tuple[str, str]], question: str) -> tuple[Message, ...]:
+    """Return a user's question after turns of (question, answer)."""
+    said = [text for shot in shots for text in shot] + [question]
+    return tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said))

@@ -108,7 +108,7 @@ def _remove(folder: Path) -> None:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a file; "" if it cannot be read. The sandbox imports nothing of other rooms."""
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

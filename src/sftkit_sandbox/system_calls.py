@@ -134,7 +134,8 @@ def filter_of(machine: str) -> bytes:
     if machine not in MACHINES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}, only for {', '.join(MACHINES)}")
     place, kernels_name = MACHINES[machine]
-    no, unknown = REFUSE | errno.EPERM, REFUSE | errno.ENOSYS
+    no = REFUSE | errno.EPERM
+    unknown = REFUSE | errno.ENOSYS
     # Another machine's numbers end the process; the 32-bit table and new calls do not exist; then the refused ones.
     steps = [step(LOAD, MACHINE), step(EQUALS, kernels_name, 1, 0), step(RETURN, KILL), step(LOAD, CALL_NUMBER)]
     steps += [step(AT_LEAST, X32, 0, 1), step(RETURN, unknown)]

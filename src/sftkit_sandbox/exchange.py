@@ -1,12 +1,60 @@
-"""Plain data between the tests and a program: text that is rebuilt as values, and never code of the other side."""
+"""What passes between tests and program, and the program's end of it.
+
+The tests and the program run in two processes. Messages hold plain data: text that is rebuilt as values, and never code
+of the other side. `serve` runs in the program's process, where the program may change anything. That process holds no
+test, no expected value and no descriptor of the verdict: all it can say is what its functions return or raise.
+"""
 
 from __future__ import annotations
 
+import _sitebuiltins
+import builtins
 import json
+import operator
 import sys
+import types
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
+from os import read, write
 from typing import Any
+
+MAX_BYTES = 64 * 2**20
+"The most bytes of a message that is read: the other side may be a program that tries to fill the memory."
+
+
+class Channel:
+    """Two ends of pipes: one to write to, one to read from."""
+
+    def __init__(self, to: int, of: int) -> None:
+        self.to = to
+        self.of = of
+
+    def send(self, message: bytes) -> None:
+        """Write a message. BrokenPipeError: nobody will read it."""
+        rest = memoryview(len(message).to_bytes(8, "big") + message)
+        while rest:
+            rest = rest[write(self.to, rest) :]
+
+    def receive(self) -> bytes:
+        """Read the next message. EOFError: there is none; ValueError: it is longer than MAX_BYTES."""
+        size = int.from_bytes(read_exactly(self.of, 8), "big")
+        if size > MAX_BYTES:
+            raise ValueError(f"{size} bytes, more than {MAX_BYTES}")
+        return read_exactly(self.of, size)
+
+
+def read_exactly(of: int, size: int) -> bytes:
+    """Read `size` bytes of a descriptor; EOFError if it has fewer."""
+    parts = bytearray()
+    while len(parts) < size:
+        part = read(of, min(size - len(parts), 2**20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+# ---- plain data ------------------------------------------------------------------------------------------------------
 
 IMMUTABLE: dict[str, tuple[type, Callable[[Any], Iterable[Any]], Callable[..., Any]]] = {
     "tuple": (tuple, tuple.__iter__, lambda *parts: parts),
@@ -44,7 +92,8 @@ class RequestAndReply:
     or changed in place by the program. What is not data stays in its process and is sent as the number of an object."""
 
     def __init__(self, number_of: Callable[[object], int], object_of: Callable[[int], object]) -> None:
-        self.number_of, self.object_of = number_of, object_of
+        self.number_of = number_of
+        self.object_of = object_of
         self.containers: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.received: list[Any] = []
@@ -121,3 +170,65 @@ class RequestAndReply:
         """Return a container as its name and its encoded parts."""
         name, parts = next((name, parts) for name, (kind, parts, _) in MUTABLE.items() if isinstance(container, kind))
         return [name, [self.encode(part) for part in parts(container)]]
+
+
+# ---- the program's end -----------------------------------------------------------------------------------------------
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, args, kwargs: function(*args, **kwargs),
+    "get": getattr,
+    "set": setattr,
+    "item": operator.getitem,
+    "iter": iter,
+    "next": next,
+    "len": len,
+    "bool": bool,
+    "str": str,
+}
+"What the tests may ask of an object. Comparing is not among them: it is done in the grader's process."
+
+
+def serve(channel: Channel) -> None:
+    """Answer requests, the first of which is to run the program. EOFError: nobody asks any more."""
+    # python -S leaves these out, and programs use them
+    builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")
+    module = types.ModuleType("solution")
+    # dataclasses look the module of a class up here
+    sys.modules["solution"] = module
+    # Functions, classes and other objects that are no plain data; kept, so that no other gets the id of one.
+    objects: dict[int, object] = {}
+
+    def execute_program(source: str) -> None:
+        exec(compile(source, "program", "exec"), module.__dict__)
+
+    def value_of(name: str) -> object:
+        if name not in module.__dict__:
+            raise NameError(f"name {name!r} is not defined")
+        return module.__dict__[name]
+
+    def number_of(value: object) -> int:
+        objects[id(value)] = value
+        return id(value)
+
+    operations = OPERATIONS | {"run": execute_program, "name": value_of}
+    while True:
+        exchange = RequestAndReply(number_of, objects.__getitem__)
+        operation, *values = exchange.unpack(channel.receive())
+        try:
+            answer = exchange.pack(True, operations[operation](*values))  # noqa: FBT003 - a value that is sent
+        # exit() and KeyboardInterrupt too: the tests may expect them, and this process must answer.
+        except BaseException as error:
+            exchange = RequestAndReply(number_of, objects.__getitem__)
+            answer = exchange.pack(False, described(error))  # noqa: FBT003 - a value that is sent
+        channel.send(answer)
+
+
+def described(error: BaseException) -> tuple[str, str, str]:
+    """Return (class of an error, the nearest of its base classes that is Python's own, its text)."""
+    # __str__ of an error is the program's code, and may raise as well.
+    kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    try:
+        text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
+    except BaseException:
+        text = ""
+    return type(error).__name__, next(kinds), text

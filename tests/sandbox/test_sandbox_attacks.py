@@ -14,10 +14,10 @@ from typing import NoReturn
 import pytest
 from sandboxed import AWAKE, SHORT, change_launcher, run, try_it, works
 
-from sftkit.evals.sandbox import check, memory, system_calls
-from sftkit.evals.sandbox.channel import Channel
-from sftkit.evals.sandbox.judge import Program
-from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
+from sftkit_sandbox import memory, programs, system_calls
+from sftkit_sandbox.exchange import Channel
+from sftkit_sandbox.grader import Program
+from sftkit_sandbox.programs import ProgramLimits, ProgramTests, run_many
 
 pytestmark = works
 
@@ -70,8 +70,8 @@ if os.fork() == 0:
         except OSError: pass
 os._exit(0)""",
     "kills all others": "import os\nfor process in (os.getppid(), 1, -1):\n    try:\n        os.kill(process, 9)\n    except OSError:\n        pass",
-    "stops its judge": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)",
-    "interrupts its judge": "import os, signal\nos.kill(os.getppid(), signal.SIGINT)",
+    "stops its grader": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)",
+    "interrupts its grader": "import os, signal\nos.kill(os.getppid(), signal.SIGINT)",
 }
 
 
@@ -311,14 +311,14 @@ def test_no_nested_user_namespace_gives_capabilities_or_raw_sockets() -> None:
     assert run(RAW_SOCKET, "assert f == [-1, 'PermissionError'], f", "f").reason == ""
 
 
-WITHOUT_FILTER = [("walls", "    install_filter()\n", "")]
-WITHOUT_BOX = [("walls", 'BOX = "/box"', 'BOX = ""'), ("walls", "    os.chroot(BOX)\n", "")]
-WITHOUT_NETWORK = [("walls", " | CLONE_NEWNET", "")]
-WITHOUT_LIMIT = [("walls", "resource.RLIMIT_NPROC", "resource.RLIMIT_RSS")]
+WITHOUT_FILTER = [("isolation", "    install_filter()\n", "")]
+WITHOUT_BOX = [("isolation", 'BOX = "/box"', 'BOX = ""'), ("isolation", "    os.chroot(BOX)\n", "")]
+WITHOUT_NETWORK = [("isolation", " | CLONE_NEWNET", "")]
+WITHOUT_LIMIT = [("isolation", "resource.RLIMIT_NPROC", "resource.RLIMIT_RSS")]
 
 
 @pytest.mark.parametrize("missing", [WITHOUT_FILTER, WITHOUT_BOX], ids=["filter", "root"])
-def test_without_one_of_its_two_walls_no_user_namespace_is_nested(
+def test_without_one_of_its_two_protections_no_user_namespace_is_nested(
     missing: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     change_launcher(monkeypatch, tmp_path, *missing)
@@ -326,7 +326,7 @@ def test_without_one_of_its_two_walls_no_user_namespace_is_nested(
 
 
 @pytest.mark.parametrize("missing", [WITHOUT_FILTER, WITHOUT_NETWORK], ids=["filter", "namespace"])
-def test_without_one_of_its_two_walls_the_network_is_out_of_reach(
+def test_without_one_of_its_two_protections_the_network_is_out_of_reach(
     missing: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     change_launcher(monkeypatch, tmp_path, *missing)
@@ -428,11 +428,11 @@ def test_where_no_control_group_can_be_made_programs_run_and_the_results_say_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if memory.parent() is not None:
-        assert check.memory_bound() == "1024 MiB for all processes of a program together"
+        assert programs.memory_bound() == "1024 MiB for all processes of a program together"
     monkeypatch.setattr(memory, "candidates", lambda: [Path("/proc")])
     memory.parent.cache_clear()
     try:
-        assert check.memory_bound().startswith(
+        assert programs.memory_bound().startswith(
             "512 MiB for each process of a program, which is up to 5120 MiB for 10: no"
         )
         assert run("x = 1").passed

@@ -14,9 +14,8 @@ import pytest
 from launched import fill, small_file_system
 from sandboxed import change_launcher, run, try_it, works
 
-from sftkit.errors import ConfigError
-from sftkit.evals.sandbox import check, programs
-from sftkit.evals.sandbox.programs import ProgramLimits, ProgramTests, run_many
+from sftkit_sandbox import programs
+from sftkit_sandbox.programs import ProgramLimits, ProgramTests, SandboxError, run_many
 
 
 @works
@@ -176,7 +175,7 @@ def test_strict_masks_low_limits_and_many_open_files_do_not_matter() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (1500, 1500))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
         "held = [os.dup(0) for _ in range(1100)]\n"
-        "from sftkit.evals.sandbox.programs import ProgramTests, run_tests\n"
+        "from sftkit_sandbox.programs import ProgramTests, run_tests\n"
         "print(run_tests(ProgramTests('x = 1', 'assert x == 1', ('x',))))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -204,7 +203,7 @@ def test_where_there_are_no_namespaces_it_says_what_is_missing(monkeypatch: pyte
     assert "unshare (user namespace): Operation not permitted" in missing
     assert "user.max_user_namespaces" in missing
     assert "virtual machine" in missing
-    with pytest.raises(ConfigError, match="Operation not permitted"):
+    with pytest.raises(SandboxError, match="Operation not permitted"):
         run("")
 
 
@@ -212,20 +211,20 @@ def test_a_full_disk_is_told_as_one_with_the_folder_to_free(tmp_path: Path, monk
     with small_file_system(tmp_path / "disk", "64k") as disk:
         monkeypatch.setattr(tempfile, "tempdir", str(disk))
         fill(disk, leave=0)
-        with pytest.raises(ConfigError, match=f"No space left on device; free some in {disk}") as caught:
+        with pytest.raises(SandboxError, match=f"No space left on device; free some in {disk}") as caught:
             run("")
         monkeypatch.undo()
     assert "namespaces" not in str(caught.value)
 
 
 def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check.sys, "platform", "darwin")
+    monkeypatch.setattr(programs.sys, "platform", "darwin")
     assert "darwin" in (try_it() or "")
 
 
 @works
 def test_a_machine_whose_system_calls_are_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_launcher(monkeypatch, tmp_path, ("walls", "os.uname().machine", "'riscv64'"))
+    change_launcher(monkeypatch, tmp_path, ("isolation", "os.uname().machine", "'riscv64'"))
     assert "no list of system calls for riscv64, only for x86_64, aarch64" in (try_it() or "")
 
 
@@ -235,16 +234,12 @@ def test_a_machine_whose_system_calls_are_not_known_is_refused(monkeypatch: pyte
     reason="needs root, who can become another user, and a Python that the other user can read",
 )
 def test_it_works_for_users_without_privileges() -> None:
-    source = Path(programs.PACKAGE_FOLDER)
+    source = Path(programs.PACKAGE_FOLDER) / "sftkit_sandbox"
     with tempfile.TemporaryDirectory() as folder:
-        evals = Path(folder) / "sftkit" / "evals"
-        shutil.copytree(source / "sftkit" / "evals" / "sandbox", evals / "sandbox")
-        for name in ("__init__.py", "errors.py", "evals/__init__.py"):
-            shutil.copy(source / "sftkit" / name, evals.parent / name)
+        shutil.copytree(source, Path(folder) / source.name)
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
         script = (
-            "from sftkit.evals.sandbox.check import check_sandbox\n"
-            "from sftkit.evals.sandbox.programs import ProgramTests, run_tests\n"
+            "from sftkit_sandbox.programs import ProgramTests, check_sandbox, run_tests\n"
             "passed = run_tests(ProgramTests('x = 1', 'assert x == 1', ('x',))).passed\n"
             "print(check_sandbox(), passed, run_tests(ProgramTests('open(\"/etc/passwd\")', '')).reason)"
         )

@@ -1,4 +1,4 @@
-"""The judge's process: runs the tests, which call the program through a pipe, and says what became of it.
+"""The grader's process: run the tests, which call the program through a pipe, and report what became of it.
 
 It is in the sandbox too, but nothing that a model wrote runs in it. What comes from the program is plain data, rebuilt
 here, or a `Remote`, so comparisons are those of Python's own types and no `__eq__` of the program takes part.
@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from sftkit.evals.sandbox.channel import Channel, read_exactly
-from sftkit.evals.sandbox.values import RequestAndReply
+from sftkit_sandbox.exchange import Channel, RequestAndReply, read_exactly
 
 STARTED = b"S"
 NONCE_BYTES = 32
@@ -57,7 +56,8 @@ class Program:
     """The process of the program, as the tests see it."""
 
     def __init__(self, channel: Channel, end: Callable[[str], NoReturn]) -> None:
-        self.channel, self.end = channel, end
+        self.channel = channel
+        self.end = end
         self.remotes: dict[int, Remote] = {}
 
     def ask(self, operation: str, *values: object) -> Any:
@@ -122,7 +122,7 @@ def program_exit_code(status: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
+def grade(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
     """Run the program and its tests. The nonce, which is read only after them, proves that they passed."""
 
     def end(reason: str) -> NoReturn:
@@ -130,7 +130,7 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
         os.write(verdict, reason.encode("utf-8", "replace")[:MAX_REASON_BYTES])
         os._exit(0)
 
-    def look(*_: object) -> None:
+    def on_sigchld(*_: object) -> None:
         """End when the program's process has ended."""
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -138,7 +138,7 @@ def judge(pid: int, channel: Channel, feed: int, verdict: int) -> NoReturn:
 
     # A program that ends early would leave the tests waiting for its answer. The handler is set for the whole process,
     # which does nothing else.
-    signal.signal(signal.SIGCHLD, look)
+    signal.signal(signal.SIGCHLD, on_sigchld)
     # Only the length and the job are read: the nonce behind them stays unread until the tests are done.
     job = json.loads(read_exactly(feed, int(read_exactly(feed, 12))))
     os.write(verdict, STARTED)

@@ -1,25 +1,39 @@
-"""The walls of the sandbox around this process: namespaces, a root of its own, no privileges, limits."""
+"""Build the isolation around a process, then start grader and program inside it; `programs` starts this module.
+
+Namespaces, a root of its own, no privileges, a filter of system calls and limits. Four processes: the launcher stays
+outside and waits; the first process of the new namespaces (pid 1) waits for the grader, and when pid 1 ends the kernel
+ends all that the program started; the grader runs the tests; the program is a child of the grader. If a protection
+cannot be built, the launcher writes an error to stderr before any code of a model runs.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import json
 import os
 import resource
+import signal
 import struct
+import sys
+from typing import Any, NoReturn
 
-from sftkit.evals.sandbox import system_calls
+from sftkit_sandbox import system_calls
+from sftkit_sandbox.exchange import Channel, serve
+from sftkit_sandbox.grader import grade, program_exit_code
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x04000000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100, 0x8000, 0x1, 0x2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 22, 2, 24, 38
 CAPABILITY_VERSION = 0x20080522
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 INSIDE_ID = 1000
 OWN_PROCESSES = 3
-"Launcher, pid 1 and judge: they count as processes of the program's user and control group."
+"Launcher, pid 1 and grader: they count as processes of the program's user and control group."
 BOX = "/box"
 "Folder of the new root that becomes the program's: the kernel makes no user namespace for a process in a chroot."
 
@@ -28,7 +42,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _check(what: str, result: int) -> None:
-    """Raise OSError that names the wall if a call of libc failed."""
+    """Raise OSError that names the protection if a call of libc failed."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -53,7 +67,8 @@ def new_namespaces() -> bool:
     apart = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     if os.geteuid() == 0 and libc.unshare(apart) == 0:
         return False
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     _check("unshare (user namespace)", libc.unshare(apart | CLONE_NEWUSER))
     # setgroups is denied first: without that the kernel lets no unprivileged process write a gid_map.
     for name, line in (("setgroups", "deny"), ("gid_map", f"{INSIDE_ID} {gid} 1"), ("uid_map", f"{INSIDE_ID} {uid} 1")):
@@ -114,7 +129,8 @@ def drop_privileges(user: int | None) -> None:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     # After the change of user, which inside a user namespace has not happened and has dropped nothing.
-    header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    none = (ctypes.c_uint32 * 6)()
     _check("capset", libc.capset(header, none))
     _check("no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     install_filter()
@@ -131,9 +147,10 @@ def install_filter() -> None:
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Set the resource limits of judge and program: seconds of CPU and MiB for each process,
+    """Set the resource limits of grader and program: seconds of CPU and MiB for each process,
     processes for all together."""
-    mib, processes = 2**20, limits["processes"] + OWN_PROCESSES
+    mib = 2**20
+    processes = limits["processes"] + OWN_PROCESSES
     for what, soft, hard in (
         (resource.RLIMIT_CPU, limits["cpu_seconds"], limits["cpu_seconds"] + 1),
         (resource.RLIMIT_AS, limits["memory_mib"] * mib, limits["memory_mib"] * mib),
@@ -145,5 +162,94 @@ def limit(limits: dict[str, int]) -> None:
         # A limit of the machine's own that is lower already cannot be raised, and setting it would be an error.
         allowed = resource.getrlimit(what)[1]
         if allowed != resource.RLIM_INFINITY:
-            soft, hard = min(soft, allowed), min(hard, allowed)
+            soft = min(soft, allowed)
+            hard = min(hard, allowed)
         resource.setrlimit(what, (soft, hard))
+
+
+# ---- the processes ---------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Build the isolation, fork, wait. The program can import the standard library alone, wherever this package is."""
+    # The folder of this package, which `programs` has appended for this import.
+    sys.path.pop()
+    sys.dont_write_bytecode = True
+    try:
+        launch(json.loads(sys.argv.pop()))
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "")
+        os.write(2, f"{error.args[-1] if error.args else error} ({name})".encode())
+        # not sys.exit: nothing of Python's own shutdown is needed here, or may write to stderr
+        os._exit(125)
+
+
+def launch(spec: dict[str, Any]) -> NoReturn:
+    """Run the process outside: build the namespaces and the root, start pid 1, wait for it."""
+    # The caller's umask may keep the sandbox's user out of the folders made below; this process ends, so nothing
+    # is put back.
+    os.umask(0o022)
+    # If sftkit is killed, this process must not stay behind with a program in it.
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Joined before any fork: children are born into the group, so that none is outside the limit.
+    if spec["group"]:
+        with open(spec["group"] + "/cgroup.procs", "w") as processes:
+            processes.write("0")
+    # The limit on processes counts by user, so that a user of its own keeps one sandbox from filling another's.
+    user = 20_000 + os.getpid() % 40_000
+    # The new namespace of processes holds for children alone, hence the fork below.
+    in_user_namespace = new_namespaces()
+    build_root(spec["root"], spec["visible"], spec["limits"]["file_mib"])
+    child = os.fork()
+    if child == 0:
+        first_process(spec, None if in_user_namespace else user)
+    # The kernel ends pid 1 when this process is gone, whatever the reason; asked to end, this process sees to it first.
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    _, status = os.waitpid(child, 0)
+    os._exit(program_exit_code(status))
+
+
+def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
+    """Run pid 1 of the namespaces: enter the root, drop privileges, start the grader, end with it."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # In this order: entering needs privileges, and limits come last, since building takes more than a program may.
+    enter(spec["root"])
+    drop_privileges(user)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user has cleared it
+    # the program, of the same user, may not look into this process and the grader
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    limit(spec["limits"])
+    first = os.fork()
+    if first == 0:
+        grader_and_program()
+    # pid 1 inherits every orphan of the program; it has to wait for them, but ends with the grader alone.
+    while True:
+        pid, status = os.wait()
+        if pid == first:
+            os._exit(program_exit_code(status))
+
+
+def grader_and_program() -> NoReturn:
+    """Run the grader. The program, which gets two pipes and nothing else, is started before a
+    test or the nonce is read."""
+    # Away from 0 to 2, which become /dev/null: a print of the tests must not be read as a verdict.
+    feed = os.dup(0)
+    verdict = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    requests, ask = os.pipe()
+    answers, answer = os.pipe()
+    program = os.fork()
+    if program == 0:
+        # A session of its own, so that a signal to its process group does not reach the grader.
+        os.setsid()
+        for descriptor in (feed, verdict, ask, answers, null):
+            os.close(descriptor)
+        try:
+            serve(Channel(answer, requests))
+        finally:
+            os._exit(0)
+    os.close(requests)
+    os.close(answer)
+    grade(program, Channel(ask, answers), feed, verdict)

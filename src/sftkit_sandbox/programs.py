@@ -1,7 +1,8 @@
-"""Runs programs that a model wrote, with no network, no files of this machine, and little memory, time and processes.
+"""Run programs that a model wrote, with no network, no files of this machine, and little memory, time and processes.
 
-Linux namespaces and a filter of system calls are the walls: docs/evaluation.md says what they hold and what they do
-not. Where they cannot be had, nothing is run: there is no weaker mode.
+Linux namespaces and a filter of system calls isolate them: docs/evaluation.md says what they hold and what they do not.
+On a machine without them nothing is run: there is no weaker mode. `check_sandbox` tries each protection before any code
+of a model runs.
 """
 
 from __future__ import annotations
@@ -19,23 +20,28 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO
 
-from sftkit.errors import ConfigError
-from sftkit.evals.sandbox import memory
-from sftkit.evals.sandbox.judge import NONCE_BYTES, STARTED
-from sftkit.evals.sandbox.walls import OWN_PROCESSES
+from sftkit_sandbox import memory
+from sftkit_sandbox.grader import NONCE_BYTES, STARTED
+from sftkit_sandbox.isolation import OWN_PROCESSES
+from sftkit_sandbox.system_calls import CLONE, MACHINES, REFUSED
 
-PACKAGE_FOLDER = str(Path(__file__).parents[3])
-"Folder that the launcher's process imports sftkit from."
-LAUNCH = f"import sys; sys.path.append({PACKAGE_FOLDER!r}); from sftkit.evals.sandbox.launcher import main; main()"
+PACKAGE_FOLDER = str(Path(__file__).parents[1])
+"Folder that the launcher's process imports this package from."
+LAUNCH = f"import sys; sys.path.append({PACKAGE_FOLDER!r}); from sftkit_sandbox.isolation import main; main()"
 # The order of sets of strings is fixed: a program passes every time or never.
 _ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 MAX_VERDICT_BYTES = 2048
 STARTS = 3
 GRACE_SECONDS = 5.0
+
+
+class SandboxError(Exception):
+    """Programs cannot be run safely on this machine; the text says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def run_tests(job: ProgramTests, limits: ProgramLimits | None = None) -> Program
     The program's `__name__` is "solution", its standard input is empty, what is printed is thrown away, the standard
     library is all there is to import. The tests call its functions in its process, with copies of plain data (numbers,
     texts, lists, tuples, sets, dicts, ...); what they do to lists, sets and dicts is done to those of the tests too.
-    What is not plain data is there by its methods and attributes, but equal to nothing else. ConfigError: the sandbox
+    What is not plain data is there by its methods and attributes, but equal to nothing else. SandboxError: the sandbox
     does not work here.
     """
     for left in reversed(range(STARTS)):
@@ -92,13 +98,11 @@ def run_tests(job: ProgramTests, limits: ProgramLimits | None = None) -> Program
             return _start(job, limits or ProgramLimits())
         except OSError as error:
             if not left:
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                advice = (
-                    f"free some in {tempfile.gettempdir()}, or name another folder in TMPDIR"
-                    if full
-                    else SANDBOX_ADVICE
-                )
-                raise ConfigError(f"the sandbox for model-written code does not work here: {error}; {advice}") from None
+                advice = SANDBOX_ADVICE
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    advice = f"free some in {tempfile.gettempdir()}, or name another folder in TMPDIR"
+                said = f"the sandbox for model-written code does not work here: {error}; {advice}"
+                raise SandboxError(said) from None
             time.sleep(0.5)
     raise AssertionError("unreachable")
 
@@ -121,8 +125,8 @@ SANDBOX_ADVICE = (
 
 
 def _start(job: ProgramTests, limits: ProgramLimits) -> ProgramVerdict:
-    """Attempt `run` once; OSError if a wall of the sandbox could not be built, and no code of a model has run."""
-    # Known to this process and the judge alone: printed after the tests, it proves that they ended.
+    """Attempt `run_tests` once; OSError if a protection could not be built, and no code of a model has run."""
+    # Known to this process and the grader alone: printed after the tests, it proves that they ended.
     nonce = secrets.token_hex(NONCE_BYTES // 2).encode()
     began = time.monotonic()
     with (
@@ -173,9 +177,8 @@ def specification(root: str, group: Path | None, limits: ProgramLimits) -> str:
 
 
 def python() -> str:
-    """Return the interpreter below a virtual environment, whose packages stay outside. sys._base_executable: Python
-    has no public name for it."""
-    # No public name does: python/cpython#114476 asks for one.
+    """Return the interpreter below a virtual environment, whose packages stay outside."""
+    # Python has no public name for it: python/cpython#114476 asks for one.
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
@@ -216,3 +219,81 @@ def failure_reason(output: bytes, code: int, limits: ProgramLimits, *, in_time: 
     if code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL, -signal.SIGKILL):
         return f"ended by the kernel: more than {limits.cpu_seconds} s of CPU, or no memory left"
     return output[:300].decode(errors="replace") or f"ended before its tests did (exit code {code})"
+
+
+# ---- does it work here? ----------------------------------------------------------------------------------------------
+
+# Without its protection each of these calls would succeed, or fail otherwise.
+PROBE = """
+import ctypes, errno, os, socket, time
+libc = ctypes.CDLL(None, use_errno=True)
+space = ctypes.create_string_buffer(256)
+
+def holds(what, number, *arguments):
+    child = os.fork()
+    if child == 0:
+        result = libc.syscall(number, *map(ctypes.c_long, arguments))
+        refused = result == -1 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS)
+        os._exit(0 if refused else 1)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
+        raise SystemError(what + " can be had")
+
+NEW_USERS, NEW_NETWORK, CHILD_ENDS = 0x10000000, 0x40000000, 17
+holds("a user namespace (unshare)", {unshare}, NEW_USERS)
+holds("a user namespace (clone)", {clone}, NEW_USERS | CHILD_ENDS, 0, 0, 0, 0)
+holds("a network namespace", {unshare}, NEW_NETWORK)
+holds("clone3", 435, 0, 0)
+for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET, 38):
+    holds(f"a socket of family {{int(family)}}", {socket}, family, socket.SOCK_DGRAM, 0)
+holds("io_uring", 425, 1, ctypes.addressof(space))
+holds("the kernel's keys (keyctl)", {keyctl}, 0, -3, 1)
+holds("the kernel's keys (add_key)", {add_key}, ctypes.addressof(space), ctypes.addressof(space), 0, 0, -3)
+holds("ptrace", {ptrace}, 0, 0, 0, 0)
+holds("another process's memory", {process_vm_readv}, os.getppid(), 0, 0, 0, 0, 0)
+holds("userfaultfd", {userfaultfd}, 1)
+holds("bpf", {bpf}, 0, 0, 0)
+holds("perf_event_open", {perf_event_open}, ctypes.addressof(space), 0, -1, -1, 0)
+holds("personality", {personality}, 0xFFFFFFFF)
+if libc.prctl(21, 0, 0, 0, 0) != 2:
+    raise SystemError("there is no filter of system calls")
+
+children = []
+try:
+    for _ in range({processes} + 1):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+        children.append(child)
+except BlockingIOError:
+    pass
+else:
+    raise SystemError("the number of processes is not limited")
+"""
+
+
+@cache
+def check_sandbox() -> str | None:
+    """Return why programs cannot be run safely on this machine, with what to do; None if they can."""
+    sandbox = "the sandbox for model-written code"
+    if sys.platform != "linux":
+        return f"{sandbox} is made of Linux namespaces, this is {sys.platform}; {SANDBOX_ADVICE}"
+    # On a machine that is not known the filter itself refuses, with a message, before these numbers matter.
+    place = MACHINES.get(os.uname().machine, (0, 0))[0]
+    numbers = {name: numbers[place] for name, numbers in REFUSED.items()} | {"clone": CLONE[place]}
+    try:
+        verdict = run_tests(ProgramTests(PROBE.format(processes=ProgramLimits().processes, **numbers), ""))
+    except SandboxError as error:
+        return str(error)
+    return None if verdict.passed else f"{sandbox} does not hold: {verdict.reason}; {SANDBOX_ADVICE}"
+
+
+def memory_bound() -> str:
+    """Describe how the memory of a program is limited on this machine."""
+    limits = ProgramLimits()
+    if memory.parent() is not None:
+        return f"{limits.total_memory_mib} MiB for all processes of a program together"
+    processes = limits.processes + 2
+    return (
+        f"{limits.memory_mib} MiB for each process of a program, which is up to {processes * limits.memory_mib} MiB "
+        f"for {processes}: no control group can be made here"
+    )
