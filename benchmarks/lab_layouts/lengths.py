@@ -16,7 +16,7 @@ import numpy as np
 
 from sftkit.config.load import read_config
 from sftkit.data.batches.loader import load_examples
-from sftkit.data.tokens import stages
+from sftkit.data.tokens.sources import stage_rule
 from sftkit.preflight.analysis import tokenizer_of
 
 
@@ -25,7 +25,7 @@ def main(recipe: Path, out: Path, count: int = 8000) -> None:
     cfg = read_config(recipe, [], world_size=1)
     tokenizer = tokenizer_of(cfg.model, cfg.data)
     assert cfg.data.max_length is not None
-    tokenize = stages.sft(cfg.data, tokenizer, cfg.data.max_length)
+    tokenize = stage_rule("sft")(cfg.data, tokenizer, cfg.data.max_length)
     examples, _ = load_examples(cfg.data, tokenize, nullcontext())
     chosen = np.random.default_rng(0).permutation(len(examples))[:count]
     found = {

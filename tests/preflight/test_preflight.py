@@ -28,11 +28,12 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config, DataConfig, SourceConfig, TrainConfig
+from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.config.topology import Topology
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import num_positions, plan_epoch
 from sftkit.data.batches.pack import DocumentLengths, make_layout
-from sftkit.data.tokens import stages
+from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import make_plan, shape_of
@@ -105,8 +106,7 @@ class Prepared:
         self.tokenizer = tokenizer
         max_length = self.cfg.data.max_length
         assert max_length is not None
-        _, tokenize_of = stages.DATA_OF_STAGES[stage]
-        tokenize = tokenize_of(self.cfg.data, tokenizer, max_length)
+        tokenize = stage_rule(stage)(self.cfg.data, tokenizer, max_length)
         self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext())
         self.layout = make_layout(self.cfg.data, self.cfg.train, DocumentLengths(self.examples.lengths, max_length))
 
@@ -703,13 +703,13 @@ def test_a_stage_finds_in_the_cache_what_inspect_has_tokenized(
     inspect(monkeypatch, str(recipe), "--json", str(look))
     folders = sorted((tmp_path / "cache").iterdir())
     assert len(folders) == 2  # training and validation
-    examples = run_until_loaded(monkeypatch, stages.DATA_OF_STAGES[stage][0], recipe)
+    examples = run_until_loaded(monkeypatch, STAGE_SCRIPTS[stage], recipe)
     assert sorted((tmp_path / "cache").iterdir()) == folders
     found = json.loads(look.read_text())
     assert found["sources"][0]["targets"] == examples.num_targets.sum()
     assert found["max_length"] == (48 if inherited else 64)
     assert (
-        f"stage     {stage}, by the recipe's name: shown is what scripts/{stages.DATA_OF_STAGES[stage][0]} learns"
+        f"stage     {stage}, by the recipe's name: shown is what scripts/{STAGE_SCRIPTS[stage]} learns"
         in capsys.readouterr().out
     )
 

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -19,9 +18,8 @@ from sftkit.config.schema import DataConfig, source_label
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
-from sftkit.data.tokens import sources
-from sftkit.data.tokens.sources import tokenizer_fingerprint
-from sftkit.data.types import Examples, Tokenized, listed
+from sftkit.data.tokens.sources import RowTokenizer, load_sources
+from sftkit.data.types import Examples, listed
 from sftkit.errors import WorkerError
 from sftkit.runtime.script import OomKills, likely_cause, oom_kills
 from sftkit.runtime.signals import ignore_signals
@@ -221,18 +219,13 @@ class Batches:
 
 
 def load_examples(
-    data: DataConfig, tokenize: partial[Tokenized], main_first: AbstractContextManager[object]
+    data: DataConfig, tokenize: RowTokenizer, main_first: AbstractContextManager[object]
 ) -> tuple[Examples, dict[str, Examples]]:
     """Return (training documents, validation documents by source); within `main_first`, so that
-    other ranks find the cache.
-
-    `tokenize` is a partial over row; its function and arguments are part of the cache key.
-    """
-    fingerprint = tokenizer_fingerprint(tokenize.keywords["tokenizer"])
-    key = f"{tokenize.func.__module__}.{tokenize.func.__qualname__} {fingerprint}"
+    other ranks find the cache."""
     with main_first:
-        training = sources.load_sources(data.train, data, tokenize, key)
-        validation = {source_label(source): sources.load_sources((source,), data, tokenize, key) for source in data.val}
+        training = load_sources(data.train, data, tokenize)
+        validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}
     return training, validation
 
 

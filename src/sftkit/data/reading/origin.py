@@ -7,7 +7,6 @@ takes no torch.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +18,7 @@ from typing import Any
 
 from sftkit.config.commands import similar_paths
 from sftkit.config.schema import SourceConfig
+from sftkit.data.demo import builtin
 from sftkit.data.reading import folders, readers
 from sftkit.data.reading.folders import base_split, configuration, configurations, sliced, sliced_beginning
 from sftkit.data.reading.readers import RawRow, without_fill
@@ -112,13 +112,13 @@ def offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
-# Any: what each module makes has a type of its own.
-BUILTINS: dict[str, tuple[str, Callable[[Any], dict[str, object]]]] = {
-    "docs": ("documents", lambda text: {"text": text}),
-    "tasks": ("builtin", lambda task: {"messages": task.messages}),
-    "pictures": ("pictures", dict),
+# Any: what each function of data/demo/builtin.py yields has a type of its own.
+BUILTINS: dict[str, Callable[[Any], dict[str, object]]] = {
+    "docs": lambda text: {"text": text},
+    "tasks": lambda task: {"messages": task.messages},
+    "pictures": dict,
 }
-"Builtin -> the module of data/demo that makes it, and how one becomes a row."
+"Builtin, a function of data/demo/builtin.py -> how one of its items becomes a row."
 DEMO = Path(__file__).parents[1] / "demo"
 STAND_IN = "a text"
 "Stands for the first row of builtin:docs, which cannot be made without reading all of Python's library."
@@ -181,8 +181,7 @@ def _builtin(source: SourceConfig) -> Origin:
         raise ConfigError(f"data source {source.path}: not one of {', '.join(f'builtin:{b}' for b in BUILTINS)}")
     if split not in ("train", "heldout"):
         raise ConfigError(f'data source {source.path}: split "{split}" is not one of train, heldout')
-    module, as_row = BUILTINS[name]
-    made = getattr(importlib.import_module(f"sftkit.data.demo.{module}"), name)
+    as_row, made = BUILTINS[name], getattr(builtin, name)
 
     def raw_rows() -> Iterator[RawRow]:
         return ((f"{source.path}[{split}]:{i}", as_row(item)) for i, item in enumerate(made(split)))

@@ -364,18 +364,18 @@ class PromptedTargets:
     "conversation and text of those that no prompt leads to"
 
 
-def check_prompted_targets(tokenize: partial[Tokenized]) -> PromptedTargets | None:
+def check_prompted_targets(
+    tokenize: Callable[[Row], Tokenized], tokenizer: PreTrainedTokenizerBase, learning: Learning | None
+) -> PromptedTargets | None:
     """Check that each run of targets begins where a prompt of transformers' apply_chat_template ends, token by token,
-    with thinking requested, not requested, or as the template has it. None: the tokenizing does not learn
-    conversations by their answers.
+    with thinking requested, not requested, or as the template has it. None: the run does not learn conversations by
+    their answers.
 
     Args:
-        tokenize: of a run, as loader.load_examples takes it.
+        tokenize: the rule of the run, which learns conversations by `learning`.
     """
-    learning: Learning | None = tokenize.keywords.get("learning")
     if learning is None or learning.targets == "all":
         return None
-    tokenizer: PreTrainedTokenizerBase = tokenize.keywords["tokenizer"]
     template, count, rendered, unasked = template_of(tokenizer), 0, list[str](), list[str]()
     for name, messages in PROBES.items():
         try:

@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -29,7 +30,9 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.config.commands import ROOT, is_ours
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
+from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.data.reading import conversation, findings, readers, rows
 from sftkit.data.reading.findings import BadRows, until_broken
 from sftkit.data.reading.origin import Origin, find_source
@@ -37,7 +40,7 @@ from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.text import text_start
 from sftkit.data.types import Examples, Finding, Row, Tokenized, TokenizedExample
-from sftkit.errors import DataError, WorkerError
+from sftkit.errors import ConfigError, DataError, WorkerError
 from sftkit.rundir.files import flush_folder, own_name
 from sftkit.rundir.manifest import compare_hashes, write_hashes
 from sftkit.runtime.script import counted, likely_cause, oom_kills, working
@@ -202,7 +205,57 @@ def _check(examples: Examples) -> None:
 
 
 OnBadRow = Literal["error", "skip"]
-Tokenize = Callable[[Row], Tokenized]
+
+
+@dataclass(frozen=True)
+class RowTokenizer:
+    """What a stage learns from a row: a rule, and the settings with which it turns a row into documents and their mask.
+
+    Training and inspection of a stage share a cache, whose key names the rule and its settings.
+    """
+
+    rule: Callable[..., Tokenized]
+    "chat.tokenize or one of text.py, for example; takes a row, the tokenizer and `settings`"
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    "most row positions of a document"
+    too_long: str | None = None
+    "data.too_long; None: the rule cuts a text into documents that fit"
+    learning: chat.Learning | None = None
+    "which tokens of a conversation are learned; None: the rule's own choice"
+
+    def __call__(self, row: Row) -> Tokenized:
+        """Return the documents of a row."""
+        return self.rule(row, self.tokenizer, **self.settings)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Return the keyword arguments of the rule."""
+        given = {"learning": self.learning, "max_length": self.max_length, "too_long": self.too_long}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Return what the documents of a row depend on besides the row, as text for the cache's key."""
+        rule = f"{self.rule.__module__}.{self.rule.__qualname__}"
+        # The fingerprint stands for the tokenizer: the text of the object would differ in every process.
+        fingerprint = tokenizer_fingerprint(self.tokenizer)
+        return {"cache_key": f"{rule} {fingerprint}", "bound": str(sorted(self.settings.items()))}
+
+
+def stage_rule(stage: str) -> Callable[[DataConfig, PreTrainedTokenizerBase, int], RowTokenizer]:
+    """Return `row_tokenizer` of the script that runs a stage here, which says what the stage learns.
+
+    Raises:
+        ConfigError: the script, a changed one, has no such function.
+    """
+    script = f"scripts/{STAGE_SCRIPTS[stage]}"
+    script = script if is_ours(script) else str(ROOT / script)
+    found = runpy.run_path(script).get("row_tokenizer")
+    if found is None:
+        raise ConfigError(f"{script}: no function row_tokenizer, which says what the stage learns")
+    return found  # type: ignore[no-any-return]
+
 
 COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "skipped_bad")
 BECAME = {
@@ -273,24 +326,20 @@ class _TokenizedRows:
 TokenizeChunks = Callable[[Iterable[list[RawRow]]], Iterator[_TokenizedRows]]
 
 
-def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, cache_key: str) -> Examples:
+def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer) -> Examples:
     """Return all documents of the sources, source after source, from the cache on disk if they are there. What was
     found in their rows is reported either way.
 
-    `cache_key` names what else the caller has put into `tokenize`: tokenizer, template and task. A source that yields
-    no document is a DataError. With `repeat`, documents and counts are those of all passes.
+    A source that yields no document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
     origins = [find_source(source) for source in sources]
-    # The tokenizer's fingerprint is in cache_key: as an object its text would differ in every process.
-    bound = [(name, value) for name, value in getattr(tokenize, "keywords", {}).items() if name != "tokenizer"]
     # All that the tokenized data depends on, besides the code.
     description = {
         "sources": [[asdict(source), one.identity()] for source, one in zip(sources, origins, strict=True)],
-        "cache_key": cache_key,
+        **tokenize.identity,
         "max_length": data.max_length,
         "too_long": data.too_long,
         "on_bad_row": data.on_bad_row,
-        "bound": str(sorted(bound)),
     }
     folder = Path(data.cache_dir) / data_key(description)
     examples = load_cached_examples(folder)
@@ -332,7 +381,7 @@ def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunk
     return total
 
 
-def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
+def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
     """Tokenize some rows, and count what became of each."""
     part, documents = _TokenizedRows(counts=Counter(rows=len(chunk)), last=chunk[-1][0]), list[TokenizedExample]()
     for raw in chunk:
@@ -406,7 +455,7 @@ _worker: dict[str, Callable[[list[RawRow]], _TokenizedRows]] = {}
 
 
 @contextmanager
-def _chunk_tokenizer(tokenize: Tokenize, data: DataConfig) -> Iterator[TokenizeChunks]:
+def _chunk_tokenizer(tokenize: RowTokenizer, data: DataConfig) -> Iterator[TokenizeChunks]:
     """Yield what tokenizes chunks in order: in this process or in data.num_proc others, which end with the block."""
     tokenize_chunk = partial(_tokenize_chunk, tokenize, data.on_bad_row)
     if data.num_proc == 1:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.config.schema import DataConfig
 from sftkit.data.reading.columns import has_marker, unused_keys
 from sftkit.data.reading.conversation import NO_MEDIA
 from sftkit.data.reading.rows import refuse_picture, require_source_and_texts, require_text
@@ -100,6 +101,12 @@ def tokenize_captions(
         is_cut = size > max_length or any(one.note == "truncated" for one in fitted)
         return Tokenized(made, "truncated" if is_cut else None, counts, odd=odd, unused=keys)
     return replace(fitted[-1], counts=counts) if fitted else Tokenized([], "dropped_no_target", details="no text")
+
+
+def check_targets(data: DataConfig, reason: str) -> None:
+    """Reject settings of conversations where every token is learned, with the reason."""
+    if data.targets not in (None, "all"):
+        raise ConfigError(f"data.targets={data.targets}: {reason}")
 
 
 def start_id(tokenizer: PreTrainedTokenizerBase) -> int:

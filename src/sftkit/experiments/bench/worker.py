@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.data.batches.loader import Batches
-from sftkit.data.tokens.stages import DATA_OF_STAGES
+from sftkit.data.tokens.sources import stage_rule
 from sftkit.errors import ConfigError
 from sftkit.experiments.bench.clock import ClockSamples
 from sftkit.experiments.bench.jobs import Job, read_job
@@ -135,8 +135,7 @@ def batches_of(
         assert cfg.data.max_length is not None
         documents = EncodedDocuments(synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length)
         return lay_out(cfg, rt, documents, objective)
-    _, of_stage = DATA_OF_STAGES[stage.name]
-    tokenize = of_stage(cfg.data, tokenizer, stage.max_length)
+    tokenize = stage_rule(stage.name)(cfg.data, tokenizer, stage.max_length)
     loaded = LoadedModel(orig_model, tokenizer, stage.max_length)
     return load_data(Run(cfg, stage.name, rt, job.folder), loaded, tokenize, objective).batches
 
