@@ -15,7 +15,7 @@ from helpers import SHARED_DATA
 from PIL import Image
 
 from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
-from sftkit.data.batches.pack import DocumentLengths, make_layout, pack
+from sftkit.data.batches.pack import make_layout, pack
 from sftkit.data.demo.builtin import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
 from sftkit.data.reading import images
 from sftkit.data.reading.rows import convert, require_conversation, require_source_and_texts, require_text
@@ -259,8 +259,8 @@ def test_rows_have_as_many_captions_as_leave_few_places_for_pictures_empty() -> 
     )
     data = DataConfig(train=(), row_length=512)
     train = TrainConfig(global_batch_size=4, micro_batch_size=4)
-    plain = make_layout(data, train, DocumentLengths(lengths, 256))
-    encoded = make_layout(data, train, DocumentLengths(lengths, 256, encoded=True))
+    plain = make_layout(data, train, lengths, 256)
+    encoded = make_layout(data, train, lengths, 256, encoded=True)
     assert encoded.docs_per_row < plain.docs_per_row
     rows = len(pack(lengths, np.arange(len(lengths)), 512, encoded.docs_per_row))
     assert len(lengths) > 0.9 * rows * encoded.docs_per_row

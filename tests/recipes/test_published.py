@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.config.topology import Topology, topology_of
-from sftkit.data.batches.pack import DocumentLengths, make_layout
+from sftkit.data.batches.pack import make_layout
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
@@ -115,7 +115,7 @@ def shell(name: str) -> PreTrainedModel:
 def memory_plan(cfg: Config, gib: float | None, topology: Topology) -> MemoryPlan:
     assert cfg.data.max_length is not None
     lengths = np.full(1000, cfg.data.max_length)
-    layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, cfg.data.max_length), topology.row_ranks)
+    layout = make_layout(cfg.data, cfg.train, lengths, cfg.data.max_length, topology.row_ranks)
     plan = analysis.memory_plan(cfg, shell(published(cfg)), layout, gib, topology)
     assert plan is not None
     return plan

@@ -168,7 +168,8 @@ and the messages of each role in conversations that are learned from, see source
     def num_targets(self) -> np.ndarray:
         """Return the target tokens of each document, int64 [D]; token 0 has no context and is never one."""
         # In pieces: sums up to each token would take 16 bytes a token, on every rank.
-        offsets, counts = self.offsets, np.zeros(len(self), dtype=np.int64)
+        offsets = self.offsets
+        counts = np.zeros(len(self), dtype=np.int64)
         first = 0
         while first < len(self):
             last = int(np.searchsorted(offsets, offsets[first] + _PIECE_TOKENS, side="right")) - 1

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.config.commands import install, invocation
 from sftkit.config.schema import DataConfig, EvalConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
 from sftkit.data.batches import loader
-from sftkit.data.batches.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
+from sftkit.data.batches.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.data.reading.origin import offline
 from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.rendering import limited
@@ -103,7 +103,7 @@ def load_validation(
     # The main rank tokenizes first, into the cache that the others read.
     together, validation = loader.load_examples(data, tokenize, rt.main_first())
     batch = TrainConfig(global_batch_size=VALIDATION_ROWS * rt.data_world_size, micro_batch_size=VALIDATION_ROWS)
-    return validation, make_layout(data, batch, DocumentLengths(together.lengths, max_length), rt.data_world_size)
+    return validation, make_layout(data, batch, together.lengths, max_length, rt.data_world_size)
 
 
 def trained_with(source: ModelConfig) -> dict[str, Any]:

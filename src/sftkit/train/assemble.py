@@ -28,7 +28,7 @@ from sftkit.config.topology import stages_fit
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.pack import DocumentLengths, make_layout
+from sftkit.data.batches.pack import make_layout
 from sftkit.data.tokens.chat import check_prompted_targets
 from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.engine.blocks import Blocks
@@ -204,8 +204,8 @@ def lay_out(
     """Return this rank's batches of the documents, in rows of declared shapes. They continue the plan segments of the
     resumed checkpoint, so that no document of the epoch is repeated or lost."""
     examples, earlier = documents.examples, resume.segments
-    lengths = DocumentLengths(examples.lengths, documents.max_length, encoded=examples.encoded)
-    layout = make_layout(cfg.data, cfg.train, lengths, rt.data_world_size, earlier)
+    lengths = examples.lengths, documents.max_length
+    layout = make_layout(cfg.data, cfg.train, *lengths, rt.data_world_size, earlier, encoded=examples.encoded)
     share = RankRows(rt.data_rank, row_shard(rt.topology, rt.rank))
     dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples))
     workers, step = cfg.data.num_workers, resume.state["step"]

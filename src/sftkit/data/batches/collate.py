@@ -94,7 +94,8 @@ def collate(
         shard: what of the rows this process computes; the row length is a multiple of `shard.multiple`.
     """
     # Of each of the M documents: its row, its positions, and where it starts in the B * T positions.
-    row_length, max_doc_length = shape.row_length, shape.max_doc_length
+    row_length = shape.row_length
+    max_doc_length = shape.max_doc_length
     total = len(rows) * row_length
     docs = np.fromiter(chain.from_iterable(rows), np.int64)
     docs_in_row = np.array([len(row) for row in rows])
@@ -123,7 +124,8 @@ def collate(
 
     is_target = targets != IGNORE
     size = (len(rows), row_length)
-    per_row, max_docs = shape.docs_per_row or max(docs_in_row.max(), 1), number_in_row.max(initial=-1) + 1
+    per_row = shape.docs_per_row or max(docs_in_row.max(), 1)
+    max_docs = number_in_row.max(initial=-1) + 1
     assert examples.encoder_inputs is None or max_docs <= per_row, f"{max_docs} documents for {per_row} encoded inputs"
     batch = Batch(
         {
@@ -225,7 +227,8 @@ def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarra
     starts = cu_seqlens[: np.searchsorted(cu_seqlens, cu_seqlens[-1])].astype(np.int64)
     ends = np.append(starts[1:], cu_seqlens[-1])
     row, starts, ends = starts // row_length, starts % row_length, (ends - 1) % row_length + 1
-    first, end = columns[0], columns[-1] + 1
+    first = columns[0]
+    end = columns[-1] + 1
     inside = (starts < end) & (ends > first)
     row, starts, ends = row[inside], starts[inside], np.minimum(ends[inside], end)
     rows = np.arange(cu_seqlens[-1] // row_length)
@@ -247,7 +250,9 @@ def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
 
 def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: BatchShape) -> np.ndarray:
     """Return the starts of the documents, and of each row's padding in chunks of max_doc_length: int32 [D + 1]."""
-    row_length, max_docs, max_doc_length = shape.row_length, shape.max_docs, shape.max_doc_length
+    row_length = shape.row_length
+    max_docs = shape.max_docs
+    max_doc_length = shape.max_doc_length
     padding = [np.arange(r * row_length + n, (r + 1) * row_length, max_doc_length) for r, n in enumerate(used)]
     all_starts = np.sort(np.concatenate([starts, *padding]))
     assert len(all_starts) <= max_docs, f"{len(all_starts)} documents in {max_docs} slots"

@@ -323,7 +323,8 @@ class Order:
         Args:
             lengths: int [D], positions of each document.
         """
-        self._lengths, self._segments = lengths, segments
+        self._lengths = lengths
+        self._segments = segments
         self._layouts = [
             replace(layout, global_batch_size=segment.global_batch_size, budget_rows=segment.budget_rows)
             for segment in segments
@@ -335,7 +336,8 @@ class Order:
     def _plan(self, epoch: int) -> list[GlobalBatch]:
         """Return all global batches of an epoch. Each document appears exactly once,
         whatever was changed on the way."""
-        start, left = self._start(epoch), np.arange(len(self._lengths))
+        start = self._start(epoch)
+        left = np.arange(len(self._lengths))
         batches: list[GlobalBatch] = []
         ends = [segment.after_step for segment in self._segments[1:]]
         for segment, layout, end in zip(self._segments, self._layouts, [*ends, None], strict=True):
@@ -363,14 +365,16 @@ class Order:
         if epochs is None:
             assert max_steps is not None, "checked with the recipe"
             return max_steps
-        epoch, most = 0, math.inf if max_steps is None else max_steps
+        epoch = 0
+        most = math.inf if max_steps is None else max_steps
         while epoch < epochs and self._start(epoch) < most:
             epoch += 1
         return int(min(self._start(epoch), most))
 
     def batches(self, first_step: int, last_step: int) -> Iterator[tuple[int, int, GlobalBatch]]:
         """Yield (step, epoch, global batch) of steps first_step + 1 .. last_step."""
-        step, epoch = 0, 0
+        step = 0
+        epoch = 0
         while step < last_step:
             plan = self.plan(epoch)
             first = max(first_step - step, 0)

@@ -81,15 +81,20 @@ class StepDataset(Dataset[StepBatches]):
             divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
         """
         check_row_shard(layout, share.shard)
-        self.examples, self.layout, self.share, self.pad_id = examples, layout, share, pad_id
-        self.lengths, self.num_targets = examples.lengths, examples.num_targets
+        self.examples = examples
+        self.layout = layout
+        self.share = share
+        self.pad_id = pad_id
+        self.lengths = examples.lengths
+        self.num_targets = examples.num_targets
         self.divisors = self.num_targets if divisors is None else divisors
 
     def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:
         """Build the batches of one (step, epoch, global batch) for this rank."""
         step, epoch, batch = item
         docs = list(chain.from_iterable(batch.rows))
-        lengths, names = self.lengths[docs], self.examples.source_names
+        lengths = self.lengths[docs]
+        names = self.examples.source_names
         # Of all ranks: every rank has the whole plan, so these counts need no exchange.
         source_tokens = np.bincount(self.examples.source[docs], weights=lengths, minlength=len(names))
         shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
@@ -140,13 +145,17 @@ class Batches:
             num_workers: processes that build batches; 0: this one; None: 2 with a GPU, else 0.
             earlier, first_step: the segments of the checkpoint that is resumed, and its step.
         """
-        self.examples, self.layout, self.seed = dataset.examples, dataset.layout, seed
+        self.examples = dataset.examples
+        self.layout = dataset.layout
+        self.seed = seed
         self._dataset = dataset
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
         self.segments = with_segment(earlier, first_step, self.layout, seed)
         order = Order(dataset.lengths, self.layout, self.segments)
-        self.plan, self.num_steps, self._items = order.plan, order.num_steps, order.batches
+        self.plan = order.plan
+        self.num_steps = order.num_steps
+        self._items = order.batches
 
     def num_documents(self, first_step: int, last_step: int) -> int:
         """Return how many documents the steps first_step + 1 .. last_step have, over all ranks."""

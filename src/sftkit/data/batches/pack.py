@@ -1,6 +1,6 @@
-"""Which row lengths waste least on the lengths of the data at hand: an exact dynamic programme.
+"""The layout of a run: the row shapes that it declares up front, and best-fit packing of documents into rows.
 
-The layout of a run: the row shapes that it declares up front, and best-fit packing of documents into rows.
+`choose_buckets` finds the row lengths that waste least on the data at hand, by an exact dynamic programme.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.errors import ConfigError
 from sftkit.runtime.script import counted
 
-_MULTIPLE = 8  # of the row lengths
+log = logging.getLogger(__name__)
+_MULTIPLE = 8  # of the row lengths of buckets
 
 
 def choose_buckets(
@@ -38,7 +39,8 @@ def choose_buckets(
     least = np.array([0, *(_positions(docs[j : j + 1], c, rows_in_batch)[0] for j, c in enumerate(candidates, 1))])
     splits = []  # for each further bucket, by j: how many of the first j candidates the buckets before it hold
     for _ in range(1, min(k, len(candidates))):
-        split, better = [0], [0]
+        split = [0]
+        better = [0]
         for j, c in enumerate(candidates, 1):
             totals = least[:j] + _positions(docs[j] - docs[:j], c, rows_in_batch)
             split.append(int(totals.argmin()))
@@ -57,7 +59,6 @@ def _positions(documents: np.ndarray, row_length: np.integer, rows_in_batch: Cal
     return -(-documents // rows) * rows * int(row_length)
 
 
-log = logging.getLogger(__name__)
 OPEN_ROWS = 1024  # rows that best-fit keeps open: enough for > 99 % filled rows, and the shuffle stays a shuffle
 _SAMPLE = 100_000  # documents packed on trial, 0.07 s
 NUM_BUCKETS = 4  # row lengths of a bucketed layout, unless the recipe sets the number
@@ -78,18 +79,6 @@ class BatchShape:
     "no document is longer; also the most that one padding document covers"
     docs_per_row: int | None = None
     "K, encoded inputs of a row, of examples that have any; None: as many as the rows of a batch need"
-
-
-@dataclass(frozen=True)
-class DocumentLengths:
-    """The lengths of the documents that a layout is made for."""
-
-    lengths: np.ndarray
-    "int [D] in positions, equal on all ranks"
-    max_length: int
-    "most positions of a document: from the recipe, or from the run that the model comes from"
-    encoded: bool = False
-    "each document has an input for an encoder"
 
 
 @dataclass(frozen=True)
@@ -181,30 +170,31 @@ class PlanSegment(NamedTuple):
 def make_layout(
     data: DataConfig,
     train: TrainConfig,
-    documents: DocumentLengths,
+    lengths: np.ndarray,
+    max_length: int,
     world_size: int = 1,
     earlier: Sequence[PlanSegment] = (),
+    *,
+    encoded: bool = False,
 ) -> Layout:
     """Return the layout of a run, from the recipe and the lengths of its training documents; equal on all ranks.
 
     The micro-batch is lowered to the largest that divides a rank's share of the global batch.
 
     Args:
+        lengths: int [D], positions of each training document, equal on all ranks.
+        max_length: most positions of a document, from the recipe or from the run that the model comes from.
+        encoded: each document has an input for an encoder.
         world_size: groups of processes that hold different rows.
         earlier: plan segments of the resumed checkpoint. Buckets stay those that the run began with. Their numbers of
             rows change only with the global batch, so that another micro-batch leaves the global batches as they are.
     """
-    lengths, max_length = documents.lengths, documents.max_length
     share = train.global_batch_size // world_size
     # Lowered to a divisor, so that all micro-batches have one size.
     micro = largest_divisor(share, train.micro_batch_size)
     if micro != train.micro_batch_size:
-        log.info(
-            "micro-batch of %s: the largest number up to %d that divides %d",
-            counted(micro, "row"),
-            train.micro_batch_size,
-            share,
-        )
+        words = f"the largest number up to {train.micro_batch_size} that divides {share}"
+        log.info("micro-batch of %s: %s", counted(micro, "row"), words)
     plain = Layout(
         data.layout,
         (max_length,),
@@ -215,7 +205,7 @@ def make_layout(
         max_doc_length=max_length,
         budget_rows=largest_divisor(train.global_batch_size, train.micro_batch_size),
         pad_multiple=data.pad_multiple or PAD_MULTIPLE,
-        encoded=documents.encoded,
+        encoded=encoded,
     )
     # A resumed run keeps the budget, so that another micro-batch leaves the global batches as they are.
     if earlier and earlier[-1].global_batch_size == train.global_batch_size:
@@ -283,7 +273,8 @@ def _inputs_per_row(lengths: np.ndarray, row_length: int) -> int:
     places for inputs are taken."""
     sample = np.random.default_rng(0).permutation(len(lengths))[:_SAMPLE]
     # By halving: the more places a row has, the smaller is the share of them that is taken.
-    low, high = 1, max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
+    low = 1
+    high = max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
     while low < high:
         middle = (low + high + 1) // 2
         rows = len(pack(lengths, sample, row_length, middle))
@@ -303,7 +294,8 @@ def _bucket_lengths(plain: Layout, data: DataConfig, lengths: np.ndarray) -> tup
 
 def _warm_up_lengths(plain: Layout) -> tuple[int, ...]:
     """Return the longest row and one of half its length."""
-    max_length, multiple = plain.max_length, plain.pad_multiple
+    max_length = plain.max_length
+    multiple = plain.pad_multiple
     if max_length % multiple:
         below = max_length // multiple * multiple
         raise ConfigError(
@@ -328,7 +320,8 @@ def pack(
         if at < len(open_rows):
             space, row = open_rows.pop(at)
         else:
-            space, row = row_length, len(rows)
+            space = row_length
+            row = len(rows)
             rows.append([])
         rows[row].append(i)
         if space > length and len(rows[row]) < docs_per_row:

@@ -128,7 +128,8 @@ def _chunks(node: ast.AST, lines: list[str]) -> Sequence[str]:
     nothing for anything else."""
     if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return ()
-    own, is_class = [], isinstance(node, ast.ClassDef)
+    own = []
+    is_class = isinstance(node, ast.ClassDef)
     if ast.get_docstring(node, clean=False) is not None:
         last_line = node.end_lineno or node.lineno
         if is_class or last_line - node.lineno >= LONGEST_WHOLE_FUNCTION:
@@ -264,7 +265,8 @@ def calendar(rng: Random) -> Drawn:
     """Draw the day or month one after or before another."""
     names, unit = _choose(rng, [(DAYS, "day"), (MONTHS, "month")])
     first, second = _sample(rng, OCCASIONS, 2)
-    start, shift = int(rng.random() * len(names)), _choose(rng, [-1, 1])
+    start = int(rng.random() * len(names))
+    shift = _choose(rng, [-1, 1])
     later = f"one {unit} later" if shift == 1 else f"one {unit} earlier"
     fields = {"a": first, "b": second, "x": names[start], "later": later, "on": "on" if unit == "day" else "in"}
     return f"{first} {names[start]} {second} {shift}", names[(start + shift) % len(names)], fields
@@ -279,7 +281,8 @@ def calendar(rng: Random) -> Drawn:
 )
 def pick(rng: Random) -> Drawn:
     """Draw the first, second or last of three words."""
-    words, which = _sample(rng, WORDS, 3), _choose(rng, list(POSITIONS))
+    words = _sample(rng, WORDS, 3)
+    which = _choose(rng, list(POSITIONS))
     return f"{which} {words}", words[POSITIONS[which]], {"which": which, "list": ",".join(words)}
 
 
@@ -312,7 +315,8 @@ def compare(rng: Random) -> Drawn:
 @_family("What is {sum}?", "Calculate {sum}", "How much is {sum}?", "Solve: {sum}")
 def arithmetic(rng: Random) -> Drawn:
     """Draw a two-digit number plus or minus 1 to 4, without a carry."""
-    tens, small = 10 * _choose(rng, range(1, 10)), _choose(rng, range(1, 5))
+    tens = 10 * _choose(rng, range(1, 10))
+    small = _choose(rng, range(1, 5))
     low = tens + _choose(rng, range(10 - small))
     high = low + small
     operands, answer = _choose(rng, [(f"{low}+{small}", high), (f"{high}-{small}", low)])
@@ -360,7 +364,9 @@ def spell(rng: Random) -> Drawn:
 @_family("What comes next?", "Which number is next?", "Continue:", "Give the next number.", below="{list}")
 def sequence(rng: Random) -> Drawn:
     """Draw three neighboring numbers, upwards or downwards, and the fourth, within the same ten."""
-    tens, start, step = 10 * _choose(rng, range(1, 50)), _choose(rng, range(7)), _choose(rng, [-1, 1])
+    tens = 10 * _choose(rng, range(1, 50))
+    start = _choose(rng, range(7))
+    step = _choose(rng, [-1, 1])
     *numbers, answer = [str(tens + start + i) for i in range(4)][::step]
     listed = ",".join(numbers)
     return listed, answer, {"list": listed}
@@ -387,7 +393,8 @@ CAPITALS_FAMILY = "contains"
 
 def tasks(split: Split) -> Iterator[TaskConversation]:
     """Yield conversations in a fixed order, the families in turn; the same on every machine and Python."""
-    rng, heldout = Random(f"sftkit tasks {split}"), is_heldout_split(split)
+    rng = Random(f"sftkit tasks {split}")
+    heldout = is_heldout_split(split)
     total = HELDOUT_PER_FAMILY * len(FAMILIES) if heldout else TRAIN_CONVERSATIONS
     asked: set[str] = set()
     for i in range(total):
@@ -401,7 +408,10 @@ def tasks(split: Split) -> Iterator[TaskConversation]:
 
 def _conversation(family: str, rng: Random, *, heldout: bool) -> TaskConversation:
     """Draw a conversation of one or two problems, the last one of `family`."""
-    families, messages, problems, answer = [family], [], [], ""
+    families = [family]
+    messages = []
+    problems = []
+    answer = ""
     capitals = family == CAPITALS_FAMILY and rng.random() < SYSTEM_MESSAGE
     if capitals or rng.random() < SYSTEM_MESSAGE:
         messages.append({"role": "system", "content": CAPITALS if capitals else _choose(rng, PLAIN_SYSTEM_MESSAGES)})

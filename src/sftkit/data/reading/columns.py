@@ -231,20 +231,20 @@ def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where
         return []
     given = [name for name in PREFERENCES if isinstance(row.get(name), str | list | dict) and not is_empty(row[name])]
     chosen = [name for name in given if name.startswith("chosen")]
-    if not given or (chosen and turns and all(_ends_with(turns, row[name]) for name in chosen)):
+
+    def ends_turns(answer: object) -> bool:
+        if isinstance(answer, str):
+            return answer.strip() == turns[-1][1]
+        last = turns_of(answer)
+        return bool(last) and last == turns[-len(last) :]
+
+    if not given or (chosen and turns and all(ends_turns(row[name]) for name in chosen)):
         return chosen
     raise DataError(
         f"{where}: a preference row (columns {', '.join(given)}), and SFT learns one answer. Write the chosen one into "
         "the row's messages, or as completion next to prompt, and remove the columns of the others",
         reason="preference row",
     )
-
-
-def _ends_with(turns: list[tuple[object, object]], answer: object) -> bool:
-    if isinstance(answer, str):
-        return answer.strip() == turns[-1][1]
-    last = turns_of(answer)
-    return bool(last) and last == turns[-len(last) :]
 
 
 def turns_of(messages: object) -> list[tuple[object, object]]:
@@ -323,7 +323,8 @@ def unused_keys(
     """
     found: dict[str, None] = {}
     for message in messages:
-        role, parts = message["role"], message.get("content")
+        role = message["role"]
+        parts = message.get("content")
         unread = message.keys() - {"role", "content", "tool_call_id", *MARKS, *REJECTED_KEYS}
         if role == "assistant":
             unread -= {"tool_calls", *(REASONING if reasoning else ())}

@@ -115,7 +115,8 @@ class BadRows:
         """Take a bad row."""
         if not self.rows:
             self._until = time.monotonic() + MAX_LOOKAHEAD_SECONDS
-        text, most = str(error), len(where) + MAX_LINE
+        text = str(error)
+        most = len(where) + MAX_LINE
         if self.rows < MAX_TOLD:
             self.lines.append(f"{text[:most]}..." if self.rows and len(text) > most else text)
         if error.reason not in self.reasons:
@@ -139,7 +140,8 @@ class BadRows:
         Args:
             advice: tell that such rows can be left out, too.
         """
-        lines, more = list(self.lines), self.rows - len(self.lines)
+        lines = list(self.lines)
+        more = self.rows - len(self.lines)
         said = [f"and {counted(more, 'more bad row')}"] if more else []
         if self.not_read_after:
             said.append(f"rows after {self.not_read_after} were not looked at")

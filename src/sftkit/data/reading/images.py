@@ -43,7 +43,8 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
     """
     # A picture with several captions is read once, and shared by its documents.
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    different, index = list(number), np.array([number[name] for name in names])
+    different = list(number)
+    index = np.array([number[name] for name in names])
     file = cache_dir / f"images-{_key(different, size)}.npy"
     array = _opened(file, (len(different), *size))
     if array is None:
@@ -106,11 +107,13 @@ def _opened(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 
 def _written(file: Path, names: Sequence[str], size: ImageSize) -> np.ndarray:
     """Return the array from a file that gets its name when it is complete; in memory if the disk is full."""
-    shape, temporary = (len(names), *size), own_name(file)
+    shape = (len(names), *size)
+    temporary = own_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Checked first: on a full disk, writing to mapped memory would end the process by a signal.
-        needed, free = int(np.prod(shape)), shutil.disk_usage(file.parent).free
+        needed = int(np.prod(shape))
+        free = shutil.disk_usage(file.parent).free
         if needed > free:
             raise OSError(f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free")
         array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)

@@ -1,7 +1,6 @@
-"""Datasets of the Hugging Face hub, and a quick and clear failure without network.
+"""Find where the rows of a source are: a builtin, local files, or a dataset of the Hugging Face hub. No torch.
 
-Where the rows of a source are: a builtin, local files, a hub dataset. Finding them, and looking at the first,
-takes no torch.
+Without network the hub's cache is used, or the error is quick and clear.
 """
 
 from __future__ import annotations
@@ -153,12 +152,13 @@ def _on_hub(source: SourceConfig) -> Origin:
         return _local(source, dataset)
     label = f"{source.path}[{source.split}]"
     types = dict(dataset.features or {})
+
+    def raw_rows() -> Iterator[RawRow]:
+        return ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset))
+
     # Private, but shown in the documentation: what datasets itself names its caches by
     # (https://huggingface.co/docs/datasets/about_cache).
-    return Origin(
-        lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)),
-        lambda: dataset._fingerprint,
-    )
+    return Origin(raw_rows, lambda: dataset._fingerprint)
 
 
 def find_here(source: SourceConfig) -> Origin | None:
@@ -176,24 +176,23 @@ def find_here(source: SourceConfig) -> Origin | None:
 
 def _builtin(source: SourceConfig) -> Origin:
     """Find a builtin source."""
-    name, split = source.path.removeprefix("builtin:"), base_split(source.split)
+    name = source.path.removeprefix("builtin:")
+    split = base_split(source.split)
     if name not in BUILTINS:
         raise ConfigError(f"data source {source.path}: not one of {', '.join(f'builtin:{b}' for b in BUILTINS)}")
     if split not in ("train", "heldout"):
         raise ConfigError(f'data source {source.path}: split "{split}" is not one of train, heldout')
-    as_row, made = BUILTINS[name], getattr(builtin, name)
+    as_row = BUILTINS[name]
+    made = getattr(builtin, name)
 
     def raw_rows() -> Iterator[RawRow]:
         return ((f"{source.path}[{split}]:{i}", as_row(item)) for i, item in enumerate(made(split)))
 
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
-    return Origin(partial(sliced, raw_rows, source), _identity_of_builtins, beginning)
-
-
-def _identity_of_builtins() -> list[str]:
     # The docs are Python's own library; the rest is made by these modules.
     made_by = b"".join(path.read_bytes() for path in sorted(DEMO.glob("*.py")))
-    return [sys.version, hashlib.sha256(made_by).hexdigest()]
+    identity = [sys.version, hashlib.sha256(made_by).hexdigest()]
+    return Origin(partial(sliced, raw_rows, source), lambda: identity, beginning)
 
 
 def _local(source: SourceConfig, path: Path) -> Origin:
@@ -203,11 +202,7 @@ def _local(source: SourceConfig, path: Path) -> Origin:
     def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:
         return (row for file in files for row in readers.rows_of(file, beginning=beginning))
 
+    rows = partial(sliced, raw_rows, source)
     first = partial(sliced_beginning, partial(raw_rows, beginning=True), source)
-    return Origin(
-        partial(sliced, raw_rows, source),
-        partial(folders.content_identity, files),
-        first,
-        num_bytes=sum(file.stat().st_size for file in files),
-        said=said,
-    )
+    num_bytes = sum(file.stat().st_size for file in files)
+    return Origin(rows, partial(folders.content_identity, files), first, num_bytes, said)

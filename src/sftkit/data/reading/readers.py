@@ -1,6 +1,7 @@
-"""What Arrow adds to rows, taken out again.
+"""Read local files to raw rows: JSON lines, JSON, Parquet, CSV, TSV and text, also gzipped.
 
-Local files to raw rows: JSON lines, JSON, Parquet, CSV, TSV and text, also gzipped.
+Each row has a name (file:line) for messages. A row that cannot be read is one bad row where the next row can still be
+found. The nulls that Arrow adds to rows of tables are removed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import IO, cast
@@ -174,11 +175,10 @@ def rows_of(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
         beginning: of one large JSON value take only the rows that its first LONGEST_RECORD bytes hold.
     """
     kind = suffix_of(path)
-    lines = dict.fromkeys((".jsonl", ".ndjson"), _json_lines)
-    tables = dict.fromkeys((".csv", ".tsv"), _delimited)
-    read = {**lines, **tables, ".json": _json, ".parquet": _parquet, ".txt": _text}[kind or ".txt"]
+    readers = {".json": _json_beginning if beginning else _json, ".parquet": _parquet, ".csv": _delimited}
+    readers |= {".tsv": _delimited, ".jsonl": _json_lines, ".ndjson": _json_lines}
     try:
-        yield from _json_beginning(path) if beginning and kind == ".json" else read(path)
+        yield from readers.get(kind or "", _text)(path)
     except DataError:
         raise
     except Exception as error:  # a file of foreign origin can make gzip, json and pyarrow raise anything
@@ -283,11 +283,10 @@ def _json_beginning(path: Path) -> Iterator[RawRow]:
 
 def _is_json(content: bytes) -> bool:
     """Return whether the content is JSON by the grammar alone, without what `loads` forbids beyond it."""
-    try:
+    with suppress(ValueError):
         json.loads(content)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _elements(content: bytes) -> Iterator[bytes]:
@@ -295,7 +294,9 @@ def _elements(content: bytes) -> Iterator[bytes]:
     breaks off, those that are complete."""
     # One element at a time, by the grammar alone: `loads` judges each of them later, as a row.
     text = content.decode(json.detect_encoding(content))
-    after_gap, decoder, end = re.compile(r"[^\s,]"), json.JSONDecoder(), text.index("[") + 1
+    after_gap = re.compile(r"[^\s,]")
+    decoder = json.JSONDecoder()
+    end = text.index("[") + 1
     while (first := after_gap.search(text, end)) and first[0] != "]":
         try:
             _, end = decoder.raw_decode(text, first.start())
@@ -361,7 +362,9 @@ def _records(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes]]:
     number = 0
     while line := file.readline(LONGEST_RECORD + 1):
         number += 1
-        where, record, open_quote = f"{path}:{number}", bytearray(line), line.count(b'"') % 2 == 1
+        where = f"{path}:{number}"
+        record = bytearray(line)
+        open_quote = line.count(b'"') % 2 == 1
         while open_quote and len(record) <= LONGEST_RECORD and (line := file.readline(LONGEST_RECORD + 1)):
             number += 1
             record += line
@@ -394,7 +397,9 @@ def _cells(record: bytes, where: str, delimiter: str) -> list[str]:
         raise DataError(f"{where}: a NUL byte, which no text has", reason=MALFORMED)
     if '"' not in text and "\r" not in text:
         return text.split(delimiter)
-    cell, cells, end = _CELLS[delimiter], list[str](), -1
+    cell = _CELLS[delimiter]
+    cells = list[str]()
+    end = -1
     while end < len(text):
         match = cell.match(text, end + 1)
         quoted, plain = match.groups() if match else (None, "")

@@ -1,16 +1,14 @@
-"""Find answers of a rendered conversation by the text that stands around similar answers.
-
-To render every prefix of a conversation takes time that grows with the square of its turns. Templates look at roles,
-fields and the place of the last question, so answers that are alike in those are rendered alike: a few of them are
-rendered, and the others are found by the text before and after these, if it is there.
-
-Which characters of a rendered conversation are answers as a server would have been asked for them.
+"""Locate the assistant's answers in a rendered conversation: the loss mask, in characters.
 
 An answer is learned where the text before it is what the chat template makes of the messages before it, generation
 prompt included: then each of its tokens is one that the model itself will have to write. What a generation prompt
 supplies, such as a closed thinking block, is context. Where a template renders an answer differently once it is history
 (Qwen3 leaves its reasoning out), the answer is context only. With data.split_turns it also ends a separate document, in
 exactly the context in which it would be asked.
+
+Rendering every prefix of a conversation costs time that grows with the square of its turns. Templates look at roles,
+fields and the place of the last question, so answers that are alike in those are rendered alike: a few of them are
+rendered, and `AnswerMatcher` finds the others by the text before and after these, if it is there.
 """
 
 from __future__ import annotations
@@ -51,13 +49,11 @@ RENDERED_FIRST = 2
 "Answers of each situation that are rendered before others are found by them."
 
 
-class _Outcome(NamedTuple):
-    """How an answer stands in a longer conversation."""
-
-    header: str | None
-    "The text from the beginning of its header up to the answer; None: the answer is NOWHERE."
-    end: str
-    "The text after the answer that belongs to it: the end of its turn."
+Outcome = tuple[str, ...]
+"""How an answer stands in a longer conversation: the text from the beginning of its header up to the answer, and the
+text after the answer that belongs to it, the end of its turn."""
+NOT_THERE: Outcome = ()
+"Of an answer that is NOWHERE."
 
 
 class AnswerMatcher:
@@ -69,8 +65,11 @@ class AnswerMatcher:
         Args:
             text: the rendered messages up to `last`, an answer.
         """
-        self.template, self.messages, self.text, self.last = template, messages, text, last
-        self._known: dict[Hashable, list[_Outcome | None]] = {}
+        self.template = template
+        self.messages = messages
+        self.text = text
+        self.last = last
+        self._known: dict[Hashable, list[Outcome | None]] = {}
         self._users = [i for i in range(last) if messages[i]["role"] == "user"]
         self._places = self._headers()
 
@@ -81,13 +80,14 @@ class AnswerMatcher:
         outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
         if outcome is None:
             return None
-        if outcome.header is None:
+        if outcome == NOT_THERE:
             return NOWHERE
-        if k not in self._places or not self.text.startswith(outcome.header, self._places[k]):
+        header, closing = outcome
+        if k not in self._places or not self.text.startswith(header, self._places[k]):
             return None
-        start = self._places[k] + len(outcome.header)
+        start = self._places[k] + len(header)
         end = self._next_special(start)
-        return (start, end + len(outcome.end)) if self.text.startswith(outcome.end, end) else None
+        return (start, end + len(closing)) if self.text.startswith(closing, end) else None
 
     def add(self, k: int, start: int, core_end: int, span: Span) -> None:
         """Record where answer k was found by rendering; `start` to `core_end` is its own text,
@@ -95,9 +95,9 @@ class AnswerMatcher:
         # An answer that was found otherwise than by header and end is kept as unlike any other.
         outcome = None  # what stands around such answers is too little to find others by
         if span == NOWHERE:
-            outcome = _Outcome(None, "")
+            outcome = NOT_THERE
         elif k in self._places and self._next_special(start) == core_end:
-            outcome = _Outcome(self.text[self._places[k] : start], self.text[core_end : span[1]])
+            outcome = self.text[self._places[k] : start], self.text[core_end : span[1]]
         self._known.setdefault(self._situation(k), []).append(outcome)
 
     def _situation(self, k: int) -> Hashable:
@@ -151,8 +151,7 @@ the model writes. The end-of-turn token belongs to them, whitespace after that d
     "Where the text of each answer is, after a prompt or not; only of a document that is learned whole."
 
 
-@dataclass(frozen=True)
-class _LastAnswer:
+class _LastAnswer(NamedTuple):
     """An answer as the last message."""
 
     text: str
@@ -173,7 +172,10 @@ class Finder:
             thinking: auto: an answer without reasoning is one with thinking turned off, where the template knows that;
                 learn_empty: the empty thinking block that the template writes is learned; off: reasoning is left out.
         """
-        self.tokenizer, self.row, self.thinking, self.where = tokenizer, row, thinking, row.where
+        self.tokenizer = tokenizer
+        self.row = row
+        self.where = row.where
+        self.thinking = thinking
         self.template = template_of(tokenizer, with_tools=bool(row.tools))
         given = row.messages or []
         self.messages = with_reasoning(given, self.template, thinking)
@@ -200,7 +202,8 @@ class Finder:
                 another prompt for the last answer than it then renders.
         """
         # By marks only where one rendering is that of every answer: the same arguments, and nothing rewritten later.
-        args, wanted = self.arguments(last), sorted(k for k in among if k <= last)
+        args = self.arguments(last)
+        wanted = sorted(k for k in among if k <= last)
         marks = self.template.has_marks and self.template.append_only
         marked = marks and all(self.arguments(k) == args for k in wanted)
         document = self._marked(last, wanted) if marked else self._located(last, wanted)
@@ -252,13 +255,7 @@ class Finder:
 
         # Answers are checked where they are learned, this one too.
         self.odd |= check_context(
-            self.messages[: last + 1],
-            self.row.tools,
-            text,
-            render,
-            template=self.template,
-            where=self.where,
-            args=args,
+            self.messages[: last + 1], self.row.tools, text, render, template=self.template, where=self.where, args=args
         )
 
     def turns_thinking_off(self, k: int) -> bool:
@@ -282,9 +279,8 @@ class Finder:
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
         if marks.keys() <= set(known):
             return set(marks)
-        messages = [
-            with_other_reasoning(m, marks[k]) if k in marks else m for k, m in enumerate(self.messages[: last + 1])
-        ]
+        given = enumerate(self.messages[: last + 1])
+        messages = [with_other_reasoning(m, marks[k]) if k in marks else m for k, m in given]
         text, _ = self._rendered(messages, self.arguments(last))
         rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
         return {k for k in marks if k in rendered or k in known}
@@ -336,7 +332,8 @@ class Finder:
         # Without one mark for each answer it is not known which is whose.
         if len(marks) != len(answers):  # several for an answer, or none
             return self._located(last, wanted)
-        spans, before = {}, 0
+        spans = {}
+        before = 0
         for k, (start, end) in zip(answers, marks, strict=True):
             span = self._after_header(text, start), end_of_marked(text, (start, end), self.template.end_tokens)
             self._check(k, text[span[0] : span[1]], text[before : span[1]])
@@ -384,8 +381,14 @@ class Finder:
         """Return (text, where the answer begins), which is after the longest prompt that a
         server could have made for it."""
         if k == 0:
-            return text, self._start_without_question(text)
-        args, name = self.arguments(k), self.template.thinking_argument
+            # Many templates cannot render the empty prompt before an answer that comes first. The longest header
+            # counts: a short one may be the beginning of another.
+            for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
+                if header.strip() and header in text:
+                    return text, text.index(header) + len(header)
+            raise fault(self.where, "template cannot begin with an answer")
+        args = self.arguments(k)
+        name = self.template.thinking_argument
         prompt = self._render(k, args, add_generation_prompt=True)
         # A server may ask with thinking on or off, whatever the template does by itself.
         prompts = [prompt]
@@ -409,20 +412,12 @@ class Finder:
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
         # Where the two part, with a little of both, so that the error shows what the template does.
         at = len(common_prefix([text, prompt]))
-        shared, asked, found = text[max(0, at - 20) : at], prompt[at : at + 20], text[at : at + 20]
-        raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, prompt=asked, text=found)
-
-    def _start_without_question(self, text: str) -> int:
-        """Return where the first message begins if it is an answer: many templates cannot render
-        the empty prompt before it."""
-        # The longest first: a short one may be the beginning of another.
-        for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
-            if header.strip() and header in text:
-                return text.index(header) + len(header)
-        raise fault(self.where, "template cannot begin with an answer")
+        shared = text[max(0, at - 20) : at]
+        both = {"prompt": prompt[at : at + 20], "text": text[at : at + 20]}
+        raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, **both)
 
     def _check(self, k: int, answer: str, text: str) -> None:
-        """Refuse an answer unless what its message says is in what will be learned, and its reasoning in the text."""
+        """Reject an answer unless what its message says is in what will be learned, and its reasoning in the text."""
         self._check_reasoning(k, text)
         self._check_rendered(k, answer, 0)
 

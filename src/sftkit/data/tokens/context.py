@@ -112,7 +112,8 @@ def _marked(messages: list[Message], marks: dict[str, tuple[str, int]]) -> list[
     """Return the messages with a mark at the end of each text, and in each tool call."""
     result = []
     for i, message in enumerate(messages):
-        role, marked = message["role"], dict(message)
+        role = message["role"]
+        marked = dict(message)
         if message["content"].strip():
             what = str({"assistant": "answer", "developer": "system"}.get(role, role))
             if role != "assistant" or answer_core(message):

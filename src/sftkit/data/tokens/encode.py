@@ -50,7 +50,10 @@ def encode(
     """
     if len(text) <= CHUNK_CHARACTERS:
         return _arrays(_call(tokenizer, text, split_special_tokens=split_special_tokens))
-    parts, begin, tokens, ended = [], 0, 0, False
+    parts = []
+    begin = 0
+    tokens = 0
+    ended = False
     again: list[list[int]] = [[], [], []]
     while not ended and (enough is None or tokens < enough):
         encoded = _call(tokenizer, text[begin : begin + CHUNK_CHARACTERS], split_special_tokens=split_special_tokens)
@@ -170,7 +173,8 @@ def token_range(span: Span, encoded: Encoded) -> tuple[int, int]:
 
 def tokens_inside(spans: list[Span], encoded: Encoded) -> np.ndarray:
     """Return bool [n]: tokens that cover at least one character of a span. Spans ascend and do not overlap."""
-    starts, ends = encoded.starts, encoded.ends
+    starts = encoded.starts
+    ends = encoded.ends
     assert all(a[1] <= b[0] for a, b in pairwise(spans)), "answers overlap"
     is_target = np.zeros(len(starts), dtype=bool)
     for span in spans:

@@ -69,7 +69,8 @@ def limited(work: Callable[..., T], *args: object, **options: object) -> T:
     Raises:
         ConfigError: it was ended.
     """
-    thread, run = get_ident(), _Run()
+    thread = get_ident()
+    run = _Run()
     # The watch sets `exceeded`, then looks whether the rendering is still in _running. Here it is taken out first, then
     # `exceeded` is read: so one of the two notices the other, without a lock for the many that are short.
     try:
@@ -97,7 +98,8 @@ def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
     compiled = _compiled(source)
     blocks = compiled.root_render_func(compiled.new_context(variables))  # render() without the join at its end
     found = list(islice(blocks, _BLOCKS))
-    length, counted = sum(map(len, found)), len(found)
+    length = sum(map(len, found))
+    counted = len(found)
     while counted and counted % _BLOCKS == 0:
         _check_length(length)
         chunk = list(islice(blocks, _BLOCKS))
@@ -120,8 +122,10 @@ def _marked(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
     """Return text and marked spans, as transformers does with return_assistant_tokens_mask. That joins all of the text
     so far for every answer, which takes minutes for a conversation of thousands. Here the tracker is given an empty
     list of blocks, and spans are moved to where the text ends."""
-    compiled, blocks = _compiled(source), list[str]()
-    length, spans = 0, _Spans()
+    compiled = _compiled(source)
+    blocks = list[str]()
+    length = 0
+    spans = _Spans()
     # The tracker is private, as is the environment: both came with huggingface/transformers#30650.
     environment: Any = compiled.environment
     with environment.activate_tracker([], spans):
@@ -242,7 +246,8 @@ def _check(thread: int, run: _Run) -> None:
     with suppress(OSError):  # the thread is gone
         now = _processor_seconds(thread)
         if run.started is None:
-            run.started, run.memory = now, _memory()
+            run.started = now
+            run.memory = _memory()
         elif now - run.started > MAX_SECONDS:
             run.exceeded = f"after {MAX_SECONDS:g} seconds its text of one conversation is not complete"
         elif _memory() - run.memory > MAX_MEMORY:
@@ -280,7 +285,9 @@ def _memory() -> int:
 def _after_fork() -> None:
     """Forget the renderings of other threads, and the watch, which a forked process does not have."""
     global _lock, _wake, _watch_is_awake
-    _lock, _wake, _watch_is_awake = Lock(), Event(), False
+    _lock = Lock()
+    _wake = Event()
+    _watch_is_awake = False
     _running.clear()
     _watches.clear()
 

@@ -1,6 +1,6 @@
-"""Tokenized data on disk: flat .npy files, memory-mapped, with a hash of each; complete or not there at all.
+"""From data sources to tokenized examples: read rows, tokenize them in order, count what became of each, cache.
 
-Sources to tokenized examples: read rows, tokenize them in order, count what became of each, cache the result.
+A cache entry is a folder of flat, memory-mapped .npy files with a hash of each. It is complete or not there at all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sftkit.config.schema import DataConfig, SourceConfig, source_label
 from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.data.reading import conversation, findings, readers, rows
 from sftkit.data.reading.findings import BadRows, until_broken
-from sftkit.data.reading.origin import Origin, find_source
+from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.text import text_start
@@ -58,17 +58,16 @@ WRITING = ".writing"
 DEAD_SECONDS = 86_400.0
 "Age from which a temporary file or folder counts as dead if nothing else shows it."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
+FILES = (*(f"{name}.npy" for name in ARRAYS), "meta.json")
+"Of an entry, besides the hashes."
 
 log = logging.getLogger(__name__)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the sha256 of what decides tokens: vocabulary and merges, special tokens, chat template."""
-    parts = [
-        tokenizer.backend_tokenizer.to_str(),
-        json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
-        json.dumps(tokenizer.chat_template, sort_keys=True),
-    ]
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    parts = [tokenizer.backend_tokenizer.to_str(), special, json.dumps(tokenizer.chat_template, sort_keys=True)]
     if (start := text_start(tokenizer)) is not None:
         parts.append(f"texts begin with {start}")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -90,7 +89,7 @@ def load_cached_examples(folder: Path, *, report: bool = True) -> Examples | Non
     if not folder.exists():
         return None
     try:
-        compare_hashes(folder / HASHED, _paths(folder))
+        compare_hashes(folder / HASHED, [folder / name for name in FILES])
         # Memory-mapped, so that ranks of a machine share the pages. Nothing pickled: a cache holds no code.
         meta = json.loads((folder / "meta.json").read_text())
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
@@ -99,7 +98,14 @@ def load_cached_examples(folder: Path, *, report: bool = True) -> Examples | Non
         examples = Examples(
             **arrays, source_names=names, counts=meta["counts"], findings=findings, encoder_sources=meta["given"]
         )
-        _check(examples)
+        # The arrays must fit together.
+        documents = len(examples)
+        tokens = int(examples.offsets[-1])
+        sizes = {"ids": tokens, "is_target": tokens, "offsets": documents + 1}
+        for name, dtype in ARRAYS.items():
+            size = sizes.get(name, documents)
+            if arrays[name].dtype != dtype or arrays[name].shape != (size,):
+                raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, {size} expected")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
         if report:
             log.warning("%s: damaged cache (%s), tokenizing again", folder, error)
@@ -138,14 +144,10 @@ def _write(folder: Path, examples: Examples) -> None:
     for name, dtype in ARRAYS.items():
         np.save(folder / f"{name}.npy", np.asarray(getattr(examples, name), dtype=dtype), allow_pickle=False)
     findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
-    meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
-    meta["given"] = list(examples.encoder_sources)
+    given = list(examples.encoder_sources)
+    meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings, "given": given}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    write_hashes(folder / HASHED, _paths(folder))
-
-
-def _paths(folder: Path) -> list[Path]:
-    return [*(folder / f"{name}.npy" for name in ARRAYS), folder / "meta.json"]
+    write_hashes(folder / HASHED, [folder / name for name in FILES])
 
 
 def _replace(temporary: Path, folder: Path) -> None:
@@ -171,10 +173,7 @@ def _sweep(parent: Path) -> None:
             if not _is_dead(path):
                 continue
             log.info("%s: left by a process that was killed, removed", path)
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _is_dead(path: Path) -> bool:
@@ -192,16 +191,6 @@ def _is_dead(path: Path) -> bool:
                     return True
     newest = max(each.lstat().st_mtime for each in [path, *path.glob("*")])
     return time.time() - newest > DEAD_SECONDS
-
-
-def _check(examples: Examples) -> None:
-    """Raise ValueError if dtypes or lengths of the arrays do not fit together."""
-    documents, tokens = len(examples), int(examples.offsets[-1])
-    sizes = {"ids": tokens, "is_target": tokens, "offsets": documents + 1, "num_bytes": documents, "source": documents}
-    for name, dtype in ARRAYS.items():
-        array = getattr(examples, name)
-        if array.dtype != dtype or array.shape != (sizes[name],):
-            raise ValueError(f"{name} is {array.dtype}{array.shape}, {sizes[name]} expected")
 
 
 OnBadRow = Literal["error", "skip"]
@@ -346,23 +335,28 @@ def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Ro
     if examples is None:
         parts = []
         with _chunk_tokenizer(tokenize, data) as tokenize_chunks:
-            for source, source_rows in zip(sources, origins, strict=True):
+            for source, origin in zip(sources, origins, strict=True):
                 with working(f"tokenizing {source_label(source)}"):
-                    parts.append(_tokenize_source(source, source_rows, tokenize_chunks))
+                    parts.append(_tokenize_source(source, tokenize_chunks(_chunks(origin.rows()))))
         examples = save_cached_examples(folder, _joined(parts, sources))
     for source, one in zip(sources, origins, strict=True):
         if one.said:
             log.info("%s: %s", source_label(source), one.said)
             examples.files[source_label(source)] = one.said
-    for name, told in examples.findings.items():
-        findings.log_findings(name, told)
+    for name, found in examples.findings.items():
+        findings.log_findings(name, found)
     return examples
 
 
-def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunks: TokenizeChunks) -> _TokenizedRows:
-    """Tokenize all rows of a source; refuses one without documents."""
-    total, bad = _TokenizedRows(), BadRows()
-    for chunk_rows in until_broken(tokenize_chunks(_chunks(source_origin.rows())), bad):
+def _tokenize_source(source: SourceConfig, chunks: Iterator[_TokenizedRows]) -> _TokenizedRows:
+    """Return what became of all rows of a source; reject a source without documents.
+
+    Args:
+        chunks: the source's rows, tokenized.
+    """
+    total = _TokenizedRows()
+    bad = BadRows()
+    for chunk_rows in until_broken(chunks, bad):
         for where, error in chunk_rows.bad:
             bad.add(where, error)
         if bad.enough(chunk_rows.last):
@@ -383,7 +377,8 @@ def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunk
 
 def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
     """Tokenize some rows, and count what became of each."""
-    part, documents = _TokenizedRows(counts=Counter(rows=len(chunk)), last=chunk[-1][0]), list[TokenizedExample]()
+    part = _TokenizedRows(counts=Counter(rows=len(chunk)), last=chunk[-1][0])
+    documents: list[TokenizedExample] = []
     for raw in chunk:
         # A bad row ends the run, or is counted and left out.
         try:
@@ -426,9 +421,9 @@ def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 
 def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Examples:
     """Concatenate the documents of all sources, with those of `repeat` passes."""
-    # Copies in memory and in the cache: a repeated document is one more to all that follows.
+    # `repeat` stores real copies: later stages treat each copy as an independent document.
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
-    # Every source has every count, zeros too, so that whoever reads them need not ask.
+    # Every source has every count, zeros too.
     count_names = (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
     names = tuple(map(source_label, sources))
     by_name = list(zip(names, parts, sources, strict=True))
@@ -461,13 +456,9 @@ def _chunk_tokenizer(tokenize: RowTokenizer, data: DataConfig) -> Iterator[Token
     if data.num_proc == 1:
         yield partial(map, tokenize_chunk)
         return
-    executor = ProcessPoolExecutor(
-        data.num_proc,
-        # not fork: threads of this process, of torch or a tokenizer, may hold locks
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenize_chunk,),
-    )
+    # Not fork: threads of this process, of torch or a tokenizer, may hold locks.
+    spawn = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(data.num_proc, spawn, initializer=_start_worker, initargs=(tokenize_chunk,))
     try:
         yield partial(_in_processes, executor, data.num_proc)
     finally:

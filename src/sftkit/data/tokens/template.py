@@ -18,9 +18,12 @@ from sftkit.data.tokens.rendering import Span, render, variables_of
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 
-FIRST_QUESTION, FIRST_ANSWER = "first question", "first answer"
-SECOND_QUESTION, SECOND_ANSWER = "second question", "second answer"
-_REASONED, _SEEN = "first reasoning", "first result"
+FIRST_QUESTION = "first question"
+FIRST_ANSWER = "first answer"
+SECOND_QUESTION = "second question"
+SECOND_ANSWER = "second answer"
+_REASONED = "first reasoning"
+_SEEN = "first result"
 THINKING_ARGUMENTS = ("enable_thinking", "thinking")
 "Arguments by which published templates are told whether an answer begins with reasoning."
 _FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}\}", re.DOTALL)

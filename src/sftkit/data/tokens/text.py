@@ -138,7 +138,8 @@ def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
     Those of a start model are its start token, then what its tokenizer puts around a target, as transformers makes
     labels and shifts them; those of a new model are the start token and eos.
     """
-    start, eos = start_id(tokenizer), _eos_id(tokenizer)
+    start = start_id(tokenizer)
+    eos = _eos_id(tokenizer)
     if text_start(tokenizer) is None:
         return [start], [eos]
     before, after = _around(tokenizer, target=True)
@@ -153,7 +154,8 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Tokenize a text, with BOS if the tokenizer adds one and with eos, int32 [n]."""
-    bos, eos = tokenizer.bos_token_id, _eos_id(tokenizer)
+    bos = tokenizer.bos_token_id
+    eos = _eos_id(tokenizer)
     if len(text) <= CHUNK_CHARACTERS:
         ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
     else:
