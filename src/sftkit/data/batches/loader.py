@@ -1,4 +1,4 @@
-"""From examples and a layout to the micro-batches of every optimizer step, at any starting step."""
+"""Build the micro-batches of every optimizer step from examples and a layout, beginning at any step."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StepDataset(Dataset[StepBatches]):
         docs = list(chain.from_iterable(batch.rows))
         lengths = self.lengths[docs]
         names = self.examples.source_names
-        # Of all ranks: every rank has the whole plan, so these counts need no exchange.
+        # Counts over all ranks need no communication: every rank has the whole plan.
         source_tokens = np.bincount(self.examples.source[docs], weights=lengths, minlength=len(names))
         shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
         mine = list(batch.micro_batches(self.layout, self.share.rank))
@@ -163,7 +163,7 @@ class Batches:
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """Return the batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
-        # In shared memory, since a worker that is killed can no longer say what it was making.
+        # In shared memory: a worker that was killed cannot report what it was building.
         self._dataset.at_work = torch.zeros(self._num_workers, 3, dtype=torch.int64).share_memory_()
         loader = DataLoader(
             self._dataset,
@@ -181,13 +181,13 @@ class Batches:
 
     @contextmanager
     def workers_named(self) -> Iterator[None]:
-        """Replace torch's error about a dead data worker, wherever the loop then is, by one that says
-        what the worker was building.
+        """Replace torch's error about a dead data worker, wherever it is raised, by an error that names what the worker
+        was building.
 
         Raises:
             WorkerError: with process, cause, step, micro-batch and documents.
         """
-        # Counted now, so that a kill for memory in the meantime is told from earlier ones.
+        # Counted now, to distinguish a later kill for memory from earlier ones.
         before = oom_kills()
         try:
             yield
@@ -197,13 +197,14 @@ class Batches:
                 raise
             raise WorkerError(self._last_words(int(died[1]), before)) from error
         finally:
-            # Dropping the iterator ends its workers. At the end of Python it would wait for them, and
-            # they ignore signals.
+            # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they
+            # ignore signals.
             self._iterator = iter(())
 
     def _last_words(self, pid: int, before: OomKills) -> str:
         """Return what is known about a dead data worker."""
-        # Private: torch keeps its workers to itself, and does not always say what ended one (pytorch/pytorch#48088).
+        # Private: torch has no public list of its workers, and does not always report why one
+        # ended (pytorch/pytorch#48088).
         worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
         by = "has ended"
         if worker is not None:
@@ -230,8 +231,8 @@ class Batches:
 def load_examples(
     data: DataConfig, tokenize: RowTokenizer, main_first: AbstractContextManager[object]
 ) -> tuple[Examples, dict[str, Examples]]:
-    """Return (training documents, validation documents by source); within `main_first`, so that
-    other ranks find the cache."""
+    """Return (training documents, validation documents by source); within `main_first`, so that other ranks
+    find the cache."""
     with main_first:
         training = load_sources(data.train, data, tokenize)
         validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}

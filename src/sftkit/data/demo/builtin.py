@@ -1,21 +1,16 @@
-"""Which side of the split an item is on: a hash of what it is decides, so that no held-out item is in training.
+"""Data that every machine has or makes: documents (`docs`), pictures with captions (`pictures`), chat tasks (`tasks`).
 
-Documents out of Python's standard library: real English and Python for base training.
+Documents are real English and Python for base training, out of Python's standard library: help topics, docstrings and
+short functions. Files are parsed, never imported.
 
-Help topics, docstrings and short functions; files are parsed, never imported.
-
-Pictures that determine their caption, so that learning can be measured: a grid of colours, named one
-after the other.
-
-Each colour has a level of red, of green and of blue, and its name spells them: bakapa would be black, which stands for
+Pictures determine their caption, so that learning can be measured: a grid of colours, named one after the other. Each
+colour has a level of red, of green and of blue, and its name spells them: bakapa would be black, which stands for
 nothing. A caption has as many tokens as its words and the end: 90 % have 5 to 32, 9 % 33 to 64 and 1 % 65 to 256.
 Trained on such captions a tokenizer of 1,024 entries has a token for each word.
 
-Small chat tasks with exact answers, made on this machine: conversations of one or two problems for
-mid-training and SFT.
-
-A problem is a family and its operands; their hash decides whether it is held out, so no held-out problem occurs in
-training in any phrasing, under any system message, in any turn.
+Tasks are conversations of one or two problems with exact answers, for mid-training and SFT. A problem is a family and
+its operands. Their hash decides whether it is held out, so no held-out problem occurs in training in any phrasing,
+under any system message, in any turn.
 """
 
 from __future__ import annotations
@@ -124,8 +119,8 @@ def _documents_of_file(path: Path) -> Iterator[str]:
 
 
 def _chunks(node: ast.AST, lines: list[str]) -> Sequence[str]:
-    """Return the source of a documented function, or of a class's head and its documented methods;
-    nothing for anything else."""
+    """Return the source of a documented function, or of a class's head and its documented methods; nothing
+    for anything else."""
     if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return ()
     own = []
@@ -231,7 +226,7 @@ Draw = Callable[[Random], Drawn]
 TaskProblem = tuple[str, str, str]
 "Identity, which is the same in every wording, question and its one right answer."
 _families: dict[str, tuple[Draw, tuple[str, ...], str]] = {}
-"Name -> how a problem is drawn, its phrasings, and what stands below each of them."
+"Name -> the function that draws a problem, its phrasings, and the text below each phrasing."
 
 
 def _family(*phrasings: str, below: str = "") -> Callable[[Draw], Draw]:

@@ -29,7 +29,7 @@ Message = JsonObject
 def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
     """Return the row's messages with string content and parsed tool arguments, or raise a DataError.
 
-    Null content becomes "" beside tool calls, text parts are joined, null keys (Arrow's fill) are dropped, and tool
+    Null content becomes "" next to tool calls, text parts are joined, null keys (Arrow's fill) are dropped, and tool
     arguments that are JSON text become an object, which is what published templates expect; other text stays as it is
     (`oddities` names it).
     """
@@ -44,7 +44,7 @@ def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
 
 
 def require_answer(messages: list[Message], where: str) -> None:
-    """Refuse a conversation to learn from that has no assistant turn, or an empty one."""
+    """Reject a conversation to learn from that has no assistant turn, or an empty one."""
     roles = dict.fromkeys(message["role"] for message in messages)
     if "assistant" not in roles:
         said = ", ".join(roles)
@@ -182,8 +182,8 @@ def _tool_call(call: Message, where: str) -> Message:
 
 
 def _arguments(arguments: object) -> object:
-    """Return tool arguments as an object, {} if there are none; unchanged if they are something else, or name a key
-    twice."""
+    """Return tool arguments as an object, {} if there are none; unchanged if they are something else, or name
+    a key twice."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     if not isinstance(arguments, str):

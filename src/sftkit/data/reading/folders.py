@@ -41,8 +41,8 @@ def sliced(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]
 
 
 def sliced_beginning(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]:
-    """Return the rows of a slice from its first one on, perhaps with some after it; none if
-    finding the first takes long."""
+    """Return the rows of a slice from its first one on, perhaps with some after it; none if finding the
+    first takes long."""
     start, stop = _bounds(source)
     start = "0" if start is None or start == "0%" else start
     if _is_relative(start) or int(start) > FARTHEST:
@@ -51,7 +51,7 @@ def sliced_beginning(rows: Callable[[], Iterator[T]], source: SourceConfig) -> I
 
 
 def _bounds(source: SourceConfig) -> tuple[str | None, str | None]:
-    """Return what stands before and after the colon of a slice."""
+    """Return the bounds of a slice: the texts before and after its colon."""
     spec = source.split.strip()
     if spec == base_split(spec):
         return None, None
@@ -99,7 +99,7 @@ WHOLE_BYTES = 2**29
 "The most bytes of a source that is identified by all of its content; the files of a larger one are sampled."
 PART_BYTES = 2**16
 SAMPLED_PARTS = 16
-"Of a file, its head and tail included."
+"Parts of a large file that are hashed, its head and tail included."
 
 
 def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
@@ -165,8 +165,15 @@ def _named_split(relative: Path) -> str | None:
     """
     for part in reversed(relative.parts):
         name = part.lower()
-        if (shard := _SHARD.match(name)) and (found := _split_of_shards(shard["split"])):
-            return found
+        if shard := _SHARD.match(name):
+            stem = shard["split"]
+            found = SPLITS.get(stem)
+            if found is None and re.fullmatch(r"\w+", stem):
+                found = stem if stem.split("_")[0] in SPLITS else None
+            elif found is None:
+                found = SPLITS.get(stem.rpartition("-")[2])
+            if found:
+                return found
         word = _WORD.match(name)
         if word and word[0] in SPLITS:
             return SPLITS[word[0]]
@@ -175,14 +182,6 @@ def _named_split(relative: Path) -> str | None:
 
 _SHARD = re.compile(r"(?P<split>.+?)[-.](?P<index>\d{5})-of-(?P<total>\d{5})")
 _WORD = re.compile(r"[a-z]+")
-
-
-def _split_of_shards(name: str) -> str | None:
-    if name in SPLITS:
-        return SPLITS[name]
-    if re.fullmatch(r"\w+", name):
-        return name if name.split("_")[0] in SPLITS else None
-    return SPLITS.get(name.rpartition("-")[2])
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -1,5 +1,4 @@
-"""Pictures as arrays: read, resized and written once, then memory-mapped like tokens. What normalises them runs
-on the device."""
+"""Pictures as arrays: read, resized and written once, then memory-mapped like tokens. The device normalises them."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ DEEP = ("I", "F")
 
 
 def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir: Path) -> EncoderInputs:
-    """Return each document's picture, uint8 [I, *size] with one for each different name, from the
-    cache on disk if it is there.
+    """Return each document's picture, uint8 [I, *size] with one for each different name, from the cache on disk if
+    it is there.
 
     Args:
         names: of each document the file of its picture, or the name of a generated one.
@@ -54,8 +53,8 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
 
 
 def read_image(name: str, size: ImageSize) -> np.ndarray:
-    """Read one picture, uint8 [channels, height, width]: the whole file, upright as its EXIF
-    says, stretched to the size.
+    """Read one picture, uint8 [channels, height, width]: the whole file, upright as its EXIF says, stretched
+    to the size.
 
     Raises:
         DataError: the file is not a picture.
@@ -134,9 +133,9 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     """Fill the array with all pictures.
 
     Raises:
-        DataError: some files are not pictures: all are read, to say how many, and which come first.
+        DataError: some files are not pictures. The message counts all of them and names the first.
     """
-    # All are tried, so that one run tells of all that is broken.
+    # Every file is tried, so that one run reports all broken files.
     faults = list[DataError]()
     for i, name in enumerate(names):
         try:

@@ -30,7 +30,7 @@ def load_from_hub(source: SourceConfig) -> Any:
     """Load a datasets.Dataset; without network, the Path of a downloaded snapshot if only that is there."""
     import datasets
 
-    # A switch of the whole process, which stays: lines of our own say what takes long.
+    # A switch of the whole process, which stays: our own lines report what takes long.
     datasets.disable_progress_bars()
     connected = hub_answers()
     if not connected:
@@ -49,7 +49,7 @@ def load_from_hub(source: SourceConfig) -> Any:
 
 
 def check_dataset(source: SourceConfig) -> None:
-    """Refuse a source that is no local path if neither hub nor cache has a dataset of its name. Loads nothing.
+    """Reject a source that is no local path if neither hub nor cache has a dataset of its name. Loads nothing.
 
     Raises:
         ConfigError: where it was looked for, and what to do.
@@ -96,8 +96,8 @@ def _missing(source: SourceConfig, reason: str) -> ConfigError:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Turn the hub client and datasets offline inside the block. They read the switch once, at import, into
-    these two module variables."""
+    """Turn the hub client and datasets offline inside the block. They read the switch once, at import, into these
+    two module variables."""
     import datasets.config
     from huggingface_hub import constants
 
@@ -139,8 +139,8 @@ class Origin:
 
 
 def find_source(source: SourceConfig) -> Origin:
-    """Find a source and the rows of it that are asked for, or raise a ConfigError that says where it was looked for.
-    Reads no rows."""
+    """Find a source and the rows of it that are asked for, or raise a ConfigError that lists the places where it
+    was looked for. Reads no rows."""
     found = find_here(source) or _on_hub(source)
     return replace(found, rows=lambda: islice(found.rows(), source.max_rows))
 

@@ -25,9 +25,9 @@ from sftkit.runtime.script import counted
 def without_fill(value: object, feature: object = None) -> object:
     """Return a row of a table without the nulls of its structs.
 
-    A column of objects has one set of keys for all rows, so `{"x": 1}` beside `{"y": 2}` is read as
-    `{"x": 1, "y": None}`. Nulls of the source cannot be told from these and are removed too. Elements of lists stay,
-    and so do values that `datasets` keeps as JSON (its feature Json), where a null is one that somebody wrote.
+    A column of objects has one set of keys for all rows, so `{"x": 1}` next to `{"y": 2}` is read as `{"x": 1, "y":
+    None}`. Nulls of the source look the same and are removed too. Elements of lists stay, and so do values that
+    `datasets` keeps as JSON (its feature Json), where a null is one that somebody wrote.
 
     Args:
         feature: the type of the value in `datasets`; None: Arrow's own.
@@ -172,7 +172,7 @@ def rows_of(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
     """Yield all rows of one file. A file that breaks off or is not what its name says is a DataError.
 
     Args:
-        beginning: of one large JSON value take only the rows that its first LONGEST_RECORD bytes hold.
+        beginning: read only the rows in the first LONGEST_RECORD bytes of a large JSON value.
     """
     kind = suffix_of(path)
     readers = {".json": _json_beginning if beginning else _json, ".parquet": _parquet, ".csv": _delimited}
@@ -248,8 +248,8 @@ def _json(path: Path) -> Iterator[RawRow]:
     try:
         value = loads(content)
     except ValueError as error:
-        # JSON lines under this suffix, or a list of which single rows are refused: both are taken row by row, so that a
-        # bad row is one row. Anything else is an error of the file.
+        # JSON lines under this suffix, or a list of which single rows are rejected: both are taken row by row, so that
+        # a bad row is one row. Anything else is an error of the file.
         start = content.lstrip()[:1]
         if start == b"{" and not _is_json(content):
             yield from _json_lines(path)
@@ -290,7 +290,7 @@ def _is_json(content: bytes) -> bool:
 
 
 def _elements(content: bytes) -> Iterator[bytes]:
-    """Yield the elements of a JSON list as bytes, so that one which `loads` refuses is one bad row; of a list that
+    """Yield the elements of a JSON list as bytes, so that one which `loads` rejects is one bad row; of a list that
     breaks off, those that are complete."""
     # One element at a time, by the grammar alone: `loads` judges each of them later, as a row.
     text = content.decode(json.detect_encoding(content))

@@ -1,4 +1,4 @@
-"""Rows of published datasets, recognised by their columns, to one shape: text, or messages with optional tools."""
+"""Convert rows of published datasets, recognised by their columns, to one shape: text, messages or a picture."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def convert(raw: object, where: str) -> Row:
     used |= {*columns.SYSTEM, *columns.WITH_ANSWERS} - labels
     row = _completed(row, present, shape)
     if not isinstance(row.messages, list):
-        return row  # as conversation.validated says
+        return row  # conversation.validated rejects it
     turns = columns.turns_of(row.messages)
     used |= {*columns.check_preferences(present, turns, where)}
     for other in fitting[1:]:
@@ -229,7 +229,7 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
             )
         # Its answers are learned, as LLaMA-Factory does: a question of text is no context that could be learned.
         messages, context = [*_history(raw["history"], where), *messages], 0
-    # The column and the first message may say the same, as exports of chats do; two different texts are a mistake.
+    # Exports of chats have the same text in the column and in the first message. Two different texts are a mistake.
     system = _system_text(raw, where)
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if system and first.get("role") in ("system", "developer"):

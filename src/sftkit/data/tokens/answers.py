@@ -53,7 +53,7 @@ Outcome = tuple[str, ...]
 """How an answer stands in a longer conversation: the text from the beginning of its header up to the answer, and the
 text after the answer that belongs to it, the end of its turn."""
 NOT_THERE: Outcome = ()
-"Of an answer that is NOWHERE."
+"The outcome of an answer that is NOWHERE."
 
 
 class AnswerMatcher:
@@ -74,7 +74,7 @@ class AnswerMatcher:
         self._places = self._headers()
 
     def find(self, k: int) -> Span | None:
-        """Return where answer k stands, its end-of-turn token included; None: too little is known, render it."""
+        """Return the place of answer k with its end-of-turn token; None: too little is known, render it."""
         # What was rendered must have come out alike each time: a single answer may be rendered so by chance.
         alike = self._known.get(self._situation(k), [])
         outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
@@ -90,10 +90,10 @@ class AnswerMatcher:
         return (start, end + len(closing)) if self.text.startswith(closing, end) else None
 
     def add(self, k: int, start: int, core_end: int, span: Span) -> None:
-        """Record where answer k was found by rendering; `start` to `core_end` is its own text,
-        without the token that ends it."""
+        """Record where answer k was found by rendering; `start` to `core_end` is its own text, without the token
+        that ends it."""
         # An answer that was found otherwise than by header and end is kept as unlike any other.
-        outcome = None  # what stands around such answers is too little to find others by
+        outcome = None  # the text around such answers is too little to find others by
         if span == NOWHERE:
             outcome = NOT_THERE
         elif k in self._places and self._next_special(start) == core_end:
@@ -119,8 +119,8 @@ class AnswerMatcher:
         )
 
     def _headers(self) -> dict[int, int]:
-        """Return answer -> where its header begins; empty if a message could contain a header, or if there
-        are not as many as answers."""
+        """Return answer -> where its header begins; empty if a message could contain a header, or if there are not
+        as many as answers."""
         headers = [h for h in (*self.template.headers, self.template.short_header) if h.strip()]
         header = common_prefix(headers or [self.template.between])
         if not any(token and token in header for token in self.template.special_tokens):
@@ -198,10 +198,10 @@ class Finder:
             among: the answers to look for, that one included.
 
         Raises:
-            DataError: the template refuses the conversation, leaves out something that would be learned, or makes
+            DataError: the template rejects the conversation, leaves out something that would be learned, or makes
                 another prompt for the last answer than it then renders.
         """
-        # By marks only where one rendering is that of every answer: the same arguments, and nothing rewritten later.
+        # Marks are used only if one rendering serves every answer: the same arguments, and nothing rewritten later.
         args = self.arguments(last)
         wanted = sorted(k for k in among if k <= last)
         marks = self.template.has_marks and self.template.append_only
@@ -213,14 +213,14 @@ class Finder:
         return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
 
     def everything(self, last: int, marked: Collection[int]) -> Document:
-        """Render the messages up to an answer, for a document of which all is learned except marked answers; the text
+        """Render the messages up to an answer, for a document that is learned whole except for marked answers. The text
         of every answer must be in it.
 
-        It has spans of the answers that stand after the prompts that a server would send; none if the conversation
-        does not begin with a prompt that the template can make.
+        The document has spans of the answers that follow the prompts that a server would send; none if the
+        conversation does not begin with a prompt that the template can make.
 
         Raises:
-            DataError: the template refuses the conversation or leaves out something that would be learned.
+            DataError: the template rejects the conversation or leaves out something that would be learned.
         """
         try:
             found = self.document(last, self.answers)
@@ -269,13 +269,13 @@ class Finder:
         return name in self.template.fixed or name in self._record_args
 
     def reasoned(self, last: int, known: Collection[int]) -> set[int]:
-        """Return the answers whose reasoning stands in the text of a conversation that ends with answer `last`.
+        """Return the answers whose reasoning is in the text of a conversation that ends with answer `last`.
 
-        The conversation is rendered with other texts in place of the reasonings, since their own words may stand
+        The conversation is rendered with other texts in place of the reasonings, since their own words may occur
         anywhere. For the answers in `known` this was checked before.
         """
-        # Texts that no data has, each with its own numbers, so that what is found is sure to be the reasoning
-        # of that answer.
+        # Texts that no data has, each with its own numbers, so that what is found is sure to be the reasoning of
+        # that answer.
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
         if marks.keys() <= set(known):
             return set(marks)
@@ -286,7 +286,7 @@ class Finder:
         return {k for k in marks if k in rendered or k in known}
 
     def _located(self, last: int, wanted: list[int]) -> Document:
-        """Find answers that stand in the text of the conversation as they do when they are the last message."""
+        """Find answers that are in the text of the conversation as they are when they are the last message."""
         # The last answer is rendered anyway; of the earlier ones as few as will show how the template writes them.
         own = self._as_last_answer(last)
         matcher = AnswerMatcher(self.template, self.messages, own.text, last)
@@ -303,15 +303,15 @@ class Finder:
             if found != NOWHERE:
                 spans[k] = found
         spans[last] = own.start, own.end
-        # With marks only the marked parts of what was found are the model's own.
+        # If the template has marks, only the marked parts of an answer are the model's own.
         if not self.template.has_marks:
             return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
         _, marks = self._marks(last)
         return Document(own.text[: own.end], {k: within(span, marks) for k, span in spans.items()})
 
     def _span_in(self, k: int, text: str, one: _LastAnswer) -> Span:
-        """Return where an answer stands in the text of a longer conversation; NOWHERE if it is not
-        there as it would be asked."""
+        """Return the place of an answer in the text of a longer conversation; NOWHERE if it is not there as it
+        would be asked."""
         if not text.startswith(one.text[: one.core_end]):
             return NOWHERE
         if not text.startswith(one.text[: one.end]):  # it ends otherwise: that is learned at the end
@@ -325,8 +325,8 @@ class Finder:
         return one.start, one.end
 
     def _marked(self, last: int, wanted: list[int]) -> Document:
-        """Find answers by the template's marks, in one rendering; for templates that never change
-        what they have rendered."""
+        """Find answers by the template's marks, in one rendering; for templates that never change what
+        they have rendered."""
         answers = [k for k in self.answers if k <= last]
         text, marks = self._marks(last)
         # Without one mark for each answer it is not known which is whose.
@@ -362,7 +362,7 @@ class Finder:
         if k in self._known:
             return self._known[k]
         text, start = self._start(k, self._render(k + 1, self.arguments(k)))
-        # The model writes up to the end-of-turn token; the line break that templates put behind it is nobody's.
+        # The model writes up to the end-of-turn token; the line break after that token belongs to no answer.
         core = text[start:].rstrip()
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
         if self.template.end_last and not ends:
@@ -378,8 +378,8 @@ class Finder:
         return template_arguments(self.template, self.messages, k, self._record_args, self.thinking)
 
     def _start(self, k: int, text: str) -> tuple[str, int]:
-        """Return (text, where the answer begins), which is after the longest prompt that a
-        server could have made for it."""
+        """Return (text, where the answer begins), which is after the longest prompt that a server could have
+        made for it."""
         if k == 0:
             # Many templates cannot render the empty prompt before an answer that comes first. The longest header
             # counts: a short one may be the beginning of another.
@@ -396,7 +396,7 @@ class Finder:
             prompts += [self._render(k, {**args, name: on}, add_generation_prompt=True) for on in (True, False)]
         fitting = [len(one) for one in prompts if text.startswith(one)]
         if fitting:
-            # With learn_empty the block that another prompt supplies is learned; else it is context.
+            # learn_empty learns the block that another prompt supplies; otherwise the block is context.
             return text, (min if self.thinking == "learn_empty" else max)(fitting)
         return self._after_opened_thought(k, text, prompt)
 
@@ -410,19 +410,19 @@ class Finder:
             if not reasoning and self.thinking != "learn_empty":
                 raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
-        # Where the two part, with a little of both, so that the error shows what the template does.
+        # The error shows a little of both texts where they begin to differ.
         at = len(common_prefix([text, prompt]))
         shared = text[max(0, at - 20) : at]
         both = {"prompt": prompt[at : at + 20], "text": text[at : at + 20]}
         raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, **both)
 
     def _check(self, k: int, answer: str, text: str) -> None:
-        """Reject an answer unless what its message says is in what will be learned, and its reasoning in the text."""
+        """Reject an answer unless its content is in the text that is learned, and its reasoning in the whole text."""
         self._check_reasoning(k, text)
         self._check_rendered(k, answer, 0)
 
     def _check_reasoning(self, k: int, text: str) -> None:
-        """Refuse an answer whose reasoning is not in the text."""
+        """Reject an answer whose reasoning is not in the text."""
         reasoning = reasoning_of(self.messages[k])
         if reasoning and reasoning not in text:
             raise fault(self.where, "template does not render the reasoning", k=k)
@@ -444,7 +444,7 @@ class Finder:
         return self._rendered(self.messages[:k], args, add_generation_prompt=add_generation_prompt)[0]
 
     def _rendered(self, messages: list[Message], args: dict[str, object], **how: bool) -> tuple[str, list[Span]]:
-        """Render messages with the tools, `how` as render_conversation takes it; a template that refuses them
+        """Render messages with the tools, `how` as render_conversation takes it; a template that rejects them
         is a DataError."""
         row = replace(self.row, messages=messages, template_args=args)
         try:

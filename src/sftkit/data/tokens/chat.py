@@ -35,8 +35,8 @@ from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
 BORDER = "not_learned_border"
-"""Why an answer is context only: its first characters share a token with the prompt, and more of the conversation
-follows."""
+"""Why an answer is context only: its first characters share a token with the prompt, and more of
+the conversation follows."""
 TOO_LONG = "not_learned_too_long"
 "Why an answer is not learned: its document was dropped, or cut before its first target."
 CUT = "answers_cut"
@@ -103,7 +103,7 @@ def tokenize(
     else:
         texts = _answers(finder, learnable, max_length, counts, split=learning.split_turns)
     counts["reasoning_left_out"] = len(finder.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
-    # cut, dropped or refused, as too_long says; what is left is counted
+    # cut, dropped or rejected, as too_long says; what is left is counted
     fitted = [fit(row, text, tokenizer, max_length, too_long) for text in texts]
     count_cut(counts, texts, fitted, max_length)
     examples = [example for one in fitted for example in one.examples]
@@ -127,7 +127,7 @@ class Text(NamedTuple):
     answers: tuple[tuple[int, int], ...] = ()
     "of each answer that is learned in it: its first token, and one past its last"
     reasoned: Set[int] = frozenset()
-    "answers whose reasoning stands in it, or would stand in documents that are left out as too long"
+    "answers whose reasoning is in it, or would be in documents that are left out as too long"
     rest: bool | None = None
     "Whether the text that was not tokenized, as it lies far beyond max_length, has targets; None: all was tokenized."
 
@@ -155,8 +155,8 @@ def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Count
         left -= document.spans.keys()
         if not split:
             break
-        # Once, after the longest document: an answer that cannot begin within max_length there needs
-        # no document either.
+        # Once, after the longest document: an answer that cannot begin within max_length there needs no
+        # document either.
         if left and len(found) == 1 and len(encoded.ids) > max_length + 1:
             # Counted by the messages alone, without rendering: fewer tokens than the document has, so no answer is
             # lost by it.
@@ -257,8 +257,8 @@ def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokeni
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens after which an answer is over: those of the chat template, and eos.
-    Generation stops at any of them."""
+    """Return the tokens after which an answer is over: those of the chat template, and eos. Generation stops at
+    any of them."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template:
         ids = [*map(tokenizer.convert_tokens_to_ids, template_of(tokenizer).end_tokens), *ids]
@@ -308,7 +308,7 @@ def count_cut(counts: Counter[str], texts: Sequence[Text], fitted: Sequence[Toke
 
 
 def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:
-    """Cut a document to max_length, drop it or refuse it, as `too_long` says."""
+    """Cut a document to max_length, drop it or reject it, as `too_long` says."""
     ids = text.ids
     is_target = text.is_target
     is_long = len(ids) > max_length + 1
@@ -379,8 +379,7 @@ def check_prompted_targets(
             continue
         rendered.append(name)
         prompts = _prompts(tokenizer, messages, learning.thinking)
-        # Each run of targets, as the model sees it: what stands before its first token must be a prompt,
-        # token by token.
+        # The tokens before each run of targets must be those of a prompt.
         for example in examples:
             begins = np.flatnonzero(np.diff(example.is_target.astype(np.int8), prepend=0) == 1)
             count += len(begins)
@@ -396,8 +395,8 @@ def _prompts(tokenizer: PreTrainedTokenizerBase, messages: list[Message], thinki
     """Return, for each answer, the token ids of the prompts that lead to it."""
     template = template_of(tokenizer)
     name = template.thinking_argument
-    # Any: arguments of a template go by name, next to those of apply_chat_template itself.
-    # Any of the modes will do: with thinking=auto an answer decides by itself in which it is asked.
+    # A prompt of any mode counts, since with thinking=auto the answer decides the mode. Any: the arguments of a template
+    # go by name, next to those of apply_chat_template itself.
     modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
     given = loss_mask.with_reasoning(messages, template, thinking)
     render: Callable[..., list[int]] = tokenizer.apply_chat_template  # type: ignore[assignment]

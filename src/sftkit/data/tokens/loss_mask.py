@@ -19,8 +19,8 @@ from sftkit.errors import DataError
 
 
 def within(span: Span, marks: list[Span]) -> list[Span]:
-    """Return the parts of a span that are marked. The end-of-turn token, which some marks leave out,
-    belongs to the last one."""
+    """Return the parts of a span that are marked. The end-of-turn token, which some marks leave out, belongs to
+    the last one."""
     start, end = span
     parts = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
     return [*parts[:-1], (parts[-1][0], end)] if parts else []
@@ -98,8 +98,8 @@ EARLIER = "not_learned_earlier_turn"
 def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int, str]:
     """Return the answers that are context only, by their index in messages, and why.
 
-    A message's own marks hold for every setting of targets, `weight` (OpenAI's fine-tuning format: 0 or 1) and `train`
-    (true or false) and their kin: text that is marked as bad is learned by none. So does a mark of the whole row.
+    A message's own marks, such as `weight` (OpenAI's fine-tuning format: 0 or 1) and `train` (true or false), hold for
+    every setting of targets: no setting learns text that is marked as bad. So do marks of the whole row.
 
     Raises:
         DataError: a mark of another value, or a message that is not an answer and is marked as learned; where every
@@ -124,7 +124,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
                     reason="bad train mark",
                 )
             continue
-        # What the data says of an answer counts before what the recipe asks for.
+        # Marks of the data count before the recipe.
         if marked is False or not row.learned:
             reasons[i] = MARKED
         elif i < row.context_messages and targets != "all":
@@ -140,7 +140,7 @@ def without_marks(messages: list[Message]) -> list[Message]:
 
 
 def _marked(message: Message, where: str) -> bool | None:
-    """Return whether the message says that it is learned, in all of its marks; None if it says nothing."""
+    """Return whether all marks of a message say that it is learned; None: it has no mark."""
     marks = {name: message[name] for name in MARKS if name in message}
     for name, value in marks.items():
         if name in TRUTH_MARKS and not isinstance(value, bool):

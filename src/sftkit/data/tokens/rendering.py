@@ -1,7 +1,7 @@
-"""Run a chat template: the text that it makes of a conversation, within limits of time, length and memory.
+"""Run a chat template on a conversation within limits of time, length and memory.
 
-A template is a program from elsewhere. Jinja's sandbox keeps it from the machine, but lets it run for ever: it limits
-each `range`, but not two nested ones.
+A template is a program from elsewhere. Jinja's sandbox isolates it from the machine, but lets it run for ever: the
+sandbox limits each `range`, but not two nested ranges.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ class _Spans(list[Span]):
 
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> Template:
-    """Compile a template in transformers' own environment, in which * and ** are limited: a power of large numbers is
-    one instruction that ends in hours, and no signal ends it. Jinja computes constants here, so this is a rendering
-    too."""
+    """Compile a template in transformers' own environment, in which * and ** are limited: a power of large
+    numbers is one instruction that ends in hours, and no signal ends it. Jinja computes constants here, so this
+    is a rendering too."""
     # Private, but the only way to its filters and marks. The environment is that of the empty template.
     environment: Any = _compile_jinja_template("").environment
     environment.intercepted_binops = frozenset({"*", "**"})
@@ -244,7 +244,9 @@ def _watch() -> None:
 def _check(thread: int, run: _Run) -> None:
     """End a rendering that exceeds a limit."""
     with suppress(OSError):  # the thread is gone
-        now = _processor_seconds(thread)
+        # Processor time: a machine that sleeps or is overloaded ends no rendering. macOS has none of a thread.
+        clock = getattr(time, "pthread_getcpuclockid", None)
+        now = time.clock_gettime(clock(thread)) if clock else time.monotonic()
         if run.started is None:
             run.started = now
             run.memory = _memory()
@@ -268,15 +270,8 @@ def _raise_in(thread: int, exception: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception and ctypes.py_object(exception))
 
 
-def _processor_seconds(thread: int) -> float:
-    """Return the processor time of a thread: a machine that sleeps or is overloaded ends no rendering."""
-    if not hasattr(time, "pthread_getcpuclockid"):  # macOS
-        return time.monotonic()
-    return time.clock_gettime(time.pthread_getcpuclockid(thread))
-
-
 def _memory() -> int:
-    """Return the bytes of memory of this process; 0 where the system does not say."""
+    """Return the bytes of memory of this process; 0 if the system does not report them."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

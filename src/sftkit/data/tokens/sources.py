@@ -47,7 +47,7 @@ from sftkit.runtime.script import counted, likely_cause, oom_kills, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
 FORMAT = 4
-"Of the files of an entry."
+"The version of the files of a cache entry."
 MASK_VERSION = 1
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: entries of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
@@ -59,7 +59,7 @@ DEAD_SECONDS = 86_400.0
 "Age from which a temporary file or folder counts as dead if nothing else shows it."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
 FILES = (*(f"{name}.npy" for name in ARRAYS), "meta.json")
-"Of an entry, besides the hashes."
+"The files of a cache entry, besides the hashes."
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,14 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
                 fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mark.write(f"{socket.gethostname()}\n")
             mark.flush()
-            _write(temporary, examples)
+            for name, dtype in ARRAYS.items():
+                array = np.asarray(getattr(examples, name), dtype=dtype)
+                np.save(temporary / f"{name}.npy", array, allow_pickle=False)
+            findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
+            meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
+            meta |= {"given": list(examples.encoder_sources)}
+            (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+            write_hashes(temporary / HASHED, [temporary / name for name in FILES])
             (temporary / WRITING).unlink()
             # Else a power failure could leave the name, and zeros for tokens in files of the right length.
             flush_folder(temporary)
@@ -138,16 +145,6 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return load_cached_examples(folder) or examples
-
-
-def _write(folder: Path, examples: Examples) -> None:
-    for name, dtype in ARRAYS.items():
-        np.save(folder / f"{name}.npy", np.asarray(getattr(examples, name), dtype=dtype), allow_pickle=False)
-    findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
-    given = list(examples.encoder_sources)
-    meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings, "given": given}
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    write_hashes(folder / HASHED, [folder / name for name in FILES])
 
 
 def _replace(temporary: Path, folder: Path) -> None:
@@ -265,7 +262,7 @@ ROWS_PER_CHUNK = 128
 
 def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
     """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out,
-    and reported at the end; with "error" the first few are told together."""
+    and reported at the end; with "error" the first few are reported together."""
     tally: findings.Tally = {}
     bad = BadRows()
     for raw in until_broken(find_source(source).rows(), bad):
@@ -470,7 +467,7 @@ def _in_processes(
 ) -> Iterator[_TokenizedRows]:
     """Yield the parts of the chunks in order; only a few chunks are ahead of them. Raises WorkerError, with what was
     being tokenized, if a process is gone."""
-    # With each chunk its first and last row, to name what was in hand if a process dies.
+    # Each chunk is kept with its first and last row, to name the rows in work if a process dies.
     waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
     before = oom_kills()
     try:

@@ -1,5 +1,7 @@
-"""Texts to tokens, each a document that ends with eos and of which all but the first token is learned: plain text,
-split into chunks that fit rows, and captions of pictures, or answers to texts, that an encoder reads."""
+"""Turn texts into tokens. Each document ends with eos, and all of its tokens but the first are learned.
+
+Plain text is split into chunks that fit rows. Captions of pictures, and answers to texts that an encoder reads, are one
+document each."""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ TEXT_START = "sftkit_text_start"
 def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Tokenized:
     """Tokenize one text to chunks of at most max_length + 1 tokens.
 
-    The last token of a chunk is the first of the next, so each token of the text is a target exactly once. BOS stands
-    in front where the tokenizer adds one, and eos at the end, each once.
+    The last token of a chunk is the first of the next, so each token of the text is a target exactly once. The
+    chunks begin with one BOS if the tokenizer adds it, and end with one eos.
     """
     text = require_text(row)
     if not row.learned:
@@ -161,7 +163,7 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     else:
         before, after = _around(tokenizer)
         ids = [*before, *encode(tokenizer, text, split_special_tokens=True).ids.tolist(), *after]
-    # Whatever the tokenizer adds by itself, BOS stands once in front and eos once at the end.
+    # Whatever the tokenizer adds by itself: one BOS in front and one eos at the end.
     if ids[:2] == [bos, bos]:
         ids = ids[1:]
     if ids[-1:] != [eos]:
