@@ -23,19 +23,9 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.conversation import Message, special_pattern
+from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens.context import Tools, check_context
-from sftkit.data.tokens.loss_mask import (
-    Thinking,
-    common_prefix,
-    end_of_marked,
-    fault,
-    reasoning_of,
-    required_texts,
-    template_arguments,
-    with_other_reasoning,
-    with_reasoning,
-    within,
-)
+from sftkit.data.tokens.loss_mask import Thinking, fault
 from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.template import Template, render_conversation, template_of
 from sftkit.data.types import Row
@@ -115,14 +105,14 @@ class AnswerMatcher:
         return (
             (len(message.get("tool_calls", ())), *sorted(message), message["role"]),
             (bool(content), content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content),
-            (content.startswith("<tool_response>"), bool(reasoning_of(message))),
+            (content.startswith("<tool_response>"), bool(loss_mask.reasoning_of(message))),
         )
 
     def _headers(self) -> dict[int, int]:
         """Return answer -> where its header begins; empty if a message could contain a header, or if there are not
         as many as answers."""
         headers = [h for h in (*self.template.headers, self.template.short_header) if h.strip()]
-        header = common_prefix(headers or [self.template.between])
+        header = loss_mask.common_prefix(headers or [self.template.between])
         if not any(token and token in header for token in self.template.special_tokens):
             return {}
         starts = [match.start() for match in re.finditer(re.escape(header), self.text)]
@@ -178,12 +168,12 @@ class Finder:
         self.thinking = thinking
         self.template = template_of(tokenizer, with_tools=bool(row.tools))
         given = row.messages or []
-        self.messages = with_reasoning(given, self.template, thinking)
+        self.messages = loss_mask.with_reasoning(given, self.template, thinking)
         self.answers = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
         "indices of all answers in messages"
-        self.answers_with_reasoning = {k for k in self.answers if reasoning_of(given[k])}
+        self.answers_with_reasoning = {k for k in self.answers if loss_mask.reasoning_of(given[k])}
         "answers that have reasoning in the data"
-        self.reasons = {k for k in self.answers if reasoning_of(self.messages[k])}
+        self.reasons = {k for k in self.answers if loss_mask.reasoning_of(self.messages[k])}
         "answers whose reasoning is to be learned; none with thinking=off"
         self._record_args = row.template_args or {}
         self._known: dict[int, _LastAnswer] = {}
@@ -280,7 +270,7 @@ class Finder:
         if marks.keys() <= set(known):
             return set(marks)
         given = enumerate(self.messages[: last + 1])
-        messages = [with_other_reasoning(m, marks[k]) if k in marks else m for k, m in given]
+        messages = [loss_mask.with_other_reasoning(m, marks[k]) if k in marks else m for k, m in given]
         text, _ = self._rendered(messages, self.arguments(last))
         rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
         return {k for k in marks if k in rendered or k in known}
@@ -307,7 +297,7 @@ class Finder:
         if not self.template.has_marks:
             return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
         _, marks = self._marks(last)
-        return Document(own.text[: own.end], {k: within(span, marks) for k, span in spans.items()})
+        return Document(own.text[: own.end], {k: loss_mask.within(span, marks) for k, span in spans.items()})
 
     def _span_in(self, k: int, text: str, one: _LastAnswer) -> Span:
         """Return the place of an answer in the text of a longer conversation; NOWHERE if it is not there as it
@@ -335,11 +325,12 @@ class Finder:
         spans = {}
         before = 0
         for k, (start, end) in zip(answers, marks, strict=True):
-            span = self._after_header(text, start), end_of_marked(text, (start, end), self.template.end_tokens)
-            self._check(k, text[span[0] : span[1]], text[before : span[1]])
-            before = span[1]
+            past = loss_mask.end_of_marked(text, (start, end), self.template.end_tokens)
+            first = self._after_header(text, start)
+            self._check(k, text[first:past], text[before:past])
+            before = past
             if k in wanted:
-                spans[k] = [span]
+                spans[k] = [(first, past)]
         return Document(text[:before], spans)
 
     def _marks(self, last: int) -> tuple[str, list[Span]]:
@@ -375,7 +366,7 @@ class Finder:
 
     def arguments(self, k: int) -> dict[str, object]:
         """Return the template arguments with which answer k is asked."""
-        return template_arguments(self.template, self.messages, k, self._record_args, self.thinking)
+        return loss_mask.template_arguments(self.template, self.messages, k, self._record_args, self.thinking)
 
     def _start(self, k: int, text: str) -> tuple[str, int]:
         """Return (text, where the answer begins), which is after the longest prompt that a server could have
@@ -406,12 +397,12 @@ class Finder:
         bare = self._render(k, self.arguments(k)) + self.template.short_header
         opened = prompt.rstrip().endswith("<think>")
         if opened and self.template.short_header.strip() and text.startswith(bare):
-            reasoning = reasoning_of(self.messages[k])
+            reasoning = loss_mask.reasoning_of(self.messages[k])
             if not reasoning and self.thinking != "learn_empty":
                 raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
         # The error shows a little of both texts where they begin to differ.
-        at = len(common_prefix([text, prompt]))
+        at = len(loss_mask.common_prefix([text, prompt]))
         shared = text[max(0, at - 20) : at]
         both = {"prompt": prompt[at : at + 20], "text": text[at : at + 20]}
         raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, **both)
@@ -423,14 +414,14 @@ class Finder:
 
     def _check_reasoning(self, k: int, text: str) -> None:
         """Reject an answer whose reasoning is not in the text."""
-        reasoning = reasoning_of(self.messages[k])
+        reasoning = loss_mask.reasoning_of(self.messages[k])
         if reasoning and reasoning not in text:
             raise fault(self.where, "template does not render the reasoning", k=k)
 
     def _check_rendered(self, k: int, text: str, cursor: int) -> Span:
         """Return where the required texts of the message are; reject the answer if one is not there."""
         start: int | None = None
-        for required in required_texts(self.messages[k]):
+        for required in loss_mask.required_texts(self.messages[k]):
             at = text.find(required, cursor)
             if at < 0:
                 missing = required if len(required) <= 40 else required[:40] + "..."

@@ -395,8 +395,8 @@ def _prompts(tokenizer: PreTrainedTokenizerBase, messages: list[Message], thinki
     """Return, for each answer, the token ids of the prompts that lead to it."""
     template = template_of(tokenizer)
     name = template.thinking_argument
-    # A prompt of any mode counts, since with thinking=auto the answer decides the mode. Any: the arguments of a template
-    # go by name, next to those of apply_chat_template itself.
+    # A prompt of any mode counts, since with thinking=auto the answer decides the mode. Any: the arguments of a
+    # template go by name, next to those of apply_chat_template itself.
     modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
     given = loss_mask.with_reasoning(messages, template, thinking)
     render: Callable[..., list[int]] = tokenizer.apply_chat_template  # type: ignore[assignment]
