@@ -341,7 +341,8 @@ def _choices(asked: str, answer: str) -> Callable[[Raw, str], Row]:
     def make(raw: Raw, where: str) -> Row:
         question = _text(raw, asked, where)
         given = raw["choices"]
-        choices, labels = (given.get("text"), given.get("label")) if isinstance(given, dict) else (given, None)
+        choices = given.get("text") if isinstance(given, dict) else given
+        labels: Any = given.get("label") if isinstance(given, dict) else None
         if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
             raise DataError(
                 f"{where}: choices is not a list of texts, or an object with text and label", reason="malformed choices"
