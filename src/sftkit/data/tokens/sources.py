@@ -128,7 +128,7 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
             mark.write(f"{socket.gethostname()}\n")
             mark.flush()
             for name, dtype in ARRAYS.items():
-                array = np.asarray(getattr(examples, name), dtype=dtype)
+                array: np.ndarray = np.asarray(getattr(examples, name), dtype=dtype)
                 np.save(temporary / f"{name}.npy", array, allow_pickle=False)
             findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
             meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
