@@ -39,10 +39,10 @@ RENDERED_FIRST = 2
 "Answers of each situation that are rendered before others are found by them."
 
 
-Outcome = tuple[str, ...]
+Surroundings = tuple[str, ...]
 """How an answer stands in a longer conversation: the text from the beginning of its header up to the answer, and the
 text after the answer that belongs to it, the end of its turn."""
-NOT_THERE: Outcome = ()
+NOT_THERE: Surroundings = ()
 "The outcome of an answer that is NOWHERE."
 
 
@@ -59,7 +59,7 @@ class AnswerMatcher:
         self.messages = messages
         self.text = text
         self.last = last
-        self._known: dict[Hashable, list[Outcome | None]] = {}
+        self._known: dict[Hashable, list[Surroundings | None]] = {}
         self._users = [i for i in range(last) if messages[i]["role"] == "user"]
         self._places = self._headers()
 

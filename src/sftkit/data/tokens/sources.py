@@ -58,7 +58,7 @@ WRITING = ".writing"
 DEAD_SECONDS = 86_400.0
 "Age from which a temporary file or folder counts as dead if nothing else shows it."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
-FILES = (*(f"{name}.npy" for name in ARRAYS), "meta.json")
+ENTRY_FILES = (*(f"{name}.npy" for name in ARRAYS), "meta.json")
 "The files of a cache entry, besides the hashes."
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def load_cached_examples(folder: Path, *, report: bool = True) -> Examples | Non
     if not folder.exists():
         return None
     try:
-        compare_hashes(folder / HASHED, [folder / name for name in FILES])
+        compare_hashes(folder / HASHED, [folder / name for name in ENTRY_FILES])
         # Memory-mapped, so that ranks of a machine share the pages. Nothing pickled: a cache holds no code.
         meta = json.loads((folder / "meta.json").read_text())
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
@@ -134,7 +134,7 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
             meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
             meta |= {"given": list(examples.encoder_sources)}
             (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
-            write_hashes(temporary / HASHED, [temporary / name for name in FILES])
+            write_hashes(temporary / HASHED, [temporary / name for name in ENTRY_FILES])
             (temporary / WRITING).unlink()
             # Else a power failure could leave the name, and zeros for tokens in files of the right length.
             flush_folder(temporary)
