@@ -8,36 +8,33 @@ recipes/captioning/caption.yaml train.max_steps=200
 from sftkit.runtime.script import script
 
 
+def row_tokenizer(data, tokenizer, max_length):
+    """Learn every token of captions, each given the picture (read and resized once) and the tokens before it."""
+    from sftkit.data.tokens import text
+    from sftkit.data.tokens.sources import RowTokenizer
+
+    text.check_targets(data, "caption_train.py learns every token of captions; remove the setting")
+    return RowTokenizer(text.tokenize_captions, tokenizer, max_length, data.too_long)
+
+
 def main() -> None:
     """Train as the recipe says."""
     from sftkit.config.load import load_config
     from sftkit.preflight.inputs import start_rules
 
-    # Recipe, then key=value; whatever is wrong or missing is refused here, before torch is imported.
+    # Recipe, then key=value; an invalid or missing setting is rejected here, before torch is imported.
     cfg = load_config(__doc__, start_rules("caption"))
 
-    from sftkit.data.tokens import stages
     from sftkit.models.tokenizer import base_tokenizer
     from sftkit.objectives.next_token import Caption
     from sftkit.train import assemble
 
     with assemble.start_run(cfg, "caption") as run:
-        # Where we start. Evaluation, samples and checkpoints use orig_model; only a training step runs it compiled.
         tokenizer = base_tokenizer(cfg.model, cfg.data.train, cfg.data.on_bad_row, run.dir, run.rt)
-        loaded = assemble.load_orig_model(run, tokenizer)
-
-        # What we learn from: captions, each with its picture, which is read and resized once. What we minimise: the
-        # negative log-likelihood of each token, given the picture and all tokens before it.
-        tokenize = stages.caption(cfg.data, tokenizer, loaded.max_length)
+        # Minimised: the negative log-likelihood of each target, given the picture and all tokens before it.
         objective = Caption(cfg.loss)
-        data = assemble.load_data(run, loaded, tokenize, objective)
-
-        # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see
-        # engine/blocks.py.
-        engine = assemble.build_engine(run, loaded, objective, data)
-
-        # What is kept and watched, and the loop (train/loop.py): steps, evaluations, checkpoints, until the last one.
-        assemble.run_to_end(run, loaded, data, engine)
+        # The rest is the same in every stage: load model and data, make the engine, run the loop.
+        assemble.train_stage(run, tokenizer, row_tokenizer, objective)
 
 
 if __name__ == "__main__":

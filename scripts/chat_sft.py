@@ -8,37 +8,36 @@ train.max_steps=200
 from sftkit.runtime.script import script
 
 
+def row_tokenizer(data, tokenizer, max_length):
+    """Learn the assistant's tokens of conversations, unless data.targets says otherwise; reject texts.
+
+    chat.tokenize makes the loss mask. Nothing after it may change the mask.
+    """
+    from sftkit.data.tokens import chat
+    from sftkit.data.tokens.sources import RowTokenizer
+
+    learning = chat.Learning(data.targets or "assistant", data.thinking, data.split_turns)
+    return RowTokenizer(chat.tokenize, tokenizer, max_length, data.too_long, learning)
+
+
 def main() -> None:
     """Train as the recipe says."""
     from sftkit.config.load import load_config
     from sftkit.preflight.inputs import start_rules
 
-    # Recipe, then key=value; whatever is wrong or missing is refused here, before torch is imported.
+    # Recipe, then key=value; an invalid or missing setting is rejected here, before torch is imported.
     cfg = load_config(__doc__, start_rules("sft"))
 
-    from sftkit.data.tokens import stages
     from sftkit.models.tokenizer import load_tokenizer
     from sftkit.objectives.next_token import NextToken
     from sftkit.train import assemble
 
     with assemble.start_run(cfg, "sft") as run:
-        # Where we start. Evaluation, samples and checkpoints use orig_model; only a training step runs it compiled.
         tokenizer = load_tokenizer(cfg.model)
-        loaded = assemble.load_orig_model(run, tokenizer)
-
-        # What we learn from: the assistant's tokens. chat.tokenize makes the mask; nothing after it may change it.
-        # What we
-        # minimise: the negative log-likelihood of each of them, given all tokens before it.
-        tokenize = stages.sft(cfg.data, tokenizer, loaded.max_length)
+        # Minimised: the negative log-likelihood of each target, given all tokens before it.
         objective = NextToken(cfg.loss)
-        data = assemble.load_data(run, loaded, tokenize, objective)
-
-        # How a step is computed: attention for these rows, blocks compiled in place, then sharded; see
-        # engine/blocks.py.
-        engine = assemble.build_engine(run, loaded, objective, data)
-
-        # What is kept and watched, and the loop (train/loop.py): steps, evaluations, checkpoints, until the last one.
-        assemble.run_to_end(run, loaded, data, engine)
+        # The rest is the same in every stage: load model and data, make the engine, run the loop.
+        assemble.train_stage(run, tokenizer, row_tokenizer, objective)
 
 
 if __name__ == "__main__":

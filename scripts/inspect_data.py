@@ -23,7 +23,7 @@ def main() -> None:
     from sftkit.config.tables import stage_of_recipe
     from sftkit.config.topology import machines_of
     from sftkit.data.batches.epoch import plan_epoch
-    from sftkit.data.batches.pack import DocumentLengths, make_layout
+    from sftkit.data.batches.pack import make_layout
     from sftkit.launch.layouts import advice
     from sftkit.preflight import analysis
     from sftkit.preflight import analysis as preflight
@@ -46,9 +46,7 @@ def main() -> None:
     console.print(inspection.stage_text(stage, by_name=flags.stage is None), markup=False, soft_wrap=True)
     examples, validation = analysis.prepared_examples(cfg.data, stage, tokenizer, max_length)
     lengths, encoded = examples.lengths, examples.encoded
-    layout = make_layout(
-        cfg.data, cfg.train, DocumentLengths(lengths, max_length, encoded=encoded), flags.topology.row_ranks
-    )
+    layout = make_layout(cfg.data, cfg.train, lengths, max_length, flags.topology.row_ranks, encoded=encoded)
     epoch = plan_epoch(lengths, layout, cfg.run.seed, epoch=0)
     plan = analysis.memory_plan(cfg, orig_model, layout, flags.gpu_gib, flags.topology)
     file, gpu_bytes = flags.config_file, plan and plan.total_bytes

@@ -29,7 +29,7 @@ from labs.bench.run import measured_row, run_job
 from labs.bench.worker import ModelSpec, new_model, synthetic_documents
 from sftkit.data.batches.collate import IGNORE
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.pack import DocumentLengths, make_layout
+from sftkit.data.batches.pack import make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.structure import Work, train_flops
@@ -66,7 +66,7 @@ def rows_in_order(job: Job, examples: Examples) -> list[tuple[int, ...]]:
     cfg = job.config
     if cfg.data.layout != "packed" or cfg.data.max_length is None:
         raise ConfigError(f"data.layout: {cfg.data.layout}: the rows of this comparison are packed")
-    layout = make_layout(cfg.data, cfg.train, DocumentLengths(examples.lengths, cfg.data.max_length))
+    layout = make_layout(cfg.data, cfg.train, examples.lengths, cfg.data.max_length)
     batches = Batches(StepDataset(examples, layout), seed=cfg.run.seed)
     steps = islice(chain.from_iterable(map(batches.plan, count())), job.steps.total)
     rows = [row for step in steps for row in step.rows]

@@ -18,8 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sftkit.config.schema import DataConfig, ModelConfig
-from sftkit.data.tokens import answers, chat, stages
+from sftkit.data.tokens import answers, chat
 from sftkit.data.tokens.loss_mask import check_reasoning, with_reasoning
+from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.tokens.template import render_conversation, template_of, with_arguments
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
@@ -187,7 +188,7 @@ def test_every_target_follows_the_ids_of_a_prompt_that_a_server_makes(make, case
     tokenizer = make(case[0])
     template = template_of(tokenizer)
     modes = [{}, *({template.thinking_argument: on} for on in (True, False) if template.thinking_argument)]
-    chat = [
+    prompts = [
         tokenizer(
             render_conversation(
                 tokenizer, template, Row("x:1", messages=given, template_args=mode), add_generation_prompt=True
@@ -204,7 +205,7 @@ def test_every_target_follows_the_ids_of_a_prompt_that_a_server_makes(make, case
         begins = np.flatnonzero(np.diff(example.is_target.astype(int), prepend=0) == 1)
         assert len(begins)
         for begin in begins:
-            assert example.ids[:begin].tolist() in chat
+            assert example.ids[:begin].tolist() in prompts
 
 
 def normal(messages: list[dict[str, Any]], template) -> list[dict[str, Any]]:
@@ -548,25 +549,22 @@ def test_golden_templates_are_all_used() -> None:
 
 @pytest.mark.parametrize("name", SPECIALS)
 def test_small_conversations_show_that_a_run_asks_as_a_server_does(make, name: str) -> None:
-    tokenize = partial(chat.tokenize, tokenizer=make(name), max_length=500, learning=chat.Learning(targets="assistant"))
-    found = chat.check_prompted_targets(tokenize)
+    tokenizer = make(name)
+    tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
+    found = chat.check_prompted_targets(tokenize, tokenizer, chat.ANSWERS)
     assert found is not None
     assert found.unasked == ()
     assert found.answers >= len(found.conversations) >= 2
-    assert (
-        chat.check_prompted_targets(
-            partial(chat.tokenize, tokenizer=make(name), max_length=500, learning=chat.Learning(targets="all"))
-        )
-        is None
-    )
+    assert chat.check_prompted_targets(tokenize, tokenizer, chat.EVERYTHING) is None
+    assert chat.check_prompted_targets(tokenize, tokenizer, None) is None
 
 
 def test_a_block_that_a_prompt_supplies_is_found_among_the_targets(make, monkeypatch) -> None:
     monkeypatch.setattr(answers.Finder, "_after_header", lambda self, text, start: start)
     monkeypatch.setattr(answers.Finder, "_start", lambda self, k, text: (text, text.rindex("assistant\n")))
-    found = chat.check_prompted_targets(
-        partial(chat.tokenize, tokenizer=make("qwen3"), max_length=500, learning=chat.Learning(targets="assistant"))
-    )
+    tokenizer = make("qwen3")
+    tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
+    found = chat.check_prompted_targets(tokenize, tokenizer, chat.ANSWERS)
     assert found is not None
     assert len(found.unasked) == found.answers
     assert prompt_check(found).ok is False
@@ -719,12 +717,12 @@ def test_an_answer_of_which_the_template_marks_nothing_is_refused(make_tokenizer
 def test_settings_of_a_recipe_reach_the_tokenizing_of_its_stage(make) -> None:
     data = DataConfig(train=(), targets="last_turn", thinking="off", split_turns=False)
     for stage, default in (("mid", "all"), ("sft", "assistant")):
-        found = stages.DATA_OF_STAGES[stage][1](data, make("qwen3"), 100).keywords
-        assert found["learning"] == chat.Learning("last_turn", "off", split_turns=False)
-        usual = stages.DATA_OF_STAGES[stage][1](DataConfig(train=()), make("qwen3"), 100).keywords
-        assert usual["learning"] == chat.Learning(targets=default)  # type: ignore[arg-type]
+        found = stage_rule(stage)(data, make("qwen3"), 100)
+        assert found.learning == chat.Learning("last_turn", "off", split_turns=False)
+        usual = stage_rule(stage)(DataConfig(train=()), make("qwen3"), 100)
+        assert usual.learning == chat.Learning(targets=default)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"data\.targets=last_turn: base_train\.py learns every token"):
-        stages.base(data, make("qwen3"), 100)
+        stage_rule("base")(data, make("qwen3"), 100)
 
 
 def test_template_arguments_of_a_recipe_are_in_the_tokenizer_that_it_loads(make, tmp_path) -> None:

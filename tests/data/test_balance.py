@@ -12,7 +12,7 @@ from helpers import make_examples
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.batches.epoch import GlobalBatch, RankRows, assign_rows, causal_pairs, plan_epoch, skew
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.pack import DocumentLengths, Layout, make_layout
+from sftkit.data.batches.pack import Layout, make_layout
 
 LENGTHS = np.random.default_rng(1).integers(1, 65, 500)
 KINDS = {
@@ -26,7 +26,7 @@ KINDS = {
 
 def layout(kind: str, world_size: int = 1, micro: int = 2, batch: int = 8, lengths: np.ndarray = LENGTHS) -> Layout:
     train = TrainConfig(max_steps=1, global_batch_size=batch, micro_batch_size=micro)
-    return make_layout(KINDS[kind], train, DocumentLengths(lengths, 64), world_size)
+    return make_layout(KINDS[kind], train, lengths, 64, world_size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +104,7 @@ def test_ranks_have_about_the_same_attention_work_in_each_micro_batch_and_step(
 ) -> None:
     lengths = long_tailed()
     train = TrainConfig(max_steps=1, global_batch_size=64, micro_batch_size=micro)
-    made = make_layout(DataConfig(train=(), row_length=16384), train, DocumentLengths(lengths, 8192), world_size)
+    made = make_layout(DataConfig(train=(), row_length=16384), train, lengths, 8192, world_size)
     plan = plan_epoch(lengths, made, seed=0, epoch=0)[:20]
     unbalanced, balanced = (
         np.mean([waits(pairs_of_ranks(lengths, batch, made, in_order)) for batch in plan], axis=0)

@@ -15,11 +15,11 @@ from helpers import SHARED_DATA
 from PIL import Image
 
 from sftkit.config.schema import DataConfig, SourceConfig, TrainConfig
-from sftkit.data.batches.pack import DocumentLengths, make_layout, pack
+from sftkit.data.batches.pack import make_layout, pack
 from sftkit.data.demo.builtin import LENGTHS, LEVELS, NAMES, PICTURES, SIDES, picture, pictures
 from sftkit.data.reading import images
 from sftkit.data.reading.rows import convert, require_conversation, require_source_and_texts, require_text
-from sftkit.data.tokens import sources, stages
+from sftkit.data.tokens import sources
 from sftkit.data.tokens.text import start_id, tokenize_captions
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.errors import ConfigError, DataError
@@ -42,8 +42,8 @@ def caption_folder(path: Path, rows: list[dict[str, object]]) -> SourceConfig:
 
 def load(tmp_path: Path, tokenizer, *source: SourceConfig, max_length: int = 40, **settings):
     data = DataConfig(train=source, cache_dir=str(tmp_path / "cache"), max_length=max_length, **settings)
-    tokenize = stages.caption(data, tokenizer, max_length)
-    return sources.load_sources(data.train, data, tokenize, "captions")
+    tokenize = sources.stage_rule("caption")(data, tokenizer, max_length)
+    return sources.load_sources(data.train, data, tokenize)
 
 
 def test_a_made_picture_determines_its_caption_at_any_size() -> None:
@@ -242,7 +242,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, tokenizer) -> None:
         with pytest.raises(DataError, match=r"x:1: a picture with captions, which are for caption_train.py"):
             refuse(row)
     with pytest.raises(ConfigError, match=r"data.targets=assistant"):
-        stages.caption(DataConfig(train=(), targets="assistant"), tokenizer, 40)
+        sources.stage_rule("caption")(DataConfig(train=(), targets="assistant"), tokenizer, 40)
 
 
 def test_a_question_and_its_answer_are_a_text_to_read_and_one_to_write(tmp_path: Path, tokenizer) -> None:
@@ -259,8 +259,8 @@ def test_rows_have_as_many_captions_as_leave_few_places_for_pictures_empty() -> 
     )
     data = DataConfig(train=(), row_length=512)
     train = TrainConfig(global_batch_size=4, micro_batch_size=4)
-    plain = make_layout(data, train, DocumentLengths(lengths, 256))
-    encoded = make_layout(data, train, DocumentLengths(lengths, 256, encoded=True))
+    plain = make_layout(data, train, lengths, 256)
+    encoded = make_layout(data, train, lengths, 256, encoded=True)
     assert encoded.docs_per_row < plain.docs_per_row
     rows = len(pack(lengths, np.arange(len(lengths)), 512, encoded.docs_per_row))
     assert len(lengths) > 0.9 * rows * encoded.docs_per_row

@@ -11,7 +11,7 @@ from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
-from sftkit.data.batches.pack import BatchShape, DocumentLengths, make_layout
+from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.types import EncoderInputs
 
 
@@ -86,7 +86,9 @@ def test_a_warm_up_batch_has_no_more_documents_in_a_row_than_places_for_inputs()
     layout = make_layout(
         DataConfig(train=(), row_length=256),
         TrainConfig(global_batch_size=2, micro_batch_size=2),
-        DocumentLengths(np.array([7]), 256, encoded=True),
+        np.array([7]),
+        256,
+        encoded=True,
     )
     shape = layout.batch_shape(*layout.shapes[-1])
     assert (shape.docs_per_row, shape.max_doc_length) == (1, 128)

@@ -13,7 +13,7 @@ import pytest
 
 from sftkit.config.schema import DataConfig, SourceConfig
 from sftkit.data.reading import columns, findings, rows
-from sftkit.data.tokens import chat, sources, stages, text
+from sftkit.data.tokens import chat, sources, text
 from sftkit.data.types import Examples, Tokenized
 from sftkit.errors import DataError
 
@@ -390,8 +390,8 @@ def load(tmp_path: Path, tokenizer):
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
         source = SourceConfig(path=str(tmp_path / "a.jsonl"), repeat=repeat)
         data = replace(DataConfig(train=(source,), cache_dir=str(tmp_path / "cache")), **settings)
-        tokenize = getattr(stages, stage)(data, tokenizer, 200)
-        return sources.load_sources(data.train, data, tokenize, "key")
+        tokenize = sources.stage_rule(stage)(data, tokenizer, 200)
+        return sources.load_sources(data.train, data, tokenize)
 
     return run
 

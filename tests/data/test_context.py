@@ -10,7 +10,7 @@ import pytest
 from conftest import GOLDEN
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data.tokens import chat, context, sources, stages
+from sftkit.data.tokens import chat, context, sources
 from sftkit.data.types import Row
 from sftkit.errors import BadRowsError, ConfigError, DataError
 
@@ -197,7 +197,7 @@ def test_a_source_with_such_rows_ends_the_run_or_counts_them(make, tmp_path: Pat
     def load(on_bad_row: str):
         source = SourceConfig(path=str(tmp_path / "a.jsonl"))
         data = DataConfig(train=(source,), on_bad_row=on_bad_row, cache_dir=str(tmp_path / "c"))  # type: ignore[arg-type]
-        return sources.load_sources(data.train, data, stages.sft(data, tokenizer, 100), "x")
+        return sources.load_sources(data.train, data, sources.stage_rule("sft")(data, tokenizer, 100))
 
     with pytest.raises((BadRowsError, ConfigError), match=r"a\.jsonl:2: tools: the chat template leaves out"):
         load("error")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,8 @@ LONG_LINE = "record too long to read"
 
 def load(path: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, on_bad_row: str = "skip") -> Examples:
     data = DataConfig(train=(), on_bad_row=on_bad_row, cache_dir=str(folder / "cache"))  # type: ignore[arg-type]
-    tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
-    return sources.load_sources(
-        [SourceConfig(path=str(path))], data, tokenize, sources.tokenizer_fingerprint(tokenizer)
-    )
+    tokenize = sources.RowTokenizer(chat.tokenize, tokenizer, max_length=500)
+    return sources.load_sources([SourceConfig(path=str(path))], data, tokenize)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +234,7 @@ def test_a_row_whose_answer_is_a_call_can_be_a_sample(tmp_path: Path, tokenizer)
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": "v"}}}]}
     written = [{"messages": [ASK, call, {"role": "tool", "content": "seen"}, A]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), tmp_path / "calls.parquet")
-    tokenize = partial(chat.tokenize, tokenizer=tokenizer, max_length=500)
+    tokenize = sources.RowTokenizer(chat.tokenize, tokenizer, max_length=500)
     (row,) = sample_rows([SourceConfig(path=str(tmp_path / "calls.parquet"))], tokenize, 1)
     assert sample_prompt(row, tokenizer)[1] == "user: And?"
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +97,13 @@ LEARNS_EMPTY = {"learning": chat.Learning("assistant", "learn_empty")}
 THINKS = ("qwen3", "smollm3", "glm45", "r1_distill")
 
 
-def digest(path: Path, tokenize: partial[Any], cache_dir: Path) -> str:
+def digest(path: Path, tokenize: sources.RowTokenizer, cache_dir: Path) -> str:
     """Of what would be kept in the cache of a file, but for the words of findings."""
     source = SourceConfig(path=str(path))
     data = DataConfig(train=(source,), max_length=100, on_bad_row="skip", cache_dir=str(cache_dir))
     try:
         with without_logging():
-            examples = sources.load_sources((source,), data, tokenize, "key")
+            examples = sources.load_sources((source,), data, tokenize)
     except DataError:
         return "nothing is learned"
     found = hashlib.sha256()
@@ -143,17 +142,16 @@ def digests(
         tokenizer.add_special_tokens({"additional_special_tokens": special})
         tokenizer.eos_token = eos
         for setting, values in {**CHATS, **({"empty": LEARNS_EMPTY} if name in THINKS else {})}.items():
-            tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=100, **values)
-            if setting != "all":
-                tokenize = partial(chat.tokenize, **tokenize.keywords)
+            rule = text.tokenize_any if setting == "all" else chat.tokenize
+            tokenize = sources.RowTokenizer(rule, tokenizer, max_length=100, **values)
             found[f"{name}, {setting}"] = digest(path, tokenize, tmp_path)
     tokenizer = make_tokenizer(bos="<s>", adds_bos=True)
     # What readers make of files is part of the version, too: cells, and nulls that Arrow adds.
     for name, written in files_of_rows(tmp_path).items():
-        chats = partial(text.tokenize_any, tokenizer=tokenizer, max_length=100, learning=chat.ANSWERS)
+        chats = sources.RowTokenizer(text.tokenize_any, tokenizer, max_length=100, learning=chat.ANSWERS)
         found[name] = digest(written, chats, tmp_path)
-    found["base"] = digest(path, partial(text.tokenize, tokenizer=tokenizer, max_length=100), tmp_path)
-    captions = partial(text.tokenize_captions, tokenizer=tokenizer, max_length=100)
+    found["base"] = digest(path, sources.RowTokenizer(text.tokenize, tokenizer, max_length=100), tmp_path)
+    captions = sources.RowTokenizer(text.tokenize_captions, tokenizer, max_length=100)
     found["captions"] = digest(path, captions, tmp_path)
     return found
 

@@ -12,7 +12,7 @@ from helpers import make_examples
 
 from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
-from sftkit.data.batches.pack import DocumentLengths, PlanSegment, make_layout
+from sftkit.data.batches.pack import PlanSegment, make_layout
 
 KINDS = ("packed", "bucketed", "fixed", "dynamic")
 LENGTHS = np.random.default_rng(0).integers(1, 33, 300)
@@ -24,7 +24,7 @@ def batches(
 ) -> Batches:
     """Of a run that begins, or goes on at a step."""
     train = TrainConfig(max_steps=1, global_batch_size=batch, micro_batch_size=micro)
-    layout = make_layout(DataConfig(train=(), layout=kind), train, DocumentLengths(LENGTHS, 32), 1, earlier)  # type: ignore[arg-type]
+    layout = make_layout(DataConfig(train=(), layout=kind), train, LENGTHS, 32, 1, earlier)  # type: ignore[arg-type]
     return Batches(StepDataset(EXAMPLES, layout), seed=seed, earlier=earlier, first_step=first_step)
 
 

@@ -13,7 +13,7 @@ from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.batches.collate import collate, warm_up_batch
 from sftkit.data.batches.epoch import RankRows, num_positions, plan_epoch
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.pack import BatchShape, DocumentLengths, Layout, make_layout, pack, validation_layout
+from sftkit.data.batches.pack import BatchShape, Layout, make_layout, pack, validation_layout
 from sftkit.errors import ConfigError
 
 LENGTHS = np.random.default_rng(1).integers(1, 65, 500)
@@ -30,7 +30,7 @@ SETTINGS = {
 
 def layout(kind: str, world_size: int = 1, micro: int = 2, batch: int = 8, lengths: np.ndarray = LENGTHS) -> Layout:
     train = TrainConfig(max_steps=1, global_batch_size=batch, micro_batch_size=micro)
-    return make_layout(SETTINGS[kind], train, DocumentLengths(lengths, 64), world_size)
+    return make_layout(SETTINGS[kind], train, lengths, 64, world_size)
 
 
 def chat_like(documents: int, longest: int = 2048) -> np.ndarray:
@@ -127,7 +127,7 @@ def test_steps_and_epochs_limit_a_run_whichever_comes_first() -> None:
 def test_packing_leaves_less_than_one_percent_of_chat_like_rows_empty(row_length: int) -> None:
     lengths = chat_like(40_000)
     data = DataConfig(train=(), row_length=row_length)
-    made = make_layout(data, TrainConfig(max_steps=1, global_batch_size=1), DocumentLengths(lengths, 2048))
+    made = make_layout(data, TrainConfig(max_steps=1, global_batch_size=1), lengths, 2048)
     assert made.docs_per_row <= 8 + 2 * row_length / lengths.mean()  # tight: twice the mean
     assert padding_share(lengths, made) < 0.01
 
@@ -135,9 +135,7 @@ def test_packing_leaves_less_than_one_percent_of_chat_like_rows_empty(row_length
 def test_rows_of_short_and_long_documents_get_the_slots_they_need() -> None:
     rng = np.random.default_rng(0)
     lengths = np.where(rng.random(20_000) < 0.9, 10, 2000)  # twice the mean would leave 15 % of the rows empty
-    made = make_layout(
-        DataConfig(train=()), TrainConfig(max_steps=1, global_batch_size=1), DocumentLengths(lengths, 2048)
-    )
+    made = make_layout(DataConfig(train=()), TrainConfig(max_steps=1, global_batch_size=1), lengths, 2048)
     assert padding_share(lengths, made) < 0.015
 
 
@@ -149,7 +147,7 @@ def test_no_row_holds_more_documents_than_the_cap_even_where_short_ones_cluster(
 
 
 def test_a_row_full_of_the_shortest_documents_has_slots_for_its_padding_too() -> None:
-    made = make_layout(DataConfig(train=()), TrainConfig(max_steps=1), DocumentLengths(np.full(100, 128), 1024))
+    made = make_layout(DataConfig(train=()), TrainConfig(max_steps=1), np.full(100, 128), 1024)
     cap, slots = made.docs_per_row, made.max_docs(1, 1024)
     batch = collate(
         make_examples([1] * cap),
@@ -169,7 +167,7 @@ def test_rows_longer_than_any_document_count_in_batch_sizes_and_leave_the_inheri
 
 def test_a_row_must_hold_a_document_of_max_length() -> None:
     with pytest.raises(ConfigError, match=r"data\.row_length: 32 cannot hold"):
-        make_layout(DataConfig(train=(), row_length=32), TrainConfig(max_steps=1), DocumentLengths(LENGTHS, 64))
+        make_layout(DataConfig(train=(), row_length=32), TrainConfig(max_steps=1), LENGTHS, 64)
 
 
 # ---- bucketed ----
@@ -203,8 +201,8 @@ def test_chosen_buckets_are_as_many_as_the_recipe_says_and_the_same_on_every_ran
 def test_buckets_must_end_at_max_length() -> None:
     data = DataConfig(train=(), layout="bucketed", bucket_lengths=(16, 32))
     with pytest.raises(ConfigError, match=r"data\.bucket_lengths"):
-        make_layout(data, TrainConfig(max_steps=1), DocumentLengths(LENGTHS, 64))
-    assert make_layout(data, TrainConfig(max_steps=1), DocumentLengths(LENGTHS // 2, 32)).row_lengths == (16, 32)
+        make_layout(data, TrainConfig(max_steps=1), LENGTHS, 64)
+    assert make_layout(data, TrainConfig(max_steps=1), LENGTHS // 2, 32).row_lengths == (16, 32)
 
 
 # ---- dynamic ----
@@ -228,7 +226,7 @@ def test_dynamic_rows_warm_up_with_two_lengths_and_declare_all_others() -> None:
 def test_max_length_must_be_a_multiple_of_pad_multiple() -> None:
     data = DataConfig(train=(), layout="dynamic", pad_multiple=32)
     with pytest.raises(ConfigError, match="take 64"):
-        make_layout(data, TrainConfig(max_steps=1), DocumentLengths(LENGTHS, 72))
+        make_layout(data, TrainConfig(max_steps=1), LENGTHS, 72)
 
 
 # ---- validation ----

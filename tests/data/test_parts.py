@@ -11,7 +11,7 @@ from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.data.batches.collate import IGNORE, TARGET_MULTIPLE, Batch, collate, warm_up_batch
 from sftkit.data.batches.epoch import FULL_ROW, RankRows, RowShard, check_row_shard, plan_epoch
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.pack import BatchShape, DocumentLengths, Layout, make_layout
+from sftkit.data.batches.pack import BatchShape, Layout, make_layout
 from sftkit.errors import ConfigError
 
 LENGTHS = np.random.default_rng(5).integers(1, 49, 200)
@@ -22,7 +22,7 @@ KINDS = ("packed", "bucketed", "fixed", "dynamic")
 def layout(kind: str = "packed", max_length: int = 48, lengths: np.ndarray = LENGTHS, **settings: object) -> Layout:
     data = DataConfig(train=(), layout=kind, **settings)  # type: ignore[arg-type]
     train = TrainConfig(max_steps=1, global_batch_size=6, micro_batch_size=3)
-    return make_layout(data, train, DocumentLengths(lengths, max_length))
+    return make_layout(data, train, lengths, max_length)
 
 
 def shards_of(kind: str, count: int) -> list[RowShard]:

@@ -15,7 +15,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 
 from sftkit.config.schema import DataConfig, SourceConfig
-from sftkit.data.tokens import rendering, sources, stages
+from sftkit.data.tokens import rendering, sources
 from sftkit.errors import ConfigError
 from sftkit.generation.stream import stream
 
@@ -153,7 +153,7 @@ def test_tokenizing_ends_though_only_some_conversations_make_the_template_loop(m
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": HI}) + "\n" + json.dumps({"messages": HI * 3}) + "\n")
     data = DataConfig(train=(SourceConfig(path=str(tmp_path / "a.jsonl")),), on_bad_row="skip", cache_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: the chat template does not end"):
-        sources.load_sources(data.train, data, stages.sft(data, tokenizer, 100), "x")
+        sources.load_sources(data.train, data, sources.stage_rule("sft")(data, tokenizer, 100))
 
 
 @pytest.mark.usefixtures("short")
@@ -177,4 +177,4 @@ def test_a_limit_ends_a_run_whose_template_a_process_renders(make_tokenizer, tmp
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     data = DataConfig(train=(SourceConfig(path=str(tmp_path / "a.jsonl")),), num_proc=2, cache_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=r"a\.jsonl:201: the chat template does not end: it writes more than"):
-        sources.load_sources(data.train, data, stages.sft(data, tokenizer, 100), "x")
+        sources.load_sources(data.train, data, sources.stage_rule("sft")(data, tokenizer, 100))

@@ -65,9 +65,9 @@ def load(data, tokenizer):
 
     def run(*specs: SourceConfig | Path, **settings):
         chosen = replace(data, **settings)
-        tokenize = partial(text.tokenize_any, tokenizer=tokenizer, max_length=64, too_long=chosen.too_long)
+        tokenize = sources.RowTokenizer(text.tokenize_any, tokenizer, max_length=64, too_long=chosen.too_long)
         listed = [spec if isinstance(spec, SourceConfig) else SourceConfig(path=str(spec)) for spec in specs]
-        return sources.load_sources(listed, chosen, tokenize, sources.tokenizer_fingerprint(tokenizer))
+        return sources.load_sources(listed, chosen, tokenize)
 
     return run
 
@@ -493,9 +493,9 @@ def test_cache_key(tmp_path, data, load, tokenizer, make_tokenizer):
     load(path, too_long="drop")
     load(path, on_bad_row="skip")
     load(SourceConfig(path=str(path), max_rows=2))
-    bound = partial(text.tokenize_any, tokenizer=tokenizer, max_length=8)
-    sources.load_sources([SourceConfig(path=str(path))], data, bound, sources.tokenizer_fingerprint(tokenizer))
-    sources.load_sources([SourceConfig(path=str(path))], data, bound, "another task")
+    bound = sources.RowTokenizer(text.tokenize_any, tokenizer, max_length=8)
+    sources.load_sources([SourceConfig(path=str(path))], data, bound)
+    sources.load_sources([SourceConfig(path=str(path))], data, replace(bound, rule=text.tokenize))
     assert len(folders(data)) == 9
     assert sources.tokenizer_fingerprint(tokenizer) == sources.tokenizer_fingerprint(make_tokenizer())
     prints = {

@@ -114,17 +114,20 @@ def test_workers_end_after_the_last_step_and_not_while_it_is_waited_for() -> Non
     assert not worker.is_alive()
 
 
-def ends_at_seven(row: Row) -> Tokenized:
+def ends_at_seven(row: Row, tokenizer: Any, max_length: int) -> Tokenized:
     if row.text == "row 700":
         os.kill(os.getpid(), signal.SIGKILL)
     return Tokenized([], "dropped_no_target")
 
 
 @pytest.mark.slow
-def test_a_process_that_tokenizes_and_is_killed_names_the_rows_in_hand(tmp_path: Path) -> None:
+def test_a_process_that_tokenizes_and_is_killed_names_the_rows_in_hand(
+    tmp_path: Path, make_tokenizer: Callable[..., Any]
+) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"text": "row {i}"}}\n' for i in range(1, 1001)))
     data = DataConfig(train=(), num_proc=2, cache_dir=str(tmp_path / "cache"))
+    tokenize = sources.RowTokenizer(ends_at_seven, make_tokenizer(), 8)
     with pytest.raises(WorkerError) as error:
-        sources.load_sources((SourceConfig(path=str(file)),), data, ends_at_seven, "key")
+        sources.load_sources((SourceConfig(path=str(file)),), data, tokenize)
     assert f"{file}:641 to {file}:768" in str(error.value)

@@ -24,7 +24,7 @@ from sftkit.config.schema import CompileConfig, DataConfig, LossConfig, OptimCon
 from sftkit.config.topology import Topology
 from sftkit.data.batches.collate import OF_TOKENS, Batch, collate, documents
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.pack import BatchShape, DocumentLengths, make_layout
+from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import TrainStep, has_dropout, optimizer_step, worst_case_batch
@@ -137,7 +137,7 @@ def test_every_batch_of_a_layout_has_a_declared_shape_and_the_same_places_for_in
     examples = captions(model.orig_model, lengths)
     data = DataConfig(train=(), layout=kind, num_buckets=2 if kind == "bucketed" else None)  # type: ignore[arg-type]
     train = TrainConfig(global_batch_size=4, micro_batch_size=2)
-    layout = make_layout(data, train, DocumentLengths(examples.lengths, 32, encoded=True))
+    layout = make_layout(data, train, examples.lengths, 32, encoded=True)
     seen, used, places = set(), 0, 0
     for step in Batches(StepDataset(examples, layout, pad_id=1), seed=0).steps(0, 12):
         for batch in step.micro_batches:

@@ -28,11 +28,12 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config, DataConfig, SourceConfig, TrainConfig
+from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.config.topology import Topology
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import num_positions, plan_epoch
-from sftkit.data.batches.pack import DocumentLengths, make_layout
-from sftkit.data.tokens import stages
+from sftkit.data.batches.pack import make_layout
+from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import make_plan, shape_of
@@ -105,10 +106,9 @@ class Prepared:
         self.tokenizer = tokenizer
         max_length = self.cfg.data.max_length
         assert max_length is not None
-        _, tokenize_of = stages.DATA_OF_STAGES[stage]
-        tokenize = tokenize_of(self.cfg.data, tokenizer, max_length)
+        tokenize = stage_rule(stage)(self.cfg.data, tokenizer, max_length)
         self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext())
-        self.layout = make_layout(self.cfg.data, self.cfg.train, DocumentLengths(self.examples.lengths, max_length))
+        self.layout = make_layout(self.cfg.data, self.cfg.train, self.examples.lengths, max_length)
 
     def look(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         epoch = plan_epoch(self.examples.lengths, self.layout, 0, 0)
@@ -342,7 +342,7 @@ def lognormal(count: int) -> np.ndarray:
 
 def layouts_of(lengths: np.ndarray, own: str) -> dict[str, dict[str, Any]]:
     data, train = DataConfig(train=(), layout=own), TrainConfig(global_batch_size=16, micro_batch_size=4)  # type: ignore[arg-type]
-    layout = make_layout(data, train, DocumentLengths(lengths, 128))
+    layout = make_layout(data, train, lengths, 128)
     rows = preflight_costs.layout_facts(data, train, layout, plan_epoch(lengths, layout, 0, 0), lengths)
     return {row["layout"]: row for row in rows}
 
@@ -363,7 +363,7 @@ def test_layouts_have_the_positions_of_their_plans_and_the_own_one_is_marked() -
 def test_empty_places_of_an_encoder_are_told_beside_the_padding_of_the_text() -> None:
     data, train = DataConfig(train=(), layout="packed"), TrainConfig(global_batch_size=4, micro_batch_size=4)
     lengths = np.full(10, 50)  # two fit a row of 128: 5 rows, in 2 steps of 4
-    layout = replace(make_layout(data, train, DocumentLengths(lengths, 128, encoded=True)), docs_per_row=3)
+    layout = replace(make_layout(data, train, lengths, 128, encoded=True), docs_per_row=3)
     plan = plan_epoch(lengths, layout, 0, 0)
     rows = preflight_costs.layout_facts(data, train, layout, plan, lengths)
     taken = {row["layout"]: row["taken_pct"] for row in rows}
@@ -510,9 +510,7 @@ def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, toke
     lengths = np.clip(rng.lognormal(5.6, 0.9, 100_000), 4, 2048).astype(int)
     examples = make_examples(lengths.tolist())
     prepared.examples = Examples(**{**vars(examples), "source_names": ("data",)})
-    prepared.layout = make_layout(
-        prepared.cfg.data, prepared.cfg.train, DocumentLengths(prepared.examples.lengths, 2048)
-    )
+    prepared.layout = make_layout(prepared.cfg.data, prepared.cfg.train, prepared.examples.lengths, 2048)
     epoch = plan_epoch(prepared.examples.lengths, prepared.layout, 0, 0)
     started = time.process_time()
     preflight.analyse(prepared.cfg, tokenizer, preflight.DataOfRun(prepared.examples, {}, prepared.layout, epoch))
@@ -703,13 +701,13 @@ def test_a_stage_finds_in_the_cache_what_inspect_has_tokenized(
     inspect(monkeypatch, str(recipe), "--json", str(look))
     folders = sorted((tmp_path / "cache").iterdir())
     assert len(folders) == 2  # training and validation
-    examples = run_until_loaded(monkeypatch, stages.DATA_OF_STAGES[stage][0], recipe)
+    examples = run_until_loaded(monkeypatch, STAGE_SCRIPTS[stage], recipe)
     assert sorted((tmp_path / "cache").iterdir()) == folders
     found = json.loads(look.read_text())
     assert found["sources"][0]["targets"] == examples.num_targets.sum()
     assert found["max_length"] == (48 if inherited else 64)
     assert (
-        f"stage     {stage}, by the recipe's name: shown is what scripts/{stages.DATA_OF_STAGES[stage][0]} learns"
+        f"stage     {stage}, by the recipe's name: shown is what scripts/{STAGE_SCRIPTS[stage]} learns"
         in capsys.readouterr().out
     )
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from sftkit.config.load import read_config
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.config.topology import Topology, topology_of
-from sftkit.data.batches.pack import DocumentLengths, make_layout
-from sftkit.data.tokens import stages
+from sftkit.data.batches.pack import make_layout
+from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError
 from sftkit.launch.launch import Hardware, choose, needs_of
@@ -115,7 +115,7 @@ def shell(name: str) -> PreTrainedModel:
 def memory_plan(cfg: Config, gib: float | None, topology: Topology) -> MemoryPlan:
     assert cfg.data.max_length is not None
     lengths = np.full(1000, cfg.data.max_length)
-    layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, cfg.data.max_length), topology.row_ranks)
+    layout = make_layout(cfg.data, cfg.train, lengths, cfg.data.max_length, topology.row_ranks)
     plan = analysis.memory_plan(cfg, shell(published(cfg)), layout, gib, topology)
     assert plan is not None
     return plan
@@ -316,7 +316,7 @@ def test_a_template_that_is_missing_or_leaves_answers_out_is_refused(recipe: Pat
     ):
         words = with_stand_in(recipe, tokenizer, args, f"model.chat_template={template}")
         cfg = read_config(recipe, words, world_size=1)
-        learn = stages.sft(cfg.data, analysis.tokenizer_of(cfg.model, cfg.data), 2048)
+        learn = stage_rule("sft")(cfg.data, analysis.tokenizer_of(cfg.model, cfg.data), 2048)
         with pytest.raises(ConfigError, match=problem):
             learn(Row("rows.jsonl:1", messages=CHATS[0]["messages"]))
 

@@ -23,7 +23,7 @@ from sftkit.config.load import read_config
 from sftkit.config.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.batches.collate import IGNORE, Batch, collate
 from sftkit.data.batches.loader import Batches, StepBatches
-from sftkit.data.batches.pack import BatchShape, DocumentLengths, Layout, make_layout
+from sftkit.data.batches.pack import BatchShape, Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.structure import stages_of
@@ -128,7 +128,7 @@ def make_layout_of(
     buckets = (row_length // 2, row_length) if kind == "bucketed" else None
     data = DataConfig(train=(), layout=kind, bucket_lengths=buckets)  # type: ignore[arg-type]
     train = TrainConfig(global_batch_size=batch, micro_batch_size=micro)
-    return make_layout(data, train, DocumentLengths(np.asarray(lengths), row_length), world_size)
+    return make_layout(data, train, np.asarray(lengths), row_length, world_size)
 
 
 def make_batch(examples: Examples, rows: tuple[tuple[int, ...], ...], row_length: int) -> Batch:

@@ -24,6 +24,7 @@ from sftkit.config.load import read_config, to_yaml
 from sftkit.config.schema import Config
 from sftkit.data.batches.epoch import RankRows
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset, load_examples
+from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Row, Tokenized
 from sftkit.engine.engine import Training
 from sftkit.generation.decode import Batching, generate
@@ -64,13 +65,13 @@ def load(fault: str, run_dir: str, cfg: Config, rt: runtime.Runtime) -> None:
         time.sleep(1000)
     if fault == "tokenizing":
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
-        load_examples(cfg.data, partial(tokenize_slowly, tokenizer=tokenizer, run_dir=run_dir), rt.main_first())
 
+        def tokenize_slowly(row: Row, tokenizer: Any, max_length: int) -> Tokenized:
+            Path(f"{run_dir}.tokenizing{os.getpid()}").touch()
+            time.sleep(1000)
+            raise AssertionError
 
-def tokenize_slowly(row: Row, tokenizer: Any, run_dir: str) -> Tokenized:
-    Path(f"{run_dir}.tokenizing{os.getpid()}").touch()
-    time.sleep(1000)
-    raise AssertionError
+        load_examples(cfg.data, RowTokenizer(tokenize_slowly, tokenizer, 8), rt.main_first())
 
 
 def stay_in_warm_up(run_dir: str, rank: int, _: Any) -> Any:

@@ -21,22 +21,23 @@ from transformers import PreTrainedTokenizerFast
 from sftkit.config.schema import DataConfig, RunConfig, SourceConfig, TrainConfig
 from sftkit.data.batches.loader import load_examples
 from sftkit.data.tokens import text
+from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Row, Tokenized
 from sftkit.errors import DataError
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 
 
-def tokenize_slowly(row: Row, tokenizer: Any, folder: str, fault: str, seconds: float) -> Tokenized:
-    Path(folder, f"tokenized-by-{os.environ['RANK']}").touch()
-    time.sleep(seconds)
-    if fault == "raises":
-        raise DataError(f"{row.where}: made of cheese", reason="cheese")
-    return text.tokenize(row, tokenizer, max_length=32)
-
-
 def main(folder: str, fault: str, seconds: str) -> None:
     """Write what this rank has loaded, and how often it told the watchdog that it waits."""
+
+    def tokenize_slowly(row: Row, tokenizer: Any, max_length: int) -> Tokenized:
+        Path(folder, f"tokenized-by-{os.environ['RANK']}").touch()
+        time.sleep(float(seconds))
+        if fault == "raises":
+            raise DataError(f"{row.where}: made of cheese", reason="cheese")
+        return text.tokenize(row, tokenizer, max_length=max_length)
+
     runtime.GROUP_TIMEOUT = timedelta(seconds=float(seconds) / 2)
     data = DataConfig(train=(SourceConfig(path=f"{folder}/a.jsonl"),), cache_dir=f"{folder}/cache")
     if fault == "own disk":  # each machine fills a cache of its own
@@ -49,8 +50,7 @@ def main(folder: str, fault: str, seconds: str) -> None:
 
         status.progress = progress  # type: ignore[method-assign]
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json", eos_token="<|endoftext|>")
-        tokenize = partial(tokenize_slowly, tokenizer=tokenizer, folder=folder, fault=fault, seconds=float(seconds))
-        training, _ = load_examples(data, tokenize, rt.main_first())
+        training, _ = load_examples(data, RowTokenizer(tokenize_slowly, tokenizer, 32), rt.main_first())
         total = rt.sum(torch.tensor([float(len(training))], device=rt.device))
         found = {"documents": len(training), "total": total.item(), "told": told[0]}
         Path(folder, f"loaded-by-{rt.rank}.json").write_text(json.dumps(found))

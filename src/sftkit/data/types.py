@@ -1,4 +1,4 @@
-"""The types of data on its way from a record to a batch."""
+"""The types of data between a record and a batch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Row:
     messages: list[JsonObject] | None = None
     tools: list[JsonObject] | None = None
     context_messages: int = 0
-    "Number of messages at the beginning that are context, not learned: `prompt` beside `completion`."
+    "Number of messages at the beginning that are context, not learned: `prompt` next to `completion`."
     template_args: JsonObject | None = None
     "Arguments of the chat template for this conversation, such as enable_thinking."
     image: str | None = None
-    """File of a picture, or the name of a generated one. Beside `text`: a file name in the record, of which no file
-    exists."""
+    """File of a picture, or the name of a generated one. Beside `text`: a file name in the record, of which
+    no file exists."""
     captions: tuple[str, ...] = ()
     "What the picture shows, each a document of its own."
     learned: bool = True
@@ -46,7 +46,7 @@ class Row:
 class TokenizedExample:
     """A document of n >= 2 tokens. `is_target[i]` says that token i is learned from tokens 0..i-1; token 0 never is.
 
-    Whatever follows the last target is cut off: it can change no loss.
+    Tokens after the last target are cut off: they cannot change a loss.
     """
 
     ids: np.ndarray
@@ -134,7 +134,7 @@ and the messages of each role in conversations that are learned from, see source
     def of(cls, ids: np.ndarray, sizes: Sequence[int], encoder_inputs: EncoderInputs | None = None) -> Examples:
         """Make documents that take `sizes` positions each, one after the other in ids [N], every token a target but the
         first of each."""
-        # Of n positions with targets shifted by one there are n + 1 tokens.
+        # A document of n positions, with targets shifted by one, has n + 1 tokens.
         offsets = np.concatenate([[0], np.cumsum(np.asarray(sizes) + 1)])
         zeros = np.zeros(len(sizes), dtype=np.int64)
         is_target = np.ones(len(ids), bool)
@@ -160,15 +160,16 @@ and the messages of each role in conversations that are learned from, see source
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the row positions that each document takes, int64 [D]. Its last token is only ever a
-        target, so n tokens take n - 1."""
+        """Return the row positions that each document takes, int64 [D]. Its last token is only ever a target, so n
+        tokens take n - 1."""
         return np.diff(self.offsets) - 1
 
     @property
     def num_targets(self) -> np.ndarray:
         """Return the target tokens of each document, int64 [D]; token 0 has no context and is never one."""
         # In pieces: sums up to each token would take 16 bytes a token, on every rank.
-        offsets, counts = self.offsets, np.zeros(len(self), dtype=np.int64)
+        offsets = self.offsets
+        counts = np.zeros(len(self), dtype=np.int64)
         first = 0
         while first < len(self):
             last = int(np.searchsorted(offsets, offsets[first] + _PIECE_TOKENS, side="right")) - 1

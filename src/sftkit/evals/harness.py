@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from sftkit.config.commands import install, invocation
 from sftkit.config.schema import DataConfig, EvalConfig, LossConfig, ModelConfig, SourceConfig, TrainConfig
 from sftkit.data.batches import loader
-from sftkit.data.batches.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
+from sftkit.data.batches.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.data.reading.origin import offline
 from sftkit.data.tokens import chat, text
 from sftkit.data.tokens.rendering import limited
+from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.evals.results import Result, Z
@@ -98,16 +98,14 @@ def load_validation(
     max_length = min(trained.get("max_length") or VALIDATION_LENGTH, longest)
     learning = replace(chat.ANSWERS, **{name: trained[name] for name in LEARNED_WITH if name in trained})
     too_long = trained.get("too_long", "truncate")
-    tokenize = partial(
-        text.tokenize_any, tokenizer=tokenizer, max_length=max_length, too_long=too_long, learning=learning
-    )
+    tokenize = RowTokenizer(text.tokenize_any, tokenizer, max_length, too_long, learning)
     chosen = tuple(sources)
     # all together say how rows are laid out
     data = DataConfig(train=chosen, val=chosen, layout="dynamic", pad_multiple=math.gcd(max_length, PAD_MULTIPLE))
     # The main rank tokenizes first, into the cache that the others read.
     together, validation = loader.load_examples(data, tokenize, rt.main_first())
     batch = TrainConfig(global_batch_size=VALIDATION_ROWS * rt.data_world_size, micro_batch_size=VALIDATION_ROWS)
-    return validation, make_layout(data, batch, DocumentLengths(together.lengths, max_length), rt.data_world_size)
+    return validation, make_layout(data, batch, together.lengths, max_length, rt.data_world_size)
 
 
 # ---- lm-evaluation-harness -------------------------------------------------------------------------------------------

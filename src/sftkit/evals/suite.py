@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from sftkit.config.tables import CODE, WITHOUT_SHOTS
 from sftkit.data.batches.collate import collate
 from sftkit.data.batches.epoch import plan_epoch, row_shard
 from sftkit.data.batches.pack import Layout, validation_layout
-from sftkit.data.tokens import chat, sources
-from sftkit.data.types import Examples, Row, Tokenized
+from sftkit.data.tokens import chat
+from sftkit.data.tokens.sources import RowTokenizer, read_source
+from sftkit.data.types import Examples, Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals import results
 from sftkit.evals.results import Result
@@ -94,7 +95,7 @@ def _sums(model: ModelWithLoss, examples: Examples, layout: Layout, pad_id: int,
 # ---- sample answers --------------------------------------------------------------------------------------------------
 
 
-def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized], num_samples: int) -> list[Row]:
+def sample_rows(validation: Sequence[SourceConfig], tokenize: RowTokenizer, num_samples: int) -> list[Row]:
     """Return the first rows of the validation sources, in turn, that can be learned from as a whole;
     asked as they are trained."""
     heads = [list(islice(usable_rows(source, tokenize), num_samples)) for source in validation]
@@ -102,10 +103,10 @@ def sample_rows(validation: Sequence[SourceConfig], tokenize: partial[Tokenized]
     return in_turn[:num_samples]
 
 
-def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[Row]:
+def usable_rows(source: SourceConfig, tokenize: RowTokenizer) -> Iterator[Row]:
     """Yield rows that fit in a training row and do not begin with an answer, as their first answer is trained."""
-    learning: chat.Learning = tokenize.keywords.get("learning", chat.ANSWERS)
-    for row in sources.read_source(source, "skip"):
+    learning = tokenize.learning or chat.ANSWERS
+    for row in read_source(source, "skip"):
         try:
             # Tokenized only to learn whether it is usable; the prompt is made of the row itself.
             tokenized = tokenize(row)
@@ -116,7 +117,7 @@ def usable_rows(source: SourceConfig, tokenize: partial[Tokenized]) -> Iterator[
         if row.messages is None:
             yield row
         elif row.messages and row.messages[0]["role"] != "assistant":
-            yield chat.as_trained(row, _first_answer(row), tokenize.keywords["tokenizer"], learning.thinking)
+            yield chat.as_trained(row, _first_answer(row), tokenize.tokenizer, learning.thinking)
 
 
 def _first_answer(row: Row) -> int:

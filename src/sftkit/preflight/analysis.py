@@ -29,7 +29,7 @@ from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, plan_epoch, 
 from sftkit.data.batches.loader import Batches
 from sftkit.data.batches.pack import Layout
 from sftkit.data.reading import findings
-from sftkit.data.tokens import stages
+from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples, Finding
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
@@ -135,9 +135,9 @@ def prepared_examples(
 ) -> tuple[Examples, dict[str, Examples]]:
     """Return the training documents and, by source, the validation documents, tokenized as the stage's own script does,
     which then finds them in the cache. What was found in their rows is not logged: `analyse` shows it."""
-    _, tokenize_of = stages.DATA_OF_STAGES[stage]
+    tokenize = stage_rule(stage)(data, tokenizer, max_length)
     with findings.without_logging():
-        return loader.load_examples(data, tokenize_of(data, tokenizer, max_length), nullcontext())
+        return loader.load_examples(data, tokenize, nullcontext())
 
 
 # Percentages above which a warning is due; targets and ends of turn: below which.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import CheckpointConfig, CompileConfig, Config, DataConfig, OptimConfig, TrainConfig
 from sftkit.data.batches.epoch import GlobalBatch, causal_pairs, num_positions, plan_epoch
-from sftkit.data.batches.pack import PAD_MULTIPLE, DocumentLengths, Layout, make_layout
+from sftkit.data.batches.pack import PAD_MULTIPLE, Layout, make_layout
 from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
 from sftkit.memory.remedies import remedies
@@ -109,7 +109,7 @@ def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, 
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
     train = replace(train, micro_batch_size=own.micro_batch_size)  # as lowered for this run, which was said once
-    return make_layout(data, train, DocumentLengths(lengths, own.max_length, encoded=own.encoded), own.world_size)
+    return make_layout(data, train, lengths, own.max_length, own.world_size, encoded=own.encoded)
 
 
 def eager_positions(lengths: np.ndarray, epoch: Sequence[GlobalBatch], dynamic: Layout) -> int:

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.config.terminal import visible
-from sftkit.data.tokens.stages import DATA_OF_STAGES
 from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Examples
 from sftkit.preflight import analysis as preflight
@@ -156,10 +156,10 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
 
 def stage_text(stage: str, *, by_name: bool) -> str:
     """Return which stage is shown, why, and how to see another."""
-    others = " or ".join(name for name in DATA_OF_STAGES if name != stage)
+    others = " or ".join(name for name in STAGE_SCRIPTS if name != stage)
     origin = "by the recipe's name" if by_name else "as asked"
     return (
-        f"{'stage':<10}{stage}, {origin}: shown is what scripts/{DATA_OF_STAGES[stage][0]} learns; --stage {others} "
+        f"{'stage':<10}{stage}, {origin}: shown is what scripts/{STAGE_SCRIPTS[stage]} learns; --stage {others} "
         "for another"
     )
 

@@ -22,15 +22,15 @@ from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_check
 from sftkit.checkpoint.states import check_saved_names
 from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.load import to_yaml
-from sftkit.config.schema import Config, source_label
+from sftkit.config.schema import Config, DataConfig, source_label
 from sftkit.config.tables import environment_of_passes
 from sftkit.config.topology import stages_fit
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.data.batches.pack import DocumentLengths, make_layout
+from sftkit.data.batches.pack import make_layout
 from sftkit.data.tokens.chat import check_prompted_targets
-from sftkit.data.types import Tokenized
+from sftkit.data.tokens.sources import RowTokenizer
 from sftkit.engine.blocks import Blocks
 from sftkit.engine.engine import Engine, Setup, Training
 from sftkit.engine.reference import Reference
@@ -114,6 +114,27 @@ def start_run(cfg: Config, stage: str) -> Iterator[Run]:
         yield Run(cfg, stage, rt, folder, find_checkpoint(Path(cfg.run.dir), resume, rt))
 
 
+def train_stage(
+    run: Run,
+    tokenizer: PreTrainedTokenizerBase,
+    row_tokenizer: Callable[[DataConfig, PreTrainedTokenizerBase, int], RowTokenizer],
+    objective: Objective,
+) -> None:
+    """Train a stage from its start to its last step. Evaluation, samples and checkpoints use orig_model; only a
+    training step runs the model compiled.
+
+    Args:
+        row_tokenizer: given data section, tokenizer and max_length, returns what the stage learns from a row.
+
+    Raises:
+        ConfigError, DataError, NumericsError, CheckpointError: as the functions below.
+    """
+    loaded = load_orig_model(run, tokenizer)
+    data = load_data(run, loaded, row_tokenizer(run.cfg.data, tokenizer, loaded.max_length), objective)
+    engine = build_engine(run, loaded, objective, data)
+    run_to_end(run, loaded, data, engine)
+
+
 def set_environment(cfg: Config) -> None:
     """Set the environment variables that graph.passes need; a value that the user has set stays. Call it before the
     process group is made, which reads them."""
@@ -149,11 +170,11 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     return LoadedModel(orig_model, tokenizer, max_length)
 
 
-def load_data(run: Run, loaded: LoadedModel, tokenize: partial[Tokenized], objective: Objective) -> Data:
+def load_data(run: Run, loaded: LoadedModel, tokenize: RowTokenizer, objective: Objective) -> Data:
     """Load the documents, tokenized now or from the cache, and lay them out in rows.
 
     Args:
-        tokenize: turns a record into tokens and their loss mask, as the stage learns it.
+        tokenize: the stage's rule, which turns a row into documents and their loss mask.
 
     Raises:
         ConfigError, DataError: what is wrong with the sources or the layout.
@@ -167,9 +188,10 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: partial[Tokenized], objec
         validation = {name: encode(one, loaded.max_length, cfg.data) for name, one in validation.items()}
     documents = EncodedDocuments(examples, loaded.max_length, int(loaded.tokenizer.pad_token_id or 0))
     batches = lay_out(cfg, run.rt, documents, objective, run.resume)
+    prompted = check_prompted_targets(tokenize, tokenize.tokenizer, tokenize.learning)
     # for models with an encoder the evaluation chooses the samples itself
     shown = 0 if examples.encoder_inputs is not None else cfg.eval.samples
-    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), check_prompted_targets(tokenize))
+    return Data(batches, validation, sample_rows(cfg.data.val, tokenize, shown), prompted)
 
 
 def lay_out(
@@ -182,8 +204,8 @@ def lay_out(
     """Return this rank's batches of the documents, in rows of declared shapes. They continue the plan segments of the
     resumed checkpoint, so that no document of the epoch is repeated or lost."""
     examples, earlier = documents.examples, resume.segments
-    lengths = DocumentLengths(examples.lengths, documents.max_length, encoded=examples.encoded)
-    layout = make_layout(cfg.data, cfg.train, lengths, rt.data_world_size, earlier)
+    lengths = examples.lengths, documents.max_length
+    layout = make_layout(cfg.data, cfg.train, *lengths, rt.data_world_size, earlier, encoded=examples.encoded)
     share = RankRows(rt.data_rank, row_shard(rt.topology, rt.rank))
     dataset = StepDataset(examples, layout, share, documents.pad_id, objective.divisors(examples))
     workers, step = cfg.data.num_workers, resume.state["step"]

@@ -31,9 +31,9 @@ class Batch:
     """
 
     inputs: dict[str, torch.Tensor]
-    """arguments of the model by name; for causal models input_ids, int64 [B, C], and position_ids,
-    int64, restarting at 0 in each document: [B, T], [B, C] for chunks. With an encoder also its inputs, [B K, ...]:
-    entry r K + k is for the k-th document of row r, zeros if there is none"""
+    """arguments of the model by name; for causal models input_ids, int64 [B, C], and position_ids, int64, restarting
+    at 0 in each document: [B, T], [B, C] for chunks. With an encoder also its inputs, [B K, ...]: entry r K + k is
+    for the k-th document of row r, zeros if there is none"""
     targets: torch.Tensor
     "int64 [B, C], IGNORE where nothing is learned"
     doc_ids: torch.Tensor
@@ -51,8 +51,8 @@ class Batch:
     columns: torch.Tensor | None = None
     "chunks: int64 [C], which columns of the rows the local ones are; else None"
     cu_seqlens_q: torch.Tensor | None = None
-    """chunks: int32 [2, S + 1], for each of the two chunks where its sequences start in its B * C / 2 queries;
-    S = D + 2 B; else None"""
+    """chunks: int32 [2, S + 1], for each of the two chunks where its sequences start in its B * C / 2 queries; S = D
+    + 2 B; else None"""
     cu_seqlens_k: torch.Tensor | None = None
     "chunks: int32 [2, S + 1], where the same sequences start in the B * T keys, see `chunk_cu_seqlens`; else None"
 
@@ -93,8 +93,9 @@ def collate(
     Args:
         shard: what of the rows this process computes; the row length is a multiple of `shard.multiple`.
     """
-    # Of each of the M documents: its row, its positions, and where it starts in the B * T positions.
-    row_length, max_doc_length = shape.row_length, shape.max_doc_length
+    # For each of the M documents: its row, its positions, and its start in the B * T positions.
+    row_length = shape.row_length
+    max_doc_length = shape.max_doc_length
     total = len(rows) * row_length
     docs = np.fromiter(chain.from_iterable(rows), np.int64)
     docs_in_row = np.array([len(row) for row in rows])
@@ -106,7 +107,7 @@ def collate(
     assert lengths.max(initial=0) <= max_doc_length
     assert used.max(initial=0) <= row_length
 
-    # Of each document position: its place in the document, in the batch, and in the tokens of all examples.
+    # For each document position: its place in the document, in the batch, and in the tokens of all examples.
     within = np.arange(lengths.sum()) - np.repeat(before, lengths)
     at = within + np.repeat(starts, lengths)
     source = within + np.repeat(examples.offsets[docs], lengths)
@@ -123,7 +124,8 @@ def collate(
 
     is_target = targets != IGNORE
     size = (len(rows), row_length)
-    per_row, max_docs = shape.docs_per_row or max(docs_in_row.max(), 1), number_in_row.max(initial=-1) + 1
+    per_row = shape.docs_per_row or max(docs_in_row.max(), 1)
+    max_docs = number_in_row.max(initial=-1) + 1
     assert examples.encoder_inputs is None or max_docs <= per_row, f"{max_docs} documents for {per_row} encoded inputs"
     batch = Batch(
         {
@@ -221,11 +223,12 @@ def chunk_cu_seqlens(cu_seqlens: np.ndarray, row_length: int, columns: np.ndarra
     Returns:
         (starts in the B * c queries, in the B * T keys), int32 [D + 2 B + 1]; unused slots repeat B * c and B * T.
     """
-    # Of each document: its row, and where it lies in it. Those outside the chunk drop out, the others end with it.
+    # For each document: its row and its columns. Documents outside the chunk drop out, the others end with the chunk.
     starts = cu_seqlens[: np.searchsorted(cu_seqlens, cu_seqlens[-1])].astype(np.int64)
     ends = np.append(starts[1:], cu_seqlens[-1])
     row, starts, ends = starts // row_length, starts % row_length, (ends - 1) % row_length + 1
-    first, end = columns[0], columns[-1] + 1
+    first = columns[0]
+    end = columns[-1] + 1
     inside = (starts < end) & (ends > first)
     row, starts, ends = row[inside], starts[inside], np.minimum(ends[inside], end)
     rows = np.arange(cu_seqlens[-1] // row_length)
@@ -247,7 +250,9 @@ def _starts(sizes: np.ndarray, slots: int) -> np.ndarray:
 
 def _cu_seqlens(starts: np.ndarray, used: np.ndarray, shape: BatchShape) -> np.ndarray:
     """Return the starts of the documents, and of each row's padding in chunks of max_doc_length: int32 [D + 1]."""
-    row_length, max_docs, max_doc_length = shape.row_length, shape.max_docs, shape.max_doc_length
+    row_length = shape.row_length
+    max_docs = shape.max_docs
+    max_doc_length = shape.max_doc_length
     padding = [np.arange(r * row_length + n, (r + 1) * row_length, max_doc_length) for r, n in enumerate(used)]
     all_starts = np.sort(np.concatenate([starts, *padding]))
     assert len(all_starts) <= max_docs, f"{len(all_starts)} documents in {max_docs} slots"
@@ -273,7 +278,7 @@ def warm_up_batch(
     every position a target.
 
     Args:
-        made_up: gives so many documents something to encode.
+        made_up: returns the encoder inputs of n documents.
     """
     whole, rest = divmod(shape.row_length, shape.max_doc_length)
     # The longest documents cost attention most; what is left of the row is one more, if it has a slot.

@@ -1,15 +1,11 @@
-"""Which rows of a global batch a process computes, and which positions of each.
+"""Plan epochs: the global batches of every step, which rank computes which row, and which positions of it.
 
-Which rank computes which row: in each micro-batch every rank gets about the same attention work.
+A plan is a pure function of lengths, layout and plan segments (seeds and batch sizes), equal on every rank, so a resume
+needs only the step number. It holds also if batch size or seed was changed in the middle of an epoch.
 
 The rows of a step all have the same length, so the work that grows with positions (the linear layers) is equal on all
-ranks already. What differs is attention, whose cost is quadratic in the length of a document.
-
-The global batches of an epoch, and which of them each step of a run takes: the plans of its epochs, one after the
-other, also if batch size or seed was changed in the middle of an epoch.
-
-A pure function of lengths, layout and plan segments (seeds and batch sizes), equal on every rank, so that a resume
-needs only the step number.
+ranks. Attention, whose cost is quadratic in the length of a document, is balanced: in each micro-batch every rank gets
+about the same attention work.
 """
 
 from __future__ import annotations
@@ -79,7 +75,7 @@ ALL_ROWS = RankRows()
 
 
 def check_row_shard(layout: Layout, shard: RowShard) -> None:
-    """Refuse a layout with a row that does not split evenly.
+    """Reject a layout with a row that does not split evenly.
 
     Raises:
         ConfigError: it does not; with the setting that decides the row length and the nearest values that do.
@@ -119,8 +115,8 @@ def _nearest(number: int, multiple: int, least: int) -> str:
 def row_pairs(
     lengths: np.ndarray, rows: Sequence[tuple[int, ...]], row_lengths: np.ndarray | int, max_doc_length: int
 ) -> np.ndarray:
-    """Return the (query, key) pairs that causal attention computes in each row, int64 [R]: of its
-    documents and its padding.
+    """Return the (query, key) pairs that causal attention computes in each row, int64 [R]: of its documents
+    and its padding.
 
     Kernels see padding as documents of at most max_doc_length positions (`collate`), so it costs like them.
 
@@ -167,15 +163,15 @@ def assign_rows(costs: np.ndarray, accumulation: int, ranks: int) -> np.ndarray:
 
 
 def skew(costs: np.ndarray, assigned: np.ndarray) -> float:
-    """Return the largest work of a rank over the mean of all, 1.0 if all have the same; takes
-    `assign_rows`'s costs and result."""
+    """Return the largest work of a rank over the mean of all, 1.0 if all have the same; takes `assign_rows`'s
+    costs and result."""
     by_rank = costs[assigned].sum((0, 2))
     return float(by_rank.max() / by_rank.mean())
 
 
 def _even_shares(costs: np.ndarray, descending: np.ndarray, shares: int) -> np.ndarray:
-    """Return equally many rows for each share, int64 [W, B]: each row goes to the lightest
-    share that still has room."""
+    """Return equally many rows for each share, int64 [W, B]: each row goes to the lightest share that
+    still has room."""
     room = len(descending) // shares
     assigned: list[list[int]] = [[] for _ in range(shares)]
     # A heap of (work so far, share), from which a share drops out when it is full.
@@ -226,8 +222,8 @@ class GlobalBatch:
     "(query, key) pairs that attention computes in each row, padding included: the part of the cost that differs by row"
 
     def micro_batches(self, layout: Layout, rank: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Yield the rows of each micro-batch of this rank; the union over ranks and micro-batches
-        is `rows`, then padding.
+        """Yield the rows of each micro-batch of this rank; the union over ranks and micro-batches is
+        `rows`, then padding.
 
         One rank takes them in order; several so that each has about the same work (`balance.assign_rows`).
         """
@@ -236,13 +232,13 @@ class GlobalBatch:
             yield tuple(self.rows[i] if i < len(self.rows) else () for i in micro)
 
     def rank_skew(self, layout: Layout) -> float:
-        """Return the (query, key) pairs of the busiest rank in this step, divided by the mean of all
-        ranks; 1.0: all the same."""
+        """Return the (query, key) pairs of the busiest rank in this step, divided by the mean of all ranks; 1.0:
+        all the same."""
         return skew(*self._assigned_rows(layout))
 
     def _assigned_rows(self, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-        """Return (costs of the rows, empty ones that fill the last micro-batch included; rows of
-        each rank), as `assign_rows` does."""
+        """Return (costs of the rows, empty ones that fill the last micro-batch included; rows of each rank),
+        as `assign_rows` does."""
         count = layout.micro_rows(self.row_length) * layout.accumulation * layout.world_size
         empty = row_pairs(np.zeros(0, np.int64), [()], self.row_length, layout.max_doc_length)
         costs = np.concatenate([self.pairs, np.repeat(empty, count - len(self.rows))])
@@ -252,8 +248,8 @@ class GlobalBatch:
 def plan_epoch(
     lengths: np.ndarray, layout: Layout, seed: int | None, epoch: int, documents: np.ndarray | None = None
 ) -> list[GlobalBatch]:
-    """Plan all global batches of an epoch. Each document appears exactly once; the last batch
-    is filled with empty rows.
+    """Plan all global batches of an epoch. Each document appears exactly once; the last batch is filled
+    with empty rows.
 
     Args:
         seed: with the epoch it decides the shuffle; None: documents, rows and batches keep their order.
@@ -303,7 +299,7 @@ def num_positions(plan: Sequence[GlobalBatch], layout: Layout) -> int:
 
 
 def with_segment(earlier: Sequence[PlanSegment], step: int, layout: Layout, seed: int) -> tuple[PlanSegment, ...]:
-    """Return the segments of a run that goes on at `step`, with a new one only if batches are made differently
+    """Return the segments of a run that continues at `step`, with a new segment only if batches are made differently
     from there on.
 
     Args:
@@ -323,7 +319,8 @@ class Order:
         Args:
             lengths: int [D], positions of each document.
         """
-        self._lengths, self._segments = lengths, segments
+        self._lengths = lengths
+        self._segments = segments
         self._layouts = [
             replace(layout, global_batch_size=segment.global_batch_size, budget_rows=segment.budget_rows)
             for segment in segments
@@ -333,9 +330,10 @@ class Order:
         self.plan = lru_cache(maxsize=2)(self._plan)
 
     def _plan(self, epoch: int) -> list[GlobalBatch]:
-        """Return all global batches of an epoch. Each document appears exactly once,
-        whatever was changed on the way."""
-        start, left = self._start(epoch), np.arange(len(self._lengths))
+        """Return all global batches of an epoch. Each document appears exactly once, whatever was changed
+        on the way."""
+        start = self._start(epoch)
+        left = np.arange(len(self._lengths))
         batches: list[GlobalBatch] = []
         ends = [segment.after_step for segment in self._segments[1:]]
         for segment, layout, end in zip(self._segments, self._layouts, [*ends, None], strict=True):
@@ -359,18 +357,20 @@ class Order:
         return self._starts[epoch]
 
     def num_steps(self, epochs: int | None, max_steps: int | None = None) -> int:
-        """Return the optimizer steps of a run: those of so many epochs, but at most max_steps; None is no limit."""
+        """Return the optimizer steps of a run: those of n epochs, but at most max_steps. None is no limit."""
         if epochs is None:
             assert max_steps is not None, "checked with the recipe"
             return max_steps
-        epoch, most = 0, math.inf if max_steps is None else max_steps
+        epoch = 0
+        most = math.inf if max_steps is None else max_steps
         while epoch < epochs and self._start(epoch) < most:
             epoch += 1
         return int(min(self._start(epoch), most))
 
     def batches(self, first_step: int, last_step: int) -> Iterator[tuple[int, int, GlobalBatch]]:
         """Yield (step, epoch, global batch) of steps first_step + 1 .. last_step."""
-        step, epoch = 0, 0
+        step = 0
+        epoch = 0
         while step < last_step:
             plan = self.plan(epoch)
             first = max(first_step - step, 0)

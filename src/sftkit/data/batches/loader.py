@@ -1,4 +1,4 @@
-"""From examples and a layout to the micro-batches of every optimizer step, at any starting step."""
+"""Build the micro-batches of every optimizer step from examples and a layout, beginning at any step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -19,9 +18,8 @@ from sftkit.config.schema import DataConfig, source_label
 from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import ALL_ROWS, GlobalBatch, Order, RankRows, check_row_shard, with_segment
 from sftkit.data.batches.pack import BatchShape, Layout, PlanSegment
-from sftkit.data.tokens import sources
-from sftkit.data.tokens.sources import tokenizer_fingerprint
-from sftkit.data.types import Examples, Tokenized, listed
+from sftkit.data.tokens.sources import RowTokenizer, load_sources
+from sftkit.data.types import Examples, listed
 from sftkit.errors import WorkerError
 from sftkit.runtime.script import OomKills, likely_cause, oom_kills
 from sftkit.runtime.signals import ignore_signals
@@ -83,16 +81,21 @@ class StepDataset(Dataset[StepBatches]):
             divisors: what each document adds to the divisor of its step, int64 [D]; None: its target tokens.
         """
         check_row_shard(layout, share.shard)
-        self.examples, self.layout, self.share, self.pad_id = examples, layout, share, pad_id
-        self.lengths, self.num_targets = examples.lengths, examples.num_targets
+        self.examples = examples
+        self.layout = layout
+        self.share = share
+        self.pad_id = pad_id
+        self.lengths = examples.lengths
+        self.num_targets = examples.num_targets
         self.divisors = self.num_targets if divisors is None else divisors
 
     def __getitem__(self, item: tuple[int, int, GlobalBatch]) -> StepBatches:
         """Build the batches of one (step, epoch, global batch) for this rank."""
         step, epoch, batch = item
         docs = list(chain.from_iterable(batch.rows))
-        lengths, names = self.lengths[docs], self.examples.source_names
-        # Of all ranks: every rank has the whole plan, so these counts need no exchange.
+        lengths = self.lengths[docs]
+        names = self.examples.source_names
+        # Counts over all ranks need no communication: every rank has the whole plan.
         source_tokens = np.bincount(self.examples.source[docs], weights=lengths, minlength=len(names))
         shape = self.layout.batch_shape(self.layout.micro_rows(batch.row_length), batch.row_length)
         mine = list(batch.micro_batches(self.layout, self.share.rank))
@@ -142,13 +145,17 @@ class Batches:
             num_workers: processes that build batches; 0: this one; None: 2 with a GPU, else 0.
             earlier, first_step: the segments of the checkpoint that is resumed, and its step.
         """
-        self.examples, self.layout, self.seed = dataset.examples, dataset.layout, seed
+        self.examples = dataset.examples
+        self.layout = dataset.layout
+        self.seed = seed
         self._dataset = dataset
         self._num_workers = (2 if torch.cuda.is_available() else 0) if num_workers is None else num_workers
         self._iterator: Iterator[StepBatches] = iter(())
         self.segments = with_segment(earlier, first_step, self.layout, seed)
         order = Order(dataset.lengths, self.layout, self.segments)
-        self.plan, self.num_steps, self._items = order.plan, order.num_steps, order.batches
+        self.plan = order.plan
+        self.num_steps = order.num_steps
+        self._items = order.batches
 
     def num_documents(self, first_step: int, last_step: int) -> int:
         """Return how many documents the steps first_step + 1 .. last_step have, over all ranks."""
@@ -156,7 +163,7 @@ class Batches:
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatches]:
         """Return the batches of steps first_step + 1 .. last_step (so a resumed run passes the step it has reached)."""
-        # In shared memory, since a worker that is killed can no longer say what it was making.
+        # In shared memory: a worker that was killed cannot report what it was building.
         self._dataset.at_work = torch.zeros(self._num_workers, 3, dtype=torch.int64).share_memory_()
         loader = DataLoader(
             self._dataset,
@@ -174,13 +181,13 @@ class Batches:
 
     @contextmanager
     def workers_named(self) -> Iterator[None]:
-        """Replace torch's error about a dead data worker, wherever the loop then is, by one that says
-        what the worker was building.
+        """Replace torch's error about a dead data worker, wherever it is raised, by an error that names what the worker
+        was building.
 
         Raises:
             WorkerError: with process, cause, step, micro-batch and documents.
         """
-        # Counted now, so that a kill for memory in the meantime is told from earlier ones.
+        # Counted now, to distinguish a later kill for memory from earlier ones.
         before = oom_kills()
         try:
             yield
@@ -190,13 +197,14 @@ class Batches:
                 raise
             raise WorkerError(self._last_words(int(died[1]), before)) from error
         finally:
-            # Dropping the iterator ends its workers. At the end of Python it would wait for them, and
-            # they ignore signals.
+            # Dropping the iterator ends its workers. At the end of Python it would wait for them, and they
+            # ignore signals.
             self._iterator = iter(())
 
     def _last_words(self, pid: int, before: OomKills) -> str:
         """Return what is known about a dead data worker."""
-        # Private: torch keeps its workers to itself, and does not always say what ended one (pytorch/pytorch#48088).
+        # Private: torch has no public list of its workers, and does not always report why one
+        # ended (pytorch/pytorch#48088).
         worker = next((worker for worker in getattr(self._iterator, "_workers", ()) if worker.pid == pid), None)
         by = "has ended"
         if worker is not None:
@@ -221,18 +229,13 @@ class Batches:
 
 
 def load_examples(
-    data: DataConfig, tokenize: partial[Tokenized], main_first: AbstractContextManager[object]
+    data: DataConfig, tokenize: RowTokenizer, main_first: AbstractContextManager[object]
 ) -> tuple[Examples, dict[str, Examples]]:
-    """Return (training documents, validation documents by source); within `main_first`, so that
-    other ranks find the cache.
-
-    `tokenize` is a partial over row; its function and arguments are part of the cache key.
-    """
-    fingerprint = tokenizer_fingerprint(tokenize.keywords["tokenizer"])
-    key = f"{tokenize.func.__module__}.{tokenize.func.__qualname__} {fingerprint}"
+    """Return (training documents, validation documents by source); within `main_first`, so that other ranks
+    find the cache."""
     with main_first:
-        training = sources.load_sources(data.train, data, tokenize, key)
-        validation = {source_label(source): sources.load_sources((source,), data, tokenize, key) for source in data.val}
+        training = load_sources(data.train, data, tokenize)
+        validation = {source_label(source): load_sources((source,), data, tokenize) for source in data.val}
     return training, validation
 
 

@@ -1,6 +1,6 @@
-"""Which row lengths waste least on the lengths of the data at hand: an exact dynamic programme.
+"""The layout of a run: the row shapes that it declares up front, and best-fit packing of documents into rows.
 
-The layout of a run: the row shapes that it declares up front, and best-fit packing of documents into rows.
+`choose_buckets` finds the row lengths that waste least on the data at hand, by an exact dynamic programme.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from sftkit.config.schema import DataConfig, TrainConfig
 from sftkit.errors import ConfigError
 from sftkit.runtime.script import counted
 
-_MULTIPLE = 8  # of the row lengths
+log = logging.getLogger(__name__)
+_MULTIPLE = 8  # of the row lengths of buckets
 
 
 def choose_buckets(
@@ -38,7 +39,8 @@ def choose_buckets(
     least = np.array([0, *(_positions(docs[j : j + 1], c, rows_in_batch)[0] for j, c in enumerate(candidates, 1))])
     splits = []  # for each further bucket, by j: how many of the first j candidates the buckets before it hold
     for _ in range(1, min(k, len(candidates))):
-        split, better = [0], [0]
+        split = [0]
+        better = [0]
         for j, c in enumerate(candidates, 1):
             totals = least[:j] + _positions(docs[j] - docs[:j], c, rows_in_batch)
             split.append(int(totals.argmin()))
@@ -52,12 +54,11 @@ def choose_buckets(
 
 
 def _positions(documents: np.ndarray, row_length: np.integer, rows_in_batch: Callable[[int], int]) -> np.ndarray:
-    """Return how many positions the whole batches take that hold so many documents, one per row."""
+    """Return the positions of the whole batches that hold these documents, one per row."""
     rows = rows_in_batch(int(row_length))
     return -(-documents // rows) * rows * int(row_length)
 
 
-log = logging.getLogger(__name__)
 OPEN_ROWS = 1024  # rows that best-fit keeps open: enough for > 99 % filled rows, and the shuffle stays a shuffle
 _SAMPLE = 100_000  # documents packed on trial, 0.07 s
 NUM_BUCKETS = 4  # row lengths of a bucketed layout, unless the recipe sets the number
@@ -81,18 +82,6 @@ class BatchShape:
 
 
 @dataclass(frozen=True)
-class DocumentLengths:
-    """The lengths of the documents that a layout is made for."""
-
-    lengths: np.ndarray
-    "int [D] in positions, equal on all ranks"
-    max_length: int
-    "most positions of a document: from the recipe, or from the run that the model comes from"
-    encoded: bool = False
-    "each document has an input for an encoder"
-
-
-@dataclass(frozen=True)
 class Layout:
     """The row shapes that a run declares, and the number of rows of each in a global batch and a micro-batch."""
 
@@ -109,8 +98,8 @@ class Layout:
     docs_per_row: int = 1
     "the most documents in a row"
     budget_rows: int = 1
-    """bucketed: so many rows of max_length are replaced by as many shorter rows as fit in their positions; the same on
-    any number of ranks"""
+    """bucketed: n rows of max_length are replaced by as many shorter rows as fit in their positions; the same on any
+    number of ranks"""
     pad_multiple: int = 1
     "dynamic: what row lengths are a multiple of"
     encoded: bool = False
@@ -127,8 +116,8 @@ class Layout:
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
     def rows(self, row_length: int) -> int:
-        """Return how many rows of this length a global batch has, whatever the world size: for buckets as
-        many as the budget allows."""
+        """Return how many rows of this length a global batch has, whatever the world size: for buckets as many as
+        the budget allows."""
         if self.kind != "bucketed":
             return self.global_batch_size
         return self.budget_rows * self.max_length // row_length * (self.global_batch_size // self.budget_rows)
@@ -148,13 +137,13 @@ class Layout:
         return rows * (self.docs_per_row + chunks_of_padding)
 
     def batch_shape(self, rows: int, row_length: int) -> BatchShape:
-        """Return what a batch of so many rows of this length declares."""
+        """Return what a batch of `rows` rows of this length declares."""
         return BatchShape(row_length, self.max_docs(rows, row_length), self.max_doc_length, self.docs_per_row)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Return every (rows, row_length) of a micro-batch; for dynamic layouts the two from which
-        the graph is made symbolic."""
+        """Return every (rows, row_length) of a micro-batch; for dynamic layouts the two from which the graph
+        is made symbolic."""
         return tuple((self.micro_rows(t), t) for t in self.row_lengths)
 
     def declares(self, rows: int, row_length: int) -> bool:
@@ -164,7 +153,7 @@ class Layout:
         return (rows, row_length) in self.shapes
 
     def padded(self, longest: int) -> int:
-        """Return the row length of a dynamic batch whose longest document takes so many positions."""
+        """Return the row length of a dynamic batch whose longest document has `longest` positions."""
         return -(-max(longest, SHORTEST_ROW) // self.pad_multiple) * self.pad_multiple
 
 
@@ -181,30 +170,31 @@ class PlanSegment(NamedTuple):
 def make_layout(
     data: DataConfig,
     train: TrainConfig,
-    documents: DocumentLengths,
+    lengths: np.ndarray,
+    max_length: int,
     world_size: int = 1,
     earlier: Sequence[PlanSegment] = (),
+    *,
+    encoded: bool = False,
 ) -> Layout:
     """Return the layout of a run, from the recipe and the lengths of its training documents; equal on all ranks.
 
     The micro-batch is lowered to the largest that divides a rank's share of the global batch.
 
     Args:
+        lengths: int [D], positions of each training document, equal on all ranks.
+        max_length: most positions of a document, from the recipe or from the run that the model comes from.
+        encoded: each document has an input for an encoder.
         world_size: groups of processes that hold different rows.
         earlier: plan segments of the resumed checkpoint. Buckets stay those that the run began with. Their numbers of
             rows change only with the global batch, so that another micro-batch leaves the global batches as they are.
     """
-    lengths, max_length = documents.lengths, documents.max_length
     share = train.global_batch_size // world_size
     # Lowered to a divisor, so that all micro-batches have one size.
     micro = largest_divisor(share, train.micro_batch_size)
     if micro != train.micro_batch_size:
-        log.info(
-            "micro-batch of %s: the largest number up to %d that divides %d",
-            counted(micro, "row"),
-            train.micro_batch_size,
-            share,
-        )
+        words = f"the largest number up to {train.micro_batch_size} that divides {share}"
+        log.info("micro-batch of %s: %s", counted(micro, "row"), words)
     plain = Layout(
         data.layout,
         (max_length,),
@@ -215,7 +205,7 @@ def make_layout(
         max_doc_length=max_length,
         budget_rows=largest_divisor(train.global_batch_size, train.micro_batch_size),
         pad_multiple=data.pad_multiple or PAD_MULTIPLE,
-        encoded=documents.encoded,
+        encoded=encoded,
     )
     # A resumed run keeps the budget, so that another micro-batch leaves the global batches as they are.
     if earlier and earlier[-1].global_batch_size == train.global_batch_size:
@@ -226,15 +216,30 @@ def make_layout(
         # Buckets are chosen with the batch sizes that the run began with.
         begun = earlier[0] if earlier else plain
         first = replace(plain, global_batch_size=begun.global_batch_size, budget_rows=begun.budget_rows)
-        return replace(plain, row_lengths=_bucket_lengths(first, data, lengths))
+        buckets = data.bucket_lengths
+        if buckets is None:
+            buckets = choose_buckets(lengths, data.num_buckets or NUM_BUCKETS, max_length, rows_in_batch=first.rows)
+        elif buckets[-1] != max_length:
+            raise ConfigError(
+                f"data.bucket_lengths: the last one, {buckets[-1]}, must be data.max_length, {max_length}"
+            )
+        return replace(plain, row_lengths=buckets)
     if data.layout == "dynamic":
-        return replace(plain, row_lengths=_warm_up_lengths(plain))
+        if max_length % plain.pad_multiple:
+            below = max_length // plain.pad_multiple * plain.pad_multiple
+            raise ConfigError(
+                f"data.max_length: {max_length} is not a multiple of data.pad_multiple, {plain.pad_multiple}: take "
+                f"{below or below + plain.pad_multiple}"
+            )
+        # The warm-up has the longest row and one of half its length.
+        half = plain.padded(max_length // 2)
+        return replace(plain, row_lengths=(half, max_length) if half < max_length else (max_length,))
     return plain
 
 
 def validation_layout(layout: Layout, lengths: np.ndarray) -> Layout:
-    """Return a run's layout for other documents of at most its max_length, in global batches of
-    one micro-batch per rank."""
+    """Return a run's layout for other documents of at most its max_length, in global batches of one
+    micro-batch per rank."""
     micro = layout.micro_batch_size
     layout = replace(layout, global_batch_size=micro * layout.world_size, budget_rows=micro)
     if layout.kind == "packed":
@@ -279,39 +284,17 @@ def _docs_per_row(lengths: np.ndarray, row_length: int) -> int:
 
 
 def _inputs_per_row(lengths: np.ndarray, row_length: int) -> int:
-    """Return the most documents of a row, each with an encoded input, at which nearly all
-    places for inputs are taken."""
+    """Return the most documents of a row, each with an encoded input, at which nearly all places for
+    inputs are taken."""
     sample = np.random.default_rng(0).permutation(len(lengths))[:_SAMPLE]
-    # By halving: the more places a row has, the smaller is the share of them that is taken.
-    low, high = 1, max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
+    # A binary search: the more places a row has, the smaller is the share of the places that is taken.
+    low = 1
+    high = max(1, min(int(2 * row_length / lengths.mean()), len(lengths)))
     while low < high:
         middle = (low + high + 1) // 2
         rows = len(pack(lengths, sample, row_length, middle))
         low, high = (middle, high) if len(sample) >= FULL_OF_INPUTS * rows * middle else (low, middle - 1)
     return low
-
-
-def _bucket_lengths(plain: Layout, data: DataConfig, lengths: np.ndarray) -> tuple[int, ...]:
-    """Return the recipe's buckets, or those that pad this data least."""
-    if data.bucket_lengths is None:
-        return choose_buckets(lengths, data.num_buckets or NUM_BUCKETS, plain.max_length, rows_in_batch=plain.rows)
-    if data.bucket_lengths[-1] != plain.max_length:
-        last = data.bucket_lengths[-1]
-        raise ConfigError(f"data.bucket_lengths: the last one, {last}, must be data.max_length, {plain.max_length}")
-    return data.bucket_lengths
-
-
-def _warm_up_lengths(plain: Layout) -> tuple[int, ...]:
-    """Return the longest row and one of half its length."""
-    max_length, multiple = plain.max_length, plain.pad_multiple
-    if max_length % multiple:
-        below = max_length // multiple * multiple
-        raise ConfigError(
-            f"data.max_length: {max_length} is not a multiple of data.pad_multiple, {multiple}: take "
-            f"{below or below + multiple}"
-        )
-    half = plain.padded(max_length // 2)
-    return (half, max_length) if half < max_length else (max_length,)
 
 
 def pack(
@@ -328,7 +311,8 @@ def pack(
         if at < len(open_rows):
             space, row = open_rows.pop(at)
         else:
-            space, row = row_length, len(rows)
+            space = row_length
+            row = len(rows)
             rows.append([])
         rows[row].append(i)
         if space > length and len(rows[row]) < docs_per_row:

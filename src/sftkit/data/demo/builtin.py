@@ -1,21 +1,16 @@
-"""Which side of the split an item is on: a hash of what it is decides, so that no held-out item is in training.
+"""Data that every machine has or makes: documents (`docs`), pictures with captions (`pictures`), chat tasks (`tasks`).
 
-Documents out of Python's standard library: real English and Python for base training.
+Documents are real English and Python for base training, out of Python's standard library: help topics, docstrings and
+short functions. Files are parsed, never imported.
 
-Help topics, docstrings and short functions; files are parsed, never imported.
-
-Pictures that determine their caption, so that learning can be measured: a grid of colours, named one
-after the other.
-
-Each colour has a level of red, of green and of blue, and its name spells them: bakapa would be black, which stands for
+Pictures determine their caption, so that learning can be measured: a grid of colours, named one after the other. Each
+colour has a level of red, of green and of blue, and its name spells them: bakapa would be black, which stands for
 nothing. A caption has as many tokens as its words and the end: 90 % have 5 to 32, 9 % 33 to 64 and 1 % 65 to 256.
 Trained on such captions a tokenizer of 1,024 entries has a token for each word.
 
-Small chat tasks with exact answers, made on this machine: conversations of one or two problems for
-mid-training and SFT.
-
-A problem is a family and its operands; their hash decides whether it is held out, so no held-out problem occurs in
-training in any phrasing, under any system message, in any turn.
+Tasks are conversations of one or two problems with exact answers, for mid-training and SFT. A problem is a family and
+its operands. Their hash decides whether it is held out, so no held-out problem occurs in training in any phrasing,
+under any system message, in any turn.
 """
 
 from __future__ import annotations
@@ -124,11 +119,12 @@ def _documents_of_file(path: Path) -> Iterator[str]:
 
 
 def _chunks(node: ast.AST, lines: list[str]) -> Sequence[str]:
-    """Return the source of a documented function, or of a class's head and its documented methods;
-    nothing for anything else."""
+    """Return the source of a documented function, or of a class's head and its documented methods; nothing
+    for anything else."""
     if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return ()
-    own, is_class = [], isinstance(node, ast.ClassDef)
+    own = []
+    is_class = isinstance(node, ast.ClassDef)
     if ast.get_docstring(node, clean=False) is not None:
         last_line = node.end_lineno or node.lineno
         if is_class or last_line - node.lineno >= LONGEST_WHOLE_FUNCTION:
@@ -230,7 +226,7 @@ Draw = Callable[[Random], Drawn]
 TaskProblem = tuple[str, str, str]
 "Identity, which is the same in every wording, question and its one right answer."
 _families: dict[str, tuple[Draw, tuple[str, ...], str]] = {}
-"Name -> how a problem is drawn, its phrasings, and what stands below each of them."
+"Name -> the function that draws a problem, its phrasings, and the text below each phrasing."
 
 
 def _family(*phrasings: str, below: str = "") -> Callable[[Draw], Draw]:
@@ -264,7 +260,8 @@ def calendar(rng: Random) -> Drawn:
     """Draw the day or month one after or before another."""
     names, unit = _choose(rng, [(DAYS, "day"), (MONTHS, "month")])
     first, second = _sample(rng, OCCASIONS, 2)
-    start, shift = int(rng.random() * len(names)), _choose(rng, [-1, 1])
+    start = int(rng.random() * len(names))
+    shift = _choose(rng, [-1, 1])
     later = f"one {unit} later" if shift == 1 else f"one {unit} earlier"
     fields = {"a": first, "b": second, "x": names[start], "later": later, "on": "on" if unit == "day" else "in"}
     return f"{first} {names[start]} {second} {shift}", names[(start + shift) % len(names)], fields
@@ -279,7 +276,8 @@ def calendar(rng: Random) -> Drawn:
 )
 def pick(rng: Random) -> Drawn:
     """Draw the first, second or last of three words."""
-    words, which = _sample(rng, WORDS, 3), _choose(rng, list(POSITIONS))
+    words = _sample(rng, WORDS, 3)
+    which = _choose(rng, list(POSITIONS))
     return f"{which} {words}", words[POSITIONS[which]], {"which": which, "list": ",".join(words)}
 
 
@@ -312,7 +310,8 @@ def compare(rng: Random) -> Drawn:
 @_family("What is {sum}?", "Calculate {sum}", "How much is {sum}?", "Solve: {sum}")
 def arithmetic(rng: Random) -> Drawn:
     """Draw a two-digit number plus or minus 1 to 4, without a carry."""
-    tens, small = 10 * _choose(rng, range(1, 10)), _choose(rng, range(1, 5))
+    tens = 10 * _choose(rng, range(1, 10))
+    small = _choose(rng, range(1, 5))
     low = tens + _choose(rng, range(10 - small))
     high = low + small
     operands, answer = _choose(rng, [(f"{low}+{small}", high), (f"{high}-{small}", low)])
@@ -360,7 +359,9 @@ def spell(rng: Random) -> Drawn:
 @_family("What comes next?", "Which number is next?", "Continue:", "Give the next number.", below="{list}")
 def sequence(rng: Random) -> Drawn:
     """Draw three neighboring numbers, upwards or downwards, and the fourth, within the same ten."""
-    tens, start, step = 10 * _choose(rng, range(1, 50)), _choose(rng, range(7)), _choose(rng, [-1, 1])
+    tens = 10 * _choose(rng, range(1, 50))
+    start = _choose(rng, range(7))
+    step = _choose(rng, [-1, 1])
     *numbers, answer = [str(tens + start + i) for i in range(4)][::step]
     listed = ",".join(numbers)
     return listed, answer, {"list": listed}
@@ -387,7 +388,8 @@ CAPITALS_FAMILY = "contains"
 
 def tasks(split: Split) -> Iterator[TaskConversation]:
     """Yield conversations in a fixed order, the families in turn; the same on every machine and Python."""
-    rng, heldout = Random(f"sftkit tasks {split}"), is_heldout_split(split)
+    rng = Random(f"sftkit tasks {split}")
+    heldout = is_heldout_split(split)
     total = HELDOUT_PER_FAMILY * len(FAMILIES) if heldout else TRAIN_CONVERSATIONS
     asked: set[str] = set()
     for i in range(total):
@@ -401,7 +403,10 @@ def tasks(split: Split) -> Iterator[TaskConversation]:
 
 def _conversation(family: str, rng: Random, *, heldout: bool) -> TaskConversation:
     """Draw a conversation of one or two problems, the last one of `family`."""
-    families, messages, problems, answer = [family], [], [], ""
+    families = [family]
+    messages = []
+    problems = []
+    answer = ""
     capitals = family == CAPITALS_FAMILY and rng.random() < SYSTEM_MESSAGE
     if capitals or rng.random() < SYSTEM_MESSAGE:
         messages.append({"role": "system", "content": CAPITALS if capitals else _choose(rng, PLAIN_SYSTEM_MESSAGES)})

@@ -1,1 +1,1 @@
-"""From a source to conversations, texts and pictures: rows are found and read, and faults in them told. No torch."""
+"""From a source to conversations, texts and pictures: find rows, read them, report faults in them. No torch."""

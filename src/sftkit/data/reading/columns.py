@@ -1,5 +1,5 @@
-"""Columns of a row and keys of a message: those with a meaning are honoured or rejected, metadata is ignored, and all
-others are counted as unused."""
+"""The meaning of columns and message keys: known names are honoured or rejected, metadata is ignored, and all other
+names are counted as unused."""
 
 from __future__ import annotations
 
@@ -127,10 +127,10 @@ def named(found: JsonObject, where: str) -> JsonObject:
 
 
 def is_learned(row: JsonObject, where: str) -> bool:
-    """Return whether a row says that it is learned, by marks of its own; most rows have none.
+    """Return whether a row is to be learned, by its own marks. Most rows have none.
 
-    A mark of another kind is something else of the same name, such as a measured `loss`, one or several, or the
-    `weight` of a parcel as text, and counts as unused: see `understood`.
+    A column of a mark's name with a value of another kind, such as a measured `loss` or the `weight` of a parcel as
+    text, is no mark and counts as unused: see `understood`.
 
     Raises:
         DataError: a weight that is neither 0 nor 1, or marks of tokens, characters or messages.
@@ -187,7 +187,7 @@ def _cell(value: object) -> object:
 
 
 def check_answer_columns(row: JsonObject, where: str) -> None:
-    """Reject a conversation whose row says that its answer is a bad one, or that roles are learned which are not.
+    """Reject a conversation whose row labels its answer as bad, or asks to learn other roles than the assistant.
 
     Raises:
         DataError: `label: false` as in KTO, or `mask` with anything but a role that is not learned anyway.
@@ -231,20 +231,20 @@ def check_preferences(row: JsonObject, turns: list[tuple[object, object]], where
         return []
     given = [name for name in PREFERENCES if isinstance(row.get(name), str | list | dict) and not is_empty(row[name])]
     chosen = [name for name in given if name.startswith("chosen")]
-    if not given or (chosen and turns and all(_ends_with(turns, row[name]) for name in chosen)):
+
+    def ends_turns(answer: object) -> bool:
+        if isinstance(answer, str):
+            return answer.strip() == turns[-1][1]
+        last = turns_of(answer)
+        return bool(last) and last == turns[-len(last) :]
+
+    if not given or (chosen and turns and all(ends_turns(row[name]) for name in chosen)):
         return chosen
     raise DataError(
         f"{where}: a preference row (columns {', '.join(given)}), and SFT learns one answer. Write the chosen one into "
         "the row's messages, or as completion next to prompt, and remove the columns of the others",
         reason="preference row",
     )
-
-
-def _ends_with(turns: list[tuple[object, object]], answer: object) -> bool:
-    if isinstance(answer, str):
-        return answer.strip() == turns[-1][1]
-    last = turns_of(answer)
-    return bool(last) and last == turns[-len(last) :]
 
 
 def turns_of(messages: object) -> list[tuple[object, object]]:
@@ -323,7 +323,8 @@ def unused_keys(
     """
     found: dict[str, None] = {}
     for message in messages:
-        role, parts = message["role"], message.get("content")
+        role = message["role"]
+        parts = message.get("content")
         unread = message.keys() - {"role", "content", "tool_call_id", *MARKS, *REJECTED_KEYS}
         if role == "assistant":
             unread -= {"tool_calls", *(REASONING if reasoning else ())}

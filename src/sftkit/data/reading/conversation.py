@@ -1,8 +1,7 @@
-"""What a conversation must look like before a template may render it; everything else is a DataError that says why.
+"""Check conversations before a template renders them: roles, content, tool calls, special tokens in texts.
 
-What is accepted on purpose though it is odd, and what is refused, stands in docs/data.md, "Odd records".
-
-Turns in the shape of ShareGPT (from, value) to messages (role, content).
+docs/data.md, "Odd records", lists which odd conversations are accepted on purpose and which are rejected. Turns in the
+shape of ShareGPT (from, value) are converted to messages here too.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Message = JsonObject
 def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
     """Return the row's messages with string content and parsed tool arguments, or raise a DataError.
 
-    Null content becomes "" beside tool calls, text parts are joined, null keys (Arrow's fill) are dropped, and tool
+    Null content becomes "" next to tool calls, text parts are joined, null keys (Arrow's fill) are dropped, and tool
     arguments that are JSON text become an object, which is what published templates expect; other text stays as it is
     (`oddities` names it).
     """
@@ -45,13 +44,13 @@ def validated(row: Row, special_tokens: Iterable[str]) -> list[Message]:
 
 
 def require_answer(messages: list[Message], where: str) -> None:
-    """Refuse a conversation to learn from that has no assistant turn, or an empty one."""
-    answers = [(i, message) for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise DataError(f"{where}: no assistant turn (roles: {roles}), nothing to learn", reason="no assistant turn")
-    for i, message in answers:
-        if not answer_core(message) and not message.get("tool_calls"):
+    """Reject a conversation to learn from that has no assistant turn, or an empty one."""
+    roles = dict.fromkeys(message["role"] for message in messages)
+    if "assistant" not in roles:
+        said = ", ".join(roles)
+        raise DataError(f"{where}: no assistant turn (roles: {said}), nothing to learn", reason="no assistant turn")
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and not answer_core(message) and not message.get("tool_calls"):
             raise DataError(
                 f"{where}: messages[{i}]: empty answer (assistant with neither text nor tool calls)",
                 reason="empty answer",
@@ -63,27 +62,21 @@ def oddities(messages: list[Message], where: str) -> dict[str, str]:
     found: dict[str, str] = {}
     open_calls: list[str | None] = []  # ids of calls whose result has not come yet
     for i, message in enumerate(messages):
+        at = f"{where}: messages[{i}]"
         if message["role"] != "assistant" and has_marker(message["content"]):
-            found.setdefault(
-                NO_MEDIA,
-                f"{where}: messages[{i}] has <image>, <video> or <audio> in it, and there is nothing to see or hear",
-            )
-        calls = message.get("tool_calls") or ()
+            what = f"{at} has <image>, <video> or <audio> in it, and there is nothing to see or hear"
+            found.setdefault(NO_MEDIA, what)
         # Several calls may be open at once, and their results come in any order.
         if message["role"] == "tool":
             if not _answers(open_calls, message.get("tool_call_id")):
-                found.setdefault(
-                    "tool result without a call",
-                    f"{where}: messages[{i}] is the result of no call in the turn before it",
-                )
+                found.setdefault("tool result without a call", f"{at} is the result of no call in the turn before it")
             continue
+        calls = message.get("tool_calls") or ()
         open_calls = [call.get("id") for call in calls]
         for k, call in enumerate(calls):
-            if not isinstance(_arguments(function_of(call)), dict):
-                found.setdefault(
-                    "tool arguments kept as text",
-                    f"{where}: messages[{i}]: tool_calls[{k}]: arguments are not a JSON object, or have a key twice",
-                )
+            if not isinstance(_arguments(function_of(call).get("arguments")), dict):
+                what = f"{at}: tool_calls[{k}]: arguments are not a JSON object, or have a key twice"
+                found.setdefault("tool arguments kept as text", what)
     return found
 
 
@@ -100,6 +93,15 @@ def _answers(open_calls: list[str | None], call_id: str | None) -> bool:
 def answer_core(message: Message) -> str:
     """Return the part of an answer that every template keeps: stripped, without a thinking block at its beginning."""
     return THOUGHT.sub("", message["content"]).strip()
+
+
+def split_thoughts(content: str) -> tuple[list[str], str]:
+    """Return the texts of the thinking blocks at the beginning of an answer's content, and what follows them."""
+    thoughts = []
+    while block := THOUGHT.match(content):
+        thoughts.append(block[1])
+        content = content[block.end() :]
+    return thoughts, content
 
 
 def function_of(call: Message) -> Message:
@@ -121,8 +123,11 @@ def _message(message: object, where: str) -> Message:
         )
     check_keys(message, where)
     if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(message["tool_calls"], where)
-        if not message["tool_calls"]:
+        calls = message["tool_calls"]
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise DataError(f"{where}: tool_calls must be a list of objects", reason="malformed tool call")
+        message["tool_calls"] = [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
+        if not calls:
             del message["tool_calls"]
         elif role != "assistant":
             raise DataError(
@@ -161,12 +166,6 @@ def _content(message: Message, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _tool_calls(calls: object, where: str) -> list[Message]:
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DataError(f"{where}: tool_calls must be a list of objects", reason="malformed tool call")
-    return [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
-
-
 def _tool_call(call: Message, where: str) -> Message:
     """Return a tool call in OpenAI's shape."""
     function = dict(function_of(call))
@@ -176,16 +175,15 @@ def _tool_call(call: Message, where: str) -> Message:
     if len([key for key, value in given.items() if not is_empty(value)]) > 1:
         raise DataError(f"{where} has {' and '.join(given)}: keep one", reason="malformed tool call")
     said = next((value for value in given.values() if not is_empty(value)), given.get("arguments"))
-    function["arguments"] = _arguments({"arguments": said})
+    function["arguments"] = _arguments(said)
     # Ids and whatever else the data has stay, since templates may write them.
     kept = {key: value for key, value in call.items() if key not in ("function", "name", *ARGUMENTS)}
     return {"type": "function", **kept, "function": function}
 
 
-def _arguments(function: Message) -> object:
-    """Return tool arguments as an object, {} if there are none; unchanged if they are something
-    else, or name a key twice."""
-    arguments = function.get("arguments")
+def _arguments(arguments: object) -> object:
+    """Return tool arguments as an object, {} if there are none; unchanged if they are something else, or name
+    a key twice."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     if not isinstance(arguments, str):
@@ -202,30 +200,27 @@ def _refuse_special_tokens(row: Row, messages: list[Message], special_tokens: tu
     block at the beginning of an answer is allowed."""
     pattern = special_pattern(special_tokens)
     given = {"messages": messages, "tools": row.tools or (), "chat_template_kwargs": [row.template_args]}
-    for column, values in given.items():
-        for i, text in ((i, text) for i, value in enumerate(values) for text in _strings(_without_think_tags(value))):
-            if found := pattern.search(text):
-                near = text[max(0, found.start() - 20) : found.end() + 20]
-                forged = (
-                    f"the tokenizer's special token {found.group()!r} (near {near!r}), which would forge the end or "
-                    "start of a turn. Remove it from the text"
-                )
-                if column == "messages":
-                    if re.search("think|thought|reason", found.group(), re.IGNORECASE):
-                        forged += ", or keep the reasoning of an answer in its field reasoning_content"
-                    raise DataError(f"{row.where}: messages[{i}] contains {forged}", reason="special token in text")
+    places = ((column, i, value) for column, values in given.items() for i, value in enumerate(values))
+    for column, i, text in ((c, i, text) for c, i, value in places for text in _strings(_without_think_tags(value))):
+        if found := pattern.search(text):
+            near = text[max(0, found.start() - 20) : found.end() + 20]
+            forged = (
+                f"the tokenizer's special token {found.group()!r} (near {near!r}), which would forge the end or start "
+                "of a turn. Remove it from the text"
+            )
+            if column != "messages":
                 raise DataError(f"{row.where}: {column} holds {forged}", reason="special token beside the messages")
+            if re.search("think|thought|reason", found.group(), re.IGNORECASE):
+                forged += ", or keep the reasoning of an answer in its field reasoning_content"
+            raise DataError(f"{row.where}: messages[{i}] contains {forged}", reason="special token in text")
 
 
 def _without_think_tags(value: object) -> object:
     """Return an answer without the tags, but with the text, of thinking blocks at its beginning; others as they are."""
     if not isinstance(value, dict) or value.get("role") != "assistant" or not isinstance(value.get("content"), str):
         return value
-    content, thoughts = value["content"], []
-    while block := THOUGHT.match(content):
-        thoughts.append(block[1])
-        content = content[block.end() :]
-    return {**value, "content": "\n".join([*thoughts, content])} if thoughts else value
+    thoughts, rest = split_thoughts(value["content"])
+    return {**value, "content": "\n".join([*thoughts, rest])} if thoughts else value
 
 
 @lru_cache(maxsize=8)
@@ -256,6 +251,7 @@ SHAREGPT_ROLES = {
     "function_call": "function_call",
     **dict.fromkeys(("observation", "tool"), "tool"),
 }
+"Value of from -> role."
 
 
 def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
@@ -272,15 +268,16 @@ def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
         raise DataError(
             f"{where}: from {turn['from']!r} is not one of {', '.join(SHAREGPT_ROLES)}", reason="unknown role"
         )
+    calls_tools = role == "function_call"
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    content = turn["value"] if role != "function_call" else ""
-    for key, said in {"role": "assistant" if role == "function_call" else role, "content": content}.items():
+    content = "" if calls_tools else turn["value"]
+    for key, said in {"role": "assistant" if calls_tools else role, "content": content}.items():
         if rest.get(key) not in (None, "", said, turn["from"]):
             raise DataError(
                 f"{where}: from and value next to a {key} that says something else: keep one of the two",
                 reason="malformed conversations",
             )
-    if role != "function_call":
+    if not calls_tools:
         return {**rest, "role": role, "content": content}
     value = turn["value"]
     if isinstance(value, str):
@@ -288,9 +285,5 @@ def turn_to_message(turn: JsonObject, where: str) -> JsonObject:
     calls = value if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise DataError(f"{where}: function_call without a name", reason="malformed tool call")
-    return {
-        **rest,
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": call} for call in calls],
-    }
+    wrapped = [{"type": "function", "function": call} for call in calls]
+    return {**rest, "role": "assistant", "content": "", "tool_calls": wrapped}

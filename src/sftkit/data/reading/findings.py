@@ -1,6 +1,7 @@
-"""What is wrong or odd in the rows of a source: counted by reason, with the first example of each.
+"""Data warnings: count what is wrong or odd in the rows of a source by reason, with the first example of each reason.
 
-Bad rows that end a run: the first few are told together and the others counted, so that one look mends them all.
+`BadRows` collects the rows that end a run: the first few are reported together and the others counted, so that a user
+can fix all of them at once.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def without_logging() -> Iterator[None]:
 
 
 MAX_TOLD = 5
-"Bad rows that are told, each on a line."
+"Bad rows that are reported, each on a line."
 MAX_LOOKAHEAD_SECONDS = 1.0
 "Seconds that rows after the first bad one are looked at."
 MAX_LINE = 100
@@ -115,7 +116,8 @@ class BadRows:
         """Take a bad row."""
         if not self.rows:
             self._until = time.monotonic() + MAX_LOOKAHEAD_SECONDS
-        text, most = str(error), len(where) + MAX_LINE
+        text = str(error)
+        most = len(where) + MAX_LINE
         if self.rows < MAX_TOLD:
             self.lines.append(f"{text[:most]}..." if self.rows and len(text) > most else text)
         if error.reason not in self.reasons:
@@ -137,9 +139,10 @@ class BadRows:
         """Return the error that ends the run.
 
         Args:
-            advice: tell that such rows can be left out, too.
+            advice: whether to add that such rows can be skipped.
         """
-        lines, more = list(self.lines), self.rows - len(self.lines)
+        lines = list(self.lines)
+        more = self.rows - len(self.lines)
         said = [f"and {counted(more, 'more bad row')}"] if more else []
         if self.not_read_after:
             said.append(f"rows after {self.not_read_after} were not looked at")

@@ -1,7 +1,7 @@
-"""Splits and slices of a source, in the notation of datasets: train, train[:1000], train[10%:].
+"""Splits of a folder: which files hold the requested split, and which are left out.
 
-Which files of a folder hold the requested split, by their names or by the README of a downloaded hub dataset, and
-which files are left out.
+The names of the files decide, or the README of a downloaded hub dataset. Slices of a split are written as in datasets:
+train[:1000], train[10%:].
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def sliced(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]
 
 
 def sliced_beginning(rows: Callable[[], Iterator[T]], source: SourceConfig) -> Iterator[T]:
-    """Return the rows of a slice from its first one on, perhaps with some after it; none if
-    finding the first takes long."""
+    """Return the rows of a slice from its first one on, perhaps with some after it; none if finding the
+    first takes long."""
     start, stop = _bounds(source)
     start = "0" if start is None or start == "0%" else start
     if _is_relative(start) or int(start) > FARTHEST:
@@ -51,7 +51,7 @@ def sliced_beginning(rows: Callable[[], Iterator[T]], source: SourceConfig) -> I
 
 
 def _bounds(source: SourceConfig) -> tuple[str | None, str | None]:
-    """Return what stands before and after the colon of a slice."""
+    """Return the bounds of a slice: the texts before and after its colon."""
     spec = source.split.strip()
     if spec == base_split(spec):
         return None, None
@@ -99,7 +99,7 @@ WHOLE_BYTES = 2**29
 "The most bytes of a source that is identified by all of its content; the files of a larger one are sampled."
 PART_BYTES = 2**16
 SAMPLED_PARTS = 16
-"Of a file, its head and tail included."
+"Parts of a large file that are hashed, its head and tail included."
 
 
 def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
@@ -125,13 +125,18 @@ def files_of(source: SourceConfig, root: Path) -> tuple[list[Path], str]:
         return _configured_files(source, root, configured, present)
     files = [path for path in present if _is_data(path, root)]
     if source.subset is not None:
-        files = [path for path in files if _has_part(path.relative_to(root), source.subset)]
+        starts = (f"{source.subset}-", f"{source.subset}.")
+        parts = {path: path.relative_to(root).parts for path in files}
+        files = [path for path in files if any(p == source.subset or p.startswith(starts) for p in parts[path])]
     if not files:
         raise DataError(f"{root}: {_nothing_here(source, present)}")
     splits = {path: split_of(path.relative_to(root)) for path in files}
     wanted = SPLITS.get(split, split)
     chosen = [path for path in files if splits[path] == wanted] or [
-        path for path in files if split not in SPLITS and split in _stems(path.relative_to(root))
+        path
+        for path in files
+        # A split of another name is that of a folder, or of a file without its suffixes.
+        if split not in SPLITS and split in (*path.relative_to(root).parts[:-1], path.name.partition(".")[0])
     ]
     if not chosen:
         raise ConfigError(
@@ -160,8 +165,15 @@ def _named_split(relative: Path) -> str | None:
     """
     for part in reversed(relative.parts):
         name = part.lower()
-        if (shard := _SHARD.match(name)) and (found := _split_of_shards(shard["split"])):
-            return found
+        if shard := _SHARD.match(name):
+            stem = shard["split"]
+            found = SPLITS.get(stem)
+            if found is None and re.fullmatch(r"\w+", stem):
+                found = stem if stem.split("_")[0] in SPLITS else None
+            elif found is None:
+                found = SPLITS.get(stem.rpartition("-")[2])
+            if found:
+                return found
         word = _WORD.match(name)
         if word and word[0] in SPLITS:
             return SPLITS[word[0]]
@@ -170,19 +182,6 @@ def _named_split(relative: Path) -> str | None:
 
 _SHARD = re.compile(r"(?P<split>.+?)[-.](?P<index>\d{5})-of-(?P<total>\d{5})")
 _WORD = re.compile(r"[a-z]+")
-
-
-def _split_of_shards(name: str) -> str | None:
-    if name in SPLITS:
-        return SPLITS[name]
-    if re.fullmatch(r"\w+", name):
-        return name if name.split("_")[0] in SPLITS else None
-    return SPLITS.get(name.rpartition("-")[2])
-
-
-def _stems(relative: Path) -> list[str]:
-    """Return the names of the folders of a path and of its file, without suffixes."""
-    return [*relative.parts[:-1], relative.name.partition(".")[0]]
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -196,11 +195,8 @@ def _walk(root: Path) -> Iterator[Path]:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     for folder, folders, names in os.walk(root, onerror=fail):
-        yield from (path for path in (Path(folder, name) for name in [*names, *folders]) if _is_file_or_link(path))
-
-
-def _is_file_or_link(path: Path) -> bool:
-    return path.is_symlink() or not path.is_dir()
+        yield from (Path(folder, name) for name in names)
+        yield from (path for path in (Path(folder, name) for name in folders) if path.is_symlink())
 
 
 def _is_data(path: Path, root: Path) -> bool:
@@ -221,11 +217,6 @@ def _is_silent(path: Path, root: Path) -> bool:
     """Return whether a file that is left out needs no word: a picture, which rows name, or a hidden one of no data."""
     hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
     return path.suffix.lower() in PICTURE_SUFFIXES or (hidden and suffix_of(path) is None)
-
-
-def _has_part(relative: Path, subset: str) -> bool:
-    """Return whether a part of a path is the name of a subset, or begins with it."""
-    return any(part == subset or part.startswith((f"{subset}-", f"{subset}.")) for part in relative.parts)
 
 
 # ---- in words --------------------------------------------------------------------------------------------------------
@@ -249,16 +240,16 @@ def _splits_text(splits: Mapping[Path, str], chosen: list[Path], root: Path) -> 
 def _doubts(chosen: list[Path], root: Path) -> Iterator[str]:
     """Yield what may be wrong with the files of a split, which only their owner knows."""
     relative = [path.relative_to(root) for path in chosen]
-    inside = [
-        path for path in relative if not _SHARD.match(path.name) and {*_words_inside(path.name)} & {*_OTHER_SPLITS}
-    ]
+    whole = [path for path in relative if not _SHARD.match(path.name)]
+    words = {path: re.findall(r"[a-z]+", path.name.lower().partition(".")[0]) for path in whole}
+    inside = [path for path in whole if any(SPLITS.get(word, "train") != "train" for word in words[path])]
     if inside and split_of(inside[0]) == "train":
         yield f"read as train, although its name has another split inside: {first_of(inside, NAMES_SHOWN)}"
     # Next to files named train, one of another name may be there by mistake: it would be trained on.
     unnamed = [path for path in relative if _named_split(path) is None and path not in inside]
     if unnamed and any(_named_split(path) == "train" for path in relative):
         yield f"read as train, although its name has no split: {first_of(unnamed, NAMES_SHOWN)}"
-    stems = Counter(path.with_name(path.name.partition(".")[0]) for path in relative if not _SHARD.match(path.name))
+    stems = Counter(path.with_name(path.name.partition(".")[0]) for path in whole)
     if twice := [stem for stem, times in stems.items() if times > 1]:
         yield f"several files of the same name, are they copies: {first_of(twice, NAMES_SHOWN)}"
     shards: dict[tuple[Path, str, str], set[str]] = {}
@@ -268,13 +259,6 @@ def _doubts(chosen: list[Path], root: Path) -> Iterator[str]:
     for (_, name, total), found in shards.items():
         if len(found) < int(total):
             yield f"{len(found)} of the {int(total)} shards of {name} are there"
-
-
-def _words_inside(name: str) -> list[str]:
-    return re.findall(r"[a-z]+", name.lower().partition(".")[0])
-
-
-_OTHER_SPLITS = [word for word, split in SPLITS.items() if split != "train"]
 
 
 def _nothing_here(source: SourceConfig, present: list[Path]) -> str:
@@ -335,8 +319,10 @@ def _configured_files(
     source: SourceConfig, root: Path, configured: Mapping[str, dict[str, Any]], present: list[Path]
 ) -> tuple[list[Path], str]:
     """Return the files that a configuration names for the requested split, and in words what is left out."""
-    split, found = base_split(source.split), configuration(source, configured)
-    name, base = found["config_name"], root / str(found.get("data_dir") or "")
+    split = base_split(source.split)
+    found = configuration(source, configured)
+    name = found["config_name"]
+    base = root / str(found.get("data_dir") or "")
     readme = f"{root / 'README.md'}: configuration {name}"
     patterns = _patterns(found.get("data_files"), readme)
     if patterns is None:
@@ -412,15 +398,15 @@ def content_identity(files: Sequence[Path]) -> list[list[object]]:
 
 
 def _file_identity(path: Path, *, whole: bool) -> list[object]:
-    stat, found = path.stat(), hashlib.blake2b(digest_size=16)
+    stat = path.stat()
+    found = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         if whole or stat.st_size <= SAMPLED_PARTS * PART_BYTES:
             while part := file.read(2**20):
                 found.update(part)
         else:
             for i in range(SAMPLED_PARTS):
-                file.seek(
-                    i * (stat.st_size - PART_BYTES) // (SAMPLED_PARTS - 1)
-                )  # the first at the head, the last the tail
+                # The first part is the head, the last one the tail.
+                file.seek(i * (stat.st_size - PART_BYTES) // (SAMPLED_PARTS - 1))
                 found.update(file.read(PART_BYTES))
     return [str(path.resolve()), stat.st_size, found.hexdigest(), None if whole else stat.st_mtime_ns]

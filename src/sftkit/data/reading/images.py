@@ -1,5 +1,4 @@
-"""Pictures as arrays: read, resized and written once, then memory-mapped like tokens. What normalises them runs
-on the device."""
+"""Pictures as arrays: read, resized and written once, then memory-mapped like tokens. The device normalises them."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ DEEP = ("I", "F")
 
 
 def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir: Path) -> EncoderInputs:
-    """Return each document's picture, uint8 [I, *size] with one for each different name, from the
-    cache on disk if it is there.
+    """Return each document's picture, uint8 [I, *size] with one for each different name, from the cache on disk if
+    it is there.
 
     Args:
         names: of each document the file of its picture, or the name of a generated one.
@@ -43,7 +42,8 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
     """
     # A picture with several captions is read once, and shared by its documents.
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    different, index = list(number), np.array([number[name] for name in names])
+    different = list(number)
+    index = np.array([number[name] for name in names])
     file = cache_dir / f"images-{_key(different, size)}.npy"
     array = _opened(file, (len(different), *size))
     if array is None:
@@ -53,8 +53,8 @@ def load_images(names: Sequence[str], argument: str, size: ImageSize, cache_dir:
 
 
 def read_image(name: str, size: ImageSize) -> np.ndarray:
-    """Read one picture, uint8 [channels, height, width]: the whole file, upright as its EXIF
-    says, stretched to the size.
+    """Read one picture, uint8 [channels, height, width]: the whole file, upright as its EXIF says, stretched
+    to the size.
 
     Raises:
         DataError: the file is not a picture.
@@ -106,11 +106,13 @@ def _opened(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 
 def _written(file: Path, names: Sequence[str], size: ImageSize) -> np.ndarray:
     """Return the array from a file that gets its name when it is complete; in memory if the disk is full."""
-    shape, temporary = (len(names), *size), own_name(file)
+    shape = (len(names), *size)
+    temporary = own_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Checked first: on a full disk, writing to mapped memory would end the process by a signal.
-        needed, free = int(np.prod(shape)), shutil.disk_usage(file.parent).free
+        needed = int(np.prod(shape))
+        free = shutil.disk_usage(file.parent).free
         if needed > free:
             raise OSError(f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free")
         array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
@@ -131,9 +133,9 @@ def _read(array: np.ndarray, names: Sequence[str], size: ImageSize) -> np.ndarra
     """Fill the array with all pictures.
 
     Raises:
-        DataError: some files are not pictures: all are read, to say how many, and which come first.
+        DataError: some files are not pictures. The message counts all of them and names the first.
     """
-    # All are tried, so that one run tells of all that is broken.
+    # Every file is tried, so that one run reports all broken files.
     faults = list[DataError]()
     for i, name in enumerate(names):
         try:

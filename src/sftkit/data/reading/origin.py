@@ -1,13 +1,11 @@
-"""Datasets of the Hugging Face hub, and a quick and clear failure without network.
+"""Find where the rows of a source are: a builtin, local files, or a dataset of the Hugging Face hub. No torch.
 
-Where the rows of a source are: a builtin, local files, a hub dataset. Finding them, and looking at the first,
-takes no torch.
+Without network the hub's cache is used, or the error is quick and clear.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +17,7 @@ from typing import Any
 
 from sftkit.config.commands import similar_paths
 from sftkit.config.schema import SourceConfig
+from sftkit.data.demo import builtin
 from sftkit.data.reading import folders, readers
 from sftkit.data.reading.folders import base_split, configuration, configurations, sliced, sliced_beginning
 from sftkit.data.reading.readers import RawRow, without_fill
@@ -31,7 +30,7 @@ def load_from_hub(source: SourceConfig) -> Any:
     """Load a datasets.Dataset; without network, the Path of a downloaded snapshot if only that is there."""
     import datasets
 
-    # A switch of the whole process, which stays: lines of our own say what takes long.
+    # A switch of the whole process, which stays: our own lines report what takes long.
     datasets.disable_progress_bars()
     connected = hub_answers()
     if not connected:
@@ -50,7 +49,7 @@ def load_from_hub(source: SourceConfig) -> Any:
 
 
 def check_dataset(source: SourceConfig) -> None:
-    """Refuse a source that is no local path if neither hub nor cache has a dataset of its name. Loads nothing.
+    """Reject a source that is no local path if neither hub nor cache has a dataset of its name. Loads nothing.
 
     Raises:
         ConfigError: where it was looked for, and what to do.
@@ -97,8 +96,8 @@ def _missing(source: SourceConfig, reason: str) -> ConfigError:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Turn the hub client and datasets offline inside the block. They read the switch once, at import, into
-    these two module variables."""
+    """Turn the hub client and datasets offline inside the block. They read the switch once, at import, into these
+    two module variables."""
     import datasets.config
     from huggingface_hub import constants
 
@@ -112,13 +111,13 @@ def offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
-# Any: what each module makes has a type of its own.
-BUILTINS: dict[str, tuple[str, Callable[[Any], dict[str, object]]]] = {
-    "docs": ("documents", lambda text: {"text": text}),
-    "tasks": ("builtin", lambda task: {"messages": task.messages}),
-    "pictures": ("pictures", dict),
+# Any: what each function of data/demo/builtin.py yields has a type of its own.
+BUILTINS: dict[str, Callable[[Any], dict[str, object]]] = {
+    "docs": lambda text: {"text": text},
+    "tasks": lambda task: {"messages": task.messages},
+    "pictures": dict,
 }
-"Builtin -> the module of data/demo that makes it, and how one becomes a row."
+"Builtin, a function of data/demo/builtin.py -> how one of its items becomes a row."
 DEMO = Path(__file__).parents[1] / "demo"
 STAND_IN = "a text"
 "Stands for the first row of builtin:docs, which cannot be made without reading all of Python's library."
@@ -140,8 +139,8 @@ class Origin:
 
 
 def find_source(source: SourceConfig) -> Origin:
-    """Find a source and the rows of it that are asked for, or raise a ConfigError that says where it was looked for.
-    Reads no rows."""
+    """Find a source and the rows of it that are asked for, or raise a ConfigError that lists the places where it
+    was looked for. Reads no rows."""
     found = find_here(source) or _on_hub(source)
     return replace(found, rows=lambda: islice(found.rows(), source.max_rows))
 
@@ -153,12 +152,13 @@ def _on_hub(source: SourceConfig) -> Origin:
         return _local(source, dataset)
     label = f"{source.path}[{source.split}]"
     types = dict(dataset.features or {})
+
+    def raw_rows() -> Iterator[RawRow]:
+        return ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset))
+
     # Private, but shown in the documentation: what datasets itself names its caches by
     # (https://huggingface.co/docs/datasets/about_cache).
-    return Origin(
-        lambda: ((f"{label}:{i}", without_fill(row, types)) for i, row in enumerate(dataset)),
-        lambda: dataset._fingerprint,
-    )
+    return Origin(raw_rows, lambda: dataset._fingerprint)
 
 
 def find_here(source: SourceConfig) -> Origin | None:
@@ -176,25 +176,23 @@ def find_here(source: SourceConfig) -> Origin | None:
 
 def _builtin(source: SourceConfig) -> Origin:
     """Find a builtin source."""
-    name, split = source.path.removeprefix("builtin:"), base_split(source.split)
+    name = source.path.removeprefix("builtin:")
+    split = base_split(source.split)
     if name not in BUILTINS:
         raise ConfigError(f"data source {source.path}: not one of {', '.join(f'builtin:{b}' for b in BUILTINS)}")
     if split not in ("train", "heldout"):
         raise ConfigError(f'data source {source.path}: split "{split}" is not one of train, heldout')
-    module, as_row = BUILTINS[name]
-    made = getattr(importlib.import_module(f"sftkit.data.demo.{module}"), name)
+    as_row = BUILTINS[name]
+    made = getattr(builtin, name)
 
     def raw_rows() -> Iterator[RawRow]:
         return ((f"{source.path}[{split}]:{i}", as_row(item)) for i, item in enumerate(made(split)))
 
     beginning = (lambda: iter([(source.path, {"text": STAND_IN})])) if name == "docs" else raw_rows
-    return Origin(partial(sliced, raw_rows, source), _identity_of_builtins, beginning)
-
-
-def _identity_of_builtins() -> list[str]:
     # The docs are Python's own library; the rest is made by these modules.
     made_by = b"".join(path.read_bytes() for path in sorted(DEMO.glob("*.py")))
-    return [sys.version, hashlib.sha256(made_by).hexdigest()]
+    identity = [sys.version, hashlib.sha256(made_by).hexdigest()]
+    return Origin(partial(sliced, raw_rows, source), lambda: identity, beginning)
 
 
 def _local(source: SourceConfig, path: Path) -> Origin:
@@ -204,11 +202,7 @@ def _local(source: SourceConfig, path: Path) -> Origin:
     def raw_rows(*, beginning: bool = False) -> Iterator[RawRow]:
         return (row for file in files for row in readers.rows_of(file, beginning=beginning))
 
+    rows = partial(sliced, raw_rows, source)
     first = partial(sliced_beginning, partial(raw_rows, beginning=True), source)
-    return Origin(
-        partial(sliced, raw_rows, source),
-        partial(folders.content_identity, files),
-        first,
-        num_bytes=sum(file.stat().st_size for file in files),
-        said=said,
-    )
+    num_bytes = sum(file.stat().st_size for file in files)
+    return Origin(rows, partial(folders.content_identity, files), first, num_bytes, said)

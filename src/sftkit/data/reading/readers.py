@@ -1,6 +1,7 @@
-"""What Arrow adds to rows, taken out again.
+"""Read local files to raw rows: JSON lines, JSON, Parquet, CSV, TSV and text, also gzipped.
 
-Local files to raw rows: JSON lines, JSON, Parquet, CSV, TSV and text, also gzipped.
+Each row has a name (file:line) for messages. A row that cannot be read is one bad row where the next row can still be
+found. The nulls that Arrow adds to rows of tables are removed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import IO, cast
@@ -24,9 +25,9 @@ from sftkit.runtime.script import counted
 def without_fill(value: object, feature: object = None) -> object:
     """Return a row of a table without the nulls of its structs.
 
-    A column of objects has one set of keys for all rows, so `{"x": 1}` beside `{"y": 2}` is read as
-    `{"x": 1, "y": None}`. Nulls of the source cannot be told from these and are removed too. Elements of lists stay,
-    and so do values that `datasets` keeps as JSON (its feature Json), where a null is one that somebody wrote.
+    A column of objects has one set of keys for all rows, so `{"x": 1}` next to `{"y": 2}` is read as `{"x": 1, "y":
+    None}`. Nulls of the source look the same and are removed too. Elements of lists stay, and so do values that
+    `datasets` keeps as JSON (its feature Json), where a null is one that somebody wrote.
 
     Args:
         feature: the type of the value in `datasets`; None: Arrow's own.
@@ -171,14 +172,13 @@ def rows_of(path: Path, *, beginning: bool = False) -> Iterator[RawRow]:
     """Yield all rows of one file. A file that breaks off or is not what its name says is a DataError.
 
     Args:
-        beginning: of one large JSON value take only the rows that its first LONGEST_RECORD bytes hold.
+        beginning: read only the rows in the first LONGEST_RECORD bytes of a large JSON value.
     """
     kind = suffix_of(path)
-    lines = dict.fromkeys((".jsonl", ".ndjson"), _json_lines)
-    tables = dict.fromkeys((".csv", ".tsv"), _delimited)
-    read = {**lines, **tables, ".json": _json, ".parquet": _parquet, ".txt": _text}[kind or ".txt"]
+    readers = {".json": _json_beginning if beginning else _json, ".parquet": _parquet, ".csv": _delimited}
+    readers |= {".tsv": _delimited, ".jsonl": _json_lines, ".ndjson": _json_lines}
     try:
-        yield from _json_beginning(path) if beginning and kind == ".json" else read(path)
+        yield from readers.get(kind or "", _text)(path)
     except DataError:
         raise
     except Exception as error:  # a file of foreign origin can make gzip, json and pyarrow raise anything
@@ -248,8 +248,8 @@ def _json(path: Path) -> Iterator[RawRow]:
     try:
         value = loads(content)
     except ValueError as error:
-        # JSON lines under this suffix, or a list of which single rows are refused: both are taken row by row, so that a
-        # bad row is one row. Anything else is an error of the file.
+        # JSON lines under this suffix, or a list of which single rows are rejected: both are taken row by row, so that
+        # a bad row is one row. Anything else is an error of the file.
         start = content.lstrip()[:1]
         if start == b"{" and not _is_json(content):
             yield from _json_lines(path)
@@ -283,19 +283,20 @@ def _json_beginning(path: Path) -> Iterator[RawRow]:
 
 def _is_json(content: bytes) -> bool:
     """Return whether the content is JSON by the grammar alone, without what `loads` forbids beyond it."""
-    try:
+    with suppress(ValueError):
         json.loads(content)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _elements(content: bytes) -> Iterator[bytes]:
-    """Yield the elements of a JSON list as bytes, so that one which `loads` refuses is one bad row; of a list that
+    """Yield the elements of a JSON list as bytes, so that one which `loads` rejects is one bad row; of a list that
     breaks off, those that are complete."""
     # One element at a time, by the grammar alone: `loads` judges each of them later, as a row.
     text = content.decode(json.detect_encoding(content))
-    after_gap, decoder, end = re.compile(r"[^\s,]"), json.JSONDecoder(), text.index("[") + 1
+    after_gap = re.compile(r"[^\s,]")
+    decoder = json.JSONDecoder()
+    end = text.index("[") + 1
     while (first := after_gap.search(text, end)) and first[0] != "]":
         try:
             _, end = decoder.raw_decode(text, first.start())
@@ -361,7 +362,9 @@ def _records(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes]]:
     number = 0
     while line := file.readline(LONGEST_RECORD + 1):
         number += 1
-        where, record, open_quote = f"{path}:{number}", bytearray(line), line.count(b'"') % 2 == 1
+        where = f"{path}:{number}"
+        record = bytearray(line)
+        open_quote = line.count(b'"') % 2 == 1
         while open_quote and len(record) <= LONGEST_RECORD and (line := file.readline(LONGEST_RECORD + 1)):
             number += 1
             record += line
@@ -394,7 +397,9 @@ def _cells(record: bytes, where: str, delimiter: str) -> list[str]:
         raise DataError(f"{where}: a NUL byte, which no text has", reason=MALFORMED)
     if '"' not in text and "\r" not in text:
         return text.split(delimiter)
-    cell, cells, end = _CELLS[delimiter], list[str](), -1
+    cell = _CELLS[delimiter]
+    cells = list[str]()
+    end = -1
     while end < len(text):
         match = cell.match(text, end + 1)
         quoted, plain = match.groups() if match else (None, "")

@@ -1,4 +1,4 @@
-"""Rows of published datasets, recognised by their columns, to one shape: text, or messages with optional tools."""
+"""Convert rows of published datasets, recognised by their columns, to one shape: text, messages or a picture."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from sftkit.data.reading import columns, conversation
@@ -63,7 +64,13 @@ def convert(raw: object, where: str) -> Row:
     fitting = [shape for shape in FORMATS if all(column in present for column in shape.columns)]
     if not fitting:
         columns.check_preferences(present, [], where)
-        raise _unknown_columns(raw, list(present), where)
+        null = [key for key, value in raw.items() if value is None]
+        empty = f"; null: {', '.join(null)}" if null else ""
+        shapes = " ".join(ACCEPTED.split())
+        raise DataError(
+            f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}",
+            reason="unknown columns",
+        )
     # The first shape that fits: FORMATS has the more telling columns before those that many rows have.
     shape = fitting[0]
     row = replace(shape.make(present, where), learned=columns.is_learned(present, where))
@@ -75,10 +82,11 @@ def convert(raw: object, where: str) -> Row:
     if row.messages is None:
         columns.check_preferences(present, [], where)
         return replace(row, unused=columns.unused_columns(present, used, lambda: [row.text]))
-    used |= _used_with_answers(present)
+    labels = {name for name in ("label", "kto_tag") if name in present and not columns.understood(name, present[name])}
+    used |= {*columns.SYSTEM, *columns.WITH_ANSWERS} - labels
     row = _completed(row, present, shape)
     if not isinstance(row.messages, list):
-        return row  # as conversation.validated says
+        return row  # conversation.validated rejects it
     turns = columns.turns_of(row.messages)
     used |= {*columns.check_preferences(present, turns, where)}
     for other in fitting[1:]:
@@ -89,25 +97,6 @@ def convert(raw: object, where: str) -> Row:
     nested = columns.unread_keys(present["choices"], ("text", "label")) if "choices" in shape.columns else []
     unused = columns.unused_columns(present, used, lambda: texts)
     return replace(row, unused=(*unused, *(f"choices key {name}" for name in nested)))
-
-
-def _unknown_columns(raw: Raw, present: Sequence[str], where: str) -> DataError:
-    null = [key for key, value in raw.items() if value is None]
-    empty = f"; null: {', '.join(null)}" if null else ""
-    shapes = " ".join(ACCEPTED.split())
-    return DataError(
-        f"{where}: columns {', '.join(present) or '(none)'}{empty} are none of the accepted ones: {shapes}",
-        reason="unknown columns",
-    )
-
-
-_WITH_ANSWERS = frozenset((*columns.SYSTEM, *columns.WITH_ANSWERS))
-
-
-def _used_with_answers(raw: Raw) -> frozenset[str]:
-    """Return the columns that are read next to a conversation."""
-    labels = (name for name in ("label", "kto_tag") if name in raw)
-    return _WITH_ANSWERS.difference(name for name in labels if not columns.understood(name, raw[name]))
 
 
 _CONVERSATIONS = ("messages", "conversations", "instruction", "prompt", "question", "question_stem")
@@ -213,16 +202,8 @@ def multiple_choice(question: str, choices: Sequence[str]) -> str:
 
     The answer is the letter alone. Options are lettered by position, whatever labels (ARC: also 1-4) the data has.
     """
-    options = "\n".join(f"{_letter(i)}. {choice}" for i, choice in enumerate(choices))
+    options = "\n".join(f"{ascii_uppercase[i]}. {choice}" for i, choice in enumerate(choices))
     return f"{question.strip()}\n\n{options}\n\nAnswer with the letter."
-
-
-_LETTERS = 26
-
-
-def _letter(index: int) -> str:
-    """Return A for 0, B for 1, ..."""
-    return chr(ord("A") + index)
 
 
 def _turns(user: str, assistant: str) -> list[JsonObject]:
@@ -248,7 +229,7 @@ def _completed(row: Row, raw: Raw, shape: RowShape) -> Row:
             )
         # Its answers are learned, as LLaMA-Factory does: a question of text is no context that could be learned.
         messages, context = [*_history(raw["history"], where), *messages], 0
-    # The column and the first message may say the same, as exports of chats do; two different texts are a mistake.
+    # Exports of chats have the same text in the column and in the first message. Two different texts are a mistake.
     system = _system_text(raw, where)
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if system and first.get("role") in ("system", "developer"):
@@ -310,10 +291,6 @@ def _template_args(raw: Raw, where: str) -> JsonObject | None:
 # ---- one function for each shape -------------------------------------------------------------------------------------
 
 
-def _messages(raw: Raw, where: str) -> Row:
-    return Row(where, messages=raw["messages"])
-
-
 def _conversations(raw: Raw, where: str) -> Row:
     """Convert ShareGPT's columns; some datasets have role and content under this name too."""
     turns = raw["conversations"]
@@ -362,25 +339,24 @@ def _choices(asked: str, answer: str) -> Callable[[Raw, str], Row]:
     """Return a converter of MMLU (choices: list, answer: index) or ARC (choices: text, label; answerKey: a label)."""
 
     def make(raw: Raw, where: str) -> Row:
-        question, is_label = _text(raw, asked, where), answer == "answerKey"
-        return _multiple_choice(question, raw["choices"], raw[answer], is_label=is_label, where=where)
+        question = _text(raw, asked, where)
+        given = raw["choices"]
+        choices = given.get("text") if isinstance(given, dict) else given
+        labels: Any = given.get("label") if isinstance(given, dict) else None
+        if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+            raise DataError(
+                f"{where}: choices is not a list of texts, or an object with text and label", reason="malformed choices"
+            )
+        labelled = isinstance(labels, list)
+        if len(choices) > len(ascii_uppercase) or (labelled and len(labels) != len(choices)):
+            said = f"{len(labels)} labels" if labelled else f"only {len(ascii_uppercase)} letters"
+            raise DataError(f"{where}: {len(choices)} choices, but {said}", reason="malformed choices")
+        labels = list(map(str, labels)) if labelled else list(ascii_uppercase[: len(choices)])
+        own = labelled and answer == "answerKey"
+        index = _answer_index(raw[answer], choices, labels, labelled=labelled, own=own, where=where)
+        return Row(where, messages=_turns(multiple_choice(question, choices), ascii_uppercase[index]))
 
     return make
-
-
-def _multiple_choice(question: str, given: object, key: object, *, is_label: bool, where: str) -> Row:
-    choices, labels = (given.get("text"), given.get("label")) if isinstance(given, dict) else (given, None)
-    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-        raise DataError(
-            f"{where}: choices is not a list of texts, or an object with text and label", reason="malformed choices"
-        )
-    if len(choices) > _LETTERS or (isinstance(labels, list) and len(labels) != len(choices)):
-        said = f"{len(labels)} labels" if isinstance(labels, list) else f"only {_LETTERS} letters"
-        raise DataError(f"{where}: {len(choices)} choices, but {said}", reason="malformed choices")
-    labelled, own = isinstance(labels, list), isinstance(labels, list) and is_label
-    labels = list(map(str, labels)) if isinstance(labels, list) else [_letter(i) for i in range(len(choices))]
-    index = _answer_index(key, choices, labels, labelled=labelled, own=own, where=where)
-    return Row(where, messages=_turns(multiple_choice(question, choices), _letter(index)))
 
 
 def _answer_index(key: object, choices: list[str], labels: list[str], *, labelled: bool, own: bool, where: str) -> int:
@@ -391,7 +367,8 @@ def _answer_index(key: object, choices: list[str], labels: list[str], *, labelle
         labelled: the row has labels, so that a number may be one of them.
         own: key is declared to be one.
     """
-    name, text = str(key), key.strip() if isinstance(key, str) else None
+    name = str(key)
+    text = key.strip() if isinstance(key, str) else None
     meant = [i for i, label in enumerate(labels) if label == name and not isinstance(key, bool)]
     if not (own and meant):
         meant += [i for i, choice in enumerate(choices) if text is not None and choice.strip() == text]
@@ -401,8 +378,9 @@ def _answer_index(key: object, choices: list[str], labels: list[str], *, labelle
     if len(set(meant)) == 1:
         return meant[0]
     if meant:
+        letters = ", ".join(ascii_uppercase[i] for i in sorted(set(meant)))
         raise DataError(
-            f"{where}: answer {key!r} names several choices: {', '.join(_letter(i) for i in sorted(set(meant)))}. "
+            f"{where}: answer {key!r} names several choices: {letters}. "
             + ("Give its label in answerKey" if labelled else "Give its index as a number, counted from 0"),
             reason="answer names several choices",
         )
@@ -411,18 +389,14 @@ def _answer_index(key: object, choices: list[str], labels: list[str], *, labelle
     )
 
 
-def _plain(column: str) -> Callable[[Raw, str], Row]:
-    """Return a converter of rows of plain text."""
-    return lambda raw, where: Row(where, text=_text(raw, column, where))
-
-
 def _picture(image: str, text: str) -> Callable[[Raw, str], Row]:
     """Return a converter of pictures with captions. A picture is a file, relative to the row's own, or the name of a
     generated one; captions are one text or several. A record of `file_name` and `text` whose file does not exist
     counts as plain text, as corpora have columns of file names too."""
 
     def make(raw: Raw, where: str) -> Row:
-        name, said = _text(raw, image, where), raw[text]
+        name = _text(raw, image, where)
+        said = raw[text]
         captions = said if isinstance(said, list) else [said]
         if not captions or not all(isinstance(caption, str) for caption in captions):
             raise DataError(f"{where}: {text} is neither a text nor a list of texts", reason="column is not text")
@@ -459,7 +433,7 @@ _CAPTIONED = ("captions", "caption")
 FORMATS = (
     *(RowShape(pair, _picture(*pair)) for pair in product(("image", "file_name"), _CAPTIONED)),
     RowShape(("image", "text"), _picture("image", "text")),
-    RowShape(("messages",), _messages),
+    RowShape(("messages",), lambda raw, where: Row(where, messages=raw["messages"])),
     RowShape(("conversations",), _conversations),
     RowShape(("instruction", "output"), _question("instruction", "output"), _QA),
     RowShape(("instruction", "response"), _question("instruction", "response"), _QA),
@@ -470,8 +444,8 @@ FORMATS = (
     RowShape(("question", "choices", "answer"), _choices("question", "answer")),
     RowShape(("question", "answer"), _question("question", "answer"), _QA),
     RowShape(("file_name", "text"), _picture("file_name", "text")),
-    RowShape(("text",), _plain("text")),
-    RowShape(("content",), _plain("content")),
+    RowShape(("text",), lambda raw, where: Row(where, text=_text(raw, "text", where))),
+    RowShape(("content",), lambda raw, where: Row(where, text=_text(raw, "content", where))),
 )
 "Kinds of rows, the first that fits is taken; a row with messages and a text column is a conversation."
 
@@ -500,9 +474,7 @@ def _tools(raw: Raw, where: str) -> list[JsonObject] | None:
         tools = parse_json(tools, f"{where}: {name}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: {name} is not a list of objects (or the JSON text of one)", reason="malformed tools")
-    return [tool if "function" in tool else {"type": "function", "function": _bare(tool)} for tool in tools] or None
-
-
-def _bare(tool: JsonObject) -> JsonObject:
-    """Return a function without the type that tools of OpenAI's Responses API have next to its name."""
-    return {key: value for key, value in tool.items() if (key, value) != ("type", "function")}
+    # Tools of OpenAI's Responses API are bare functions with the type next to their name.
+    bare = [{key: value for key, value in tool.items() if (key, value) != ("type", "function")} for tool in tools]
+    wrapped = zip(tools, bare, strict=True)
+    return [tool if "function" in tool else {"type": "function", "function": made} for tool, made in wrapped] or None

@@ -1,16 +1,14 @@
-"""Find answers of a rendered conversation by the text that stands around similar answers.
-
-To render every prefix of a conversation takes time that grows with the square of its turns. Templates look at roles,
-fields and the place of the last question, so answers that are alike in those are rendered alike: a few of them are
-rendered, and the others are found by the text before and after these, if it is there.
-
-Which characters of a rendered conversation are answers as a server would have been asked for them.
+"""Locate the assistant's answers in a rendered conversation: the loss mask, in characters.
 
 An answer is learned where the text before it is what the chat template makes of the messages before it, generation
 prompt included: then each of its tokens is one that the model itself will have to write. What a generation prompt
 supplies, such as a closed thinking block, is context. Where a template renders an answer differently once it is history
 (Qwen3 leaves its reasoning out), the answer is context only. With data.split_turns it also ends a separate document, in
 exactly the context in which it would be asked.
+
+Rendering every prefix of a conversation costs time that grows with the square of its turns. Templates look at roles,
+fields and the place of the last question, so answers that are alike in those are rendered alike: a few of them are
+rendered, and `AnswerMatcher` finds the others by the text before and after these, if it is there.
 """
 
 from __future__ import annotations
@@ -25,19 +23,9 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.data.reading.conversation import Message, special_pattern
+from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens.context import Tools, check_context
-from sftkit.data.tokens.loss_mask import (
-    Thinking,
-    common_prefix,
-    end_of_marked,
-    fault,
-    reasoning_of,
-    required_texts,
-    template_arguments,
-    with_other_reasoning,
-    with_reasoning,
-    within,
-)
+from sftkit.data.tokens.loss_mask import Thinking, fault
 from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.template import Template, render_conversation, template_of
 from sftkit.data.types import Row
@@ -51,13 +39,11 @@ RENDERED_FIRST = 2
 "Answers of each situation that are rendered before others are found by them."
 
 
-class _Outcome(NamedTuple):
-    """How an answer stands in a longer conversation."""
-
-    header: str | None
-    "The text from the beginning of its header up to the answer; None: the answer is NOWHERE."
-    end: str
-    "The text after the answer that belongs to it: the end of its turn."
+Surroundings = tuple[str, ...]
+"""How an answer stands in a longer conversation: the text from the beginning of its header up to the answer, and the
+text after the answer that belongs to it, the end of its turn."""
+NOT_THERE: Surroundings = ()
+"The outcome of an answer that is NOWHERE."
 
 
 class AnswerMatcher:
@@ -69,35 +55,39 @@ class AnswerMatcher:
         Args:
             text: the rendered messages up to `last`, an answer.
         """
-        self.template, self.messages, self.text, self.last = template, messages, text, last
-        self._known: dict[Hashable, list[_Outcome | None]] = {}
+        self.template = template
+        self.messages = messages
+        self.text = text
+        self.last = last
+        self._known: dict[Hashable, list[Surroundings | None]] = {}
         self._users = [i for i in range(last) if messages[i]["role"] == "user"]
         self._places = self._headers()
 
     def find(self, k: int) -> Span | None:
-        """Return where answer k stands, its end-of-turn token included; None: too little is known, render it."""
+        """Return the place of answer k with its end-of-turn token; None: too little is known, render it."""
         # What was rendered must have come out alike each time: a single answer may be rendered so by chance.
         alike = self._known.get(self._situation(k), [])
         outcome = alike[0] if len(alike) >= RENDERED_FIRST and len(set(alike)) == 1 else None
         if outcome is None:
             return None
-        if outcome.header is None:
+        if outcome == NOT_THERE:
             return NOWHERE
-        if k not in self._places or not self.text.startswith(outcome.header, self._places[k]):
+        header, closing = outcome
+        if k not in self._places or not self.text.startswith(header, self._places[k]):
             return None
-        start = self._places[k] + len(outcome.header)
+        start = self._places[k] + len(header)
         end = self._next_special(start)
-        return (start, end + len(outcome.end)) if self.text.startswith(outcome.end, end) else None
+        return (start, end + len(closing)) if self.text.startswith(closing, end) else None
 
     def add(self, k: int, start: int, core_end: int, span: Span) -> None:
-        """Record where answer k was found by rendering; `start` to `core_end` is its own text,
-        without the token that ends it."""
+        """Record where answer k was found by rendering; `start` to `core_end` is its own text, without the token
+        that ends it."""
         # An answer that was found otherwise than by header and end is kept as unlike any other.
-        outcome = None  # what stands around such answers is too little to find others by
+        outcome = None  # the text around such answers is too little to find others by
         if span == NOWHERE:
-            outcome = _Outcome(None, "")
+            outcome = NOT_THERE
         elif k in self._places and self._next_special(start) == core_end:
-            outcome = _Outcome(self.text[self._places[k] : start], self.text[core_end : span[1]])
+            outcome = self.text[self._places[k] : start], self.text[core_end : span[1]]
         self._known.setdefault(self._situation(k), []).append(outcome)
 
     def _situation(self, k: int) -> Hashable:
@@ -115,14 +105,14 @@ class AnswerMatcher:
         return (
             (len(message.get("tool_calls", ())), *sorted(message), message["role"]),
             (bool(content), content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content),
-            (content.startswith("<tool_response>"), bool(reasoning_of(message))),
+            (content.startswith("<tool_response>"), bool(loss_mask.reasoning_of(message))),
         )
 
     def _headers(self) -> dict[int, int]:
-        """Return answer -> where its header begins; empty if a message could contain a header, or if there
-        are not as many as answers."""
+        """Return answer -> where its header begins; empty if a message could contain a header, or if there are not
+        as many as answers."""
         headers = [h for h in (*self.template.headers, self.template.short_header) if h.strip()]
-        header = common_prefix(headers or [self.template.between])
+        header = loss_mask.common_prefix(headers or [self.template.between])
         if not any(token and token in header for token in self.template.special_tokens):
             return {}
         starts = [match.start() for match in re.finditer(re.escape(header), self.text)]
@@ -151,8 +141,7 @@ the model writes. The end-of-turn token belongs to them, whitespace after that d
     "Where the text of each answer is, after a prompt or not; only of a document that is learned whole."
 
 
-@dataclass(frozen=True)
-class _LastAnswer:
+class _LastAnswer(NamedTuple):
     """An answer as the last message."""
 
     text: str
@@ -173,15 +162,18 @@ class Finder:
             thinking: auto: an answer without reasoning is one with thinking turned off, where the template knows that;
                 learn_empty: the empty thinking block that the template writes is learned; off: reasoning is left out.
         """
-        self.tokenizer, self.row, self.thinking, self.where = tokenizer, row, thinking, row.where
+        self.tokenizer = tokenizer
+        self.row = row
+        self.where = row.where
+        self.thinking = thinking
         self.template = template_of(tokenizer, with_tools=bool(row.tools))
         given = row.messages or []
-        self.messages = with_reasoning(given, self.template, thinking)
+        self.messages = loss_mask.with_reasoning(given, self.template, thinking)
         self.answers = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
         "indices of all answers in messages"
-        self.answers_with_reasoning = {k for k in self.answers if reasoning_of(given[k])}
+        self.answers_with_reasoning = {k for k in self.answers if loss_mask.reasoning_of(given[k])}
         "answers that have reasoning in the data"
-        self.reasons = {k for k in self.answers if reasoning_of(self.messages[k])}
+        self.reasons = {k for k in self.answers if loss_mask.reasoning_of(self.messages[k])}
         "answers whose reasoning is to be learned; none with thinking=off"
         self._record_args = row.template_args or {}
         self._known: dict[int, _LastAnswer] = {}
@@ -196,11 +188,12 @@ class Finder:
             among: the answers to look for, that one included.
 
         Raises:
-            DataError: the template refuses the conversation, leaves out something that would be learned, or makes
+            DataError: the template rejects the conversation, leaves out something that would be learned, or makes
                 another prompt for the last answer than it then renders.
         """
-        # By marks only where one rendering is that of every answer: the same arguments, and nothing rewritten later.
-        args, wanted = self.arguments(last), sorted(k for k in among if k <= last)
+        # Marks are used only if one rendering serves every answer: the same arguments, and nothing rewritten later.
+        args = self.arguments(last)
+        wanted = sorted(k for k in among if k <= last)
         marks = self.template.has_marks and self.template.append_only
         marked = marks and all(self.arguments(k) == args for k in wanted)
         document = self._marked(last, wanted) if marked else self._located(last, wanted)
@@ -210,14 +203,14 @@ class Finder:
         return replace(document, spans={k: parts for k, parts in document.spans.items() if parts})
 
     def everything(self, last: int, marked: Collection[int]) -> Document:
-        """Render the messages up to an answer, for a document of which all is learned except marked answers; the text
+        """Render the messages up to an answer, for a document that is learned whole except for marked answers. The text
         of every answer must be in it.
 
-        It has spans of the answers that stand after the prompts that a server would send; none if the conversation
-        does not begin with a prompt that the template can make.
+        The document has spans of the answers that follow the prompts that a server would send; none if the
+        conversation does not begin with a prompt that the template can make.
 
         Raises:
-            DataError: the template refuses the conversation or leaves out something that would be learned.
+            DataError: the template rejects the conversation or leaves out something that would be learned.
         """
         try:
             found = self.document(last, self.answers)
@@ -252,13 +245,7 @@ class Finder:
 
         # Answers are checked where they are learned, this one too.
         self.odd |= check_context(
-            self.messages[: last + 1],
-            self.row.tools,
-            text,
-            render,
-            template=self.template,
-            where=self.where,
-            args=args,
+            self.messages[: last + 1], self.row.tools, text, render, template=self.template, where=self.where, args=args
         )
 
     def turns_thinking_off(self, k: int) -> bool:
@@ -272,25 +259,24 @@ class Finder:
         return name in self.template.fixed or name in self._record_args
 
     def reasoned(self, last: int, known: Collection[int]) -> set[int]:
-        """Return the answers whose reasoning stands in the text of a conversation that ends with answer `last`.
+        """Return the answers whose reasoning is in the text of a conversation that ends with answer `last`.
 
-        The conversation is rendered with other texts in place of the reasonings, since their own words may stand
+        The conversation is rendered with other texts in place of the reasonings, since their own words may occur
         anywhere. For the answers in `known` this was checked before.
         """
-        # Texts that no data has, each with its own numbers, so that what is found is sure to be the reasoning
-        # of that answer.
+        # Texts that no data has, each with its own numbers, so that what is found is sure to be the reasoning of
+        # that answer.
         marks = {k: f"[reasoning {k} of {last}]" for k in self.reasons if k <= last}
         if marks.keys() <= set(known):
             return set(marks)
-        messages = [
-            with_other_reasoning(m, marks[k]) if k in marks else m for k, m in enumerate(self.messages[: last + 1])
-        ]
+        given = enumerate(self.messages[: last + 1])
+        messages = [loss_mask.with_other_reasoning(m, marks[k]) if k in marks else m for k, m in given]
         text, _ = self._rendered(messages, self.arguments(last))
         rendered = set(map(int, re.findall(rf"\[reasoning (\d+) of {last}\]", text)))
         return {k for k in marks if k in rendered or k in known}
 
     def _located(self, last: int, wanted: list[int]) -> Document:
-        """Find answers that stand in the text of the conversation as they do when they are the last message."""
+        """Find answers that are in the text of the conversation as they are when they are the last message."""
         # The last answer is rendered anyway; of the earlier ones as few as will show how the template writes them.
         own = self._as_last_answer(last)
         matcher = AnswerMatcher(self.template, self.messages, own.text, last)
@@ -307,15 +293,15 @@ class Finder:
             if found != NOWHERE:
                 spans[k] = found
         spans[last] = own.start, own.end
-        # With marks only the marked parts of what was found are the model's own.
+        # If the template has marks, only the marked parts of an answer are the model's own.
         if not self.template.has_marks:
             return Document(own.text[: own.end], {k: [span] for k, span in spans.items()})
         _, marks = self._marks(last)
-        return Document(own.text[: own.end], {k: within(span, marks) for k, span in spans.items()})
+        return Document(own.text[: own.end], {k: loss_mask.within(span, marks) for k, span in spans.items()})
 
     def _span_in(self, k: int, text: str, one: _LastAnswer) -> Span:
-        """Return where an answer stands in the text of a longer conversation; NOWHERE if it is not
-        there as it would be asked."""
+        """Return the place of an answer in the text of a longer conversation; NOWHERE if it is not there as it
+        would be asked."""
         if not text.startswith(one.text[: one.core_end]):
             return NOWHERE
         if not text.startswith(one.text[: one.end]):  # it ends otherwise: that is learned at the end
@@ -329,20 +315,22 @@ class Finder:
         return one.start, one.end
 
     def _marked(self, last: int, wanted: list[int]) -> Document:
-        """Find answers by the template's marks, in one rendering; for templates that never change
-        what they have rendered."""
+        """Find answers by the template's marks, in one rendering; for templates that never change what
+        they have rendered."""
         answers = [k for k in self.answers if k <= last]
         text, marks = self._marks(last)
         # Without one mark for each answer it is not known which is whose.
         if len(marks) != len(answers):  # several for an answer, or none
             return self._located(last, wanted)
-        spans, before = {}, 0
+        spans = {}
+        before = 0
         for k, (start, end) in zip(answers, marks, strict=True):
-            span = self._after_header(text, start), end_of_marked(text, (start, end), self.template.end_tokens)
-            self._check(k, text[span[0] : span[1]], text[before : span[1]])
-            before = span[1]
+            past = loss_mask.end_of_marked(text, (start, end), self.template.end_tokens)
+            first = self._after_header(text, start)
+            self._check(k, text[first:past], text[before:past])
+            before = past
             if k in wanted:
-                spans[k] = [span]
+                spans[k] = [(first, past)]
         return Document(text[:before], spans)
 
     def _marks(self, last: int) -> tuple[str, list[Span]]:
@@ -365,7 +353,7 @@ class Finder:
         if k in self._known:
             return self._known[k]
         text, start = self._start(k, self._render(k + 1, self.arguments(k)))
-        # The model writes up to the end-of-turn token; the line break that templates put behind it is nobody's.
+        # The model writes up to the end-of-turn token; the line break after that token belongs to no answer.
         core = text[start:].rstrip()
         ends = [token for token in self.template.special_tokens if token and core.endswith(token)]
         if self.template.end_last and not ends:
@@ -378,14 +366,20 @@ class Finder:
 
     def arguments(self, k: int) -> dict[str, object]:
         """Return the template arguments with which answer k is asked."""
-        return template_arguments(self.template, self.messages, k, self._record_args, self.thinking)
+        return loss_mask.template_arguments(self.template, self.messages, k, self._record_args, self.thinking)
 
     def _start(self, k: int, text: str) -> tuple[str, int]:
-        """Return (text, where the answer begins), which is after the longest prompt that a
-        server could have made for it."""
+        """Return (text, where the answer begins), which is after the longest prompt that a server could have
+        made for it."""
         if k == 0:
-            return text, self._start_without_question(text)
-        args, name = self.arguments(k), self.template.thinking_argument
+            # Many templates cannot render the empty prompt before an answer that comes first. The longest header
+            # counts: a short one may be the beginning of another.
+            for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
+                if header.strip() and header in text:
+                    return text, text.index(header) + len(header)
+            raise fault(self.where, "template cannot begin with an answer")
+        args = self.arguments(k)
+        name = self.template.thinking_argument
         prompt = self._render(k, args, add_generation_prompt=True)
         # A server may ask with thinking on or off, whatever the template does by itself.
         prompts = [prompt]
@@ -393,7 +387,7 @@ class Finder:
             prompts += [self._render(k, {**args, name: on}, add_generation_prompt=True) for on in (True, False)]
         fitting = [len(one) for one in prompts if text.startswith(one)]
         if fitting:
-            # With learn_empty the block that another prompt supplies is learned; else it is context.
+            # learn_empty learns the block that another prompt supplies; otherwise the block is context.
             return text, (min if self.thinking == "learn_empty" else max)(fitting)
         return self._after_opened_thought(k, text, prompt)
 
@@ -403,39 +397,31 @@ class Finder:
         bare = self._render(k, self.arguments(k)) + self.template.short_header
         opened = prompt.rstrip().endswith("<think>")
         if opened and self.template.short_header.strip() and text.startswith(bare):
-            reasoning = reasoning_of(self.messages[k])
+            reasoning = loss_mask.reasoning_of(self.messages[k])
             if not reasoning and self.thinking != "learn_empty":
                 raise fault(self.where, "template opens a thinking block before an answer without reasoning", k=k)
             return f"{prompt}{reasoning}\n</think>\n\n{text[len(bare) :].lstrip()}", len(prompt)
-        # Where the two part, with a little of both, so that the error shows what the template does.
-        at = len(common_prefix([text, prompt]))
-        shared, asked, found = text[max(0, at - 20) : at], prompt[at : at + 20], text[at : at + 20]
-        raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, prompt=asked, text=found)
-
-    def _start_without_question(self, text: str) -> int:
-        """Return where the first message begins if it is an answer: many templates cannot render
-        the empty prompt before it."""
-        # The longest first: a short one may be the beginning of another.
-        for header in sorted((*self.template.headers, self.template.short_header), key=len, reverse=True):
-            if header.strip() and header in text:
-                return text.index(header) + len(header)
-        raise fault(self.where, "template cannot begin with an answer")
+        # The error shows a little of both texts where they begin to differ.
+        at = len(loss_mask.common_prefix([text, prompt]))
+        shared = text[max(0, at - 20) : at]
+        both = {"prompt": prompt[at : at + 20], "text": text[at : at + 20]}
+        raise fault(self.where, "template renders the prompt differently", k=k, shared=shared, **both)
 
     def _check(self, k: int, answer: str, text: str) -> None:
-        """Refuse an answer unless what its message says is in what will be learned, and its reasoning in the text."""
+        """Reject an answer unless its content is in the text that is learned, and its reasoning in the whole text."""
         self._check_reasoning(k, text)
         self._check_rendered(k, answer, 0)
 
     def _check_reasoning(self, k: int, text: str) -> None:
-        """Refuse an answer whose reasoning is not in the text."""
-        reasoning = reasoning_of(self.messages[k])
+        """Reject an answer whose reasoning is not in the text."""
+        reasoning = loss_mask.reasoning_of(self.messages[k])
         if reasoning and reasoning not in text:
             raise fault(self.where, "template does not render the reasoning", k=k)
 
     def _check_rendered(self, k: int, text: str, cursor: int) -> Span:
         """Return where the required texts of the message are; reject the answer if one is not there."""
         start: int | None = None
-        for required in required_texts(self.messages[k]):
+        for required in loss_mask.required_texts(self.messages[k]):
             at = text.find(required, cursor)
             if at < 0:
                 missing = required if len(required) <= 40 else required[:40] + "..."
@@ -449,7 +435,7 @@ class Finder:
         return self._rendered(self.messages[:k], args, add_generation_prompt=add_generation_prompt)[0]
 
     def _rendered(self, messages: list[Message], args: dict[str, object], **how: bool) -> tuple[str, list[Span]]:
-        """Render messages with the tools, `how` as render_conversation takes it; a template that refuses them
+        """Render messages with the tools, `how` as render_conversation takes it; a template that rejects them
         is a DataError."""
         row = replace(self.row, messages=messages, template_args=args)
         try:

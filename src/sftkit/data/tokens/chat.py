@@ -1,9 +1,7 @@
 """Turn conversations into tokens, and decide, here alone, which of them are targets: the loss mask.
 
 Targets are what the assistant says, and the end-of-turn token after it: without that token a model never stops.
-
-Check that training uses the prompts that a server would send: small conversations through a run's own tokenizing,
-compared with transformers' prompts.
+`check_prompted_targets` checks that a run asks for answers as a server would.
 """
 
 from __future__ import annotations
@@ -20,23 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from sftkit.data.reading import columns, conversation
 from sftkit.data.reading.conversation import Message
 from sftkit.data.reading.rows import require_conversation
+from sftkit.data.tokens import loss_mask
 from sftkit.data.tokens.answers import HISTORY, Finder
 from sftkit.data.tokens.context import Tools, check_context
 from sftkit.data.tokens.encode import Encoded, encode, encode_answers, token_range, tokens_inside
-from sftkit.data.tokens.loss_mask import (
-    CONTEXT,
-    EARLIER,
-    MARKED,
-    Targets,
-    Thinking,
-    check_reasoning,
-    not_learned,
-    with_reasoning,
-    without_marks,
-)
+from sftkit.data.tokens.loss_mask import CONTEXT, EARLIER, MARKED, Targets, Thinking, without_marks
 from sftkit.data.tokens.rendering import Span, limited
 from sftkit.data.tokens.template import (
-    Template,
     render_conversation,
     renders_key,
     special_tokens_of,
@@ -47,8 +35,8 @@ from sftkit.data.types import Row, Tokenized, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 
 BORDER = "not_learned_border"
-"""Why an answer is context only: its first characters share a token with the prompt, and more of the conversation
-follows."""
+"""Why an answer is context only: its first characters share a token with the prompt, and more of
+the conversation follows."""
 TOO_LONG = "not_learned_too_long"
 "Why an answer is not learned: its document was dropped, or cut before its first target."
 CUT = "answers_cut"
@@ -75,7 +63,8 @@ class Learning:
     every token is learned, only answers whose reasoning is left out there do."""
 
 
-ANSWERS, EVERYTHING = Learning(), Learning(targets="all")
+ANSWERS = Learning()
+EVERYTHING = Learning(targets="all")
 
 
 def tokenize(
@@ -96,8 +85,8 @@ def tokenize(
     """
     checked = require_conversation(row)
     messages = conversation.validated(row, special_tokens_of(tokenizer))
-    check_reasoning(messages, row.where)
-    skipped = not_learned(row, messages, learning.targets)
+    loss_mask.check_reasoning(messages, row.where)
+    skipped = loss_mask.not_learned(row, messages, learning.targets)
     if not row.learned:
         counts = Counter({"answers": len(skipped), MARKED: len(skipped)})
         return Tokenized([], "dropped_no_target", counts, "the row is marked as not to be learned")
@@ -114,7 +103,7 @@ def tokenize(
     else:
         texts = _answers(finder, learnable, max_length, counts, split=learning.split_turns)
     counts["reasoning_left_out"] = len(finder.answers_with_reasoning.difference(*(text.reasoned for text in texts)))
-    # cut, dropped or refused, as too_long says; what is left is counted
+    # cut, dropped or rejected, as too_long says; what is left is counted
     fitted = [fit(row, text, tokenizer, max_length, too_long) for text in texts]
     count_cut(counts, texts, fitted, max_length)
     examples = [example for one in fitted for example in one.examples]
@@ -138,7 +127,7 @@ class Text(NamedTuple):
     answers: tuple[tuple[int, int], ...] = ()
     "of each answer that is learned in it: its first token, and one past its last"
     reasoned: Set[int] = frozenset()
-    "answers whose reasoning stands in it, or would stand in documents that are left out as too long"
+    "answers whose reasoning is in it, or would be in documents that are left out as too long"
     rest: bool | None = None
     "Whether the text that was not tokenized, as it lies far beyond max_length, has targets; None: all was tokenized."
 
@@ -147,7 +136,9 @@ def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Count
     """Return a document that ends with the last answer and, with `split`, further ones for the answers that are not
     learned there. Of a long conversation only answers that can begin within max_length are rendered; else it
     would be rendered once for each of its turns, for nothing."""
-    tokenizer, found, left = finder.tokenizer, list[Text](), set(learnable)
+    tokenizer = finder.tokenizer
+    found: list[Text] = []
+    left = set(learnable)
     while left:
         # From the end: the document of the last answer holds most of the others as well.
         last = max(left)
@@ -164,8 +155,8 @@ def _answers(finder: Finder, learnable: set[int], max_length: int, counts: Count
         left -= document.spans.keys()
         if not split:
             break
-        # Once, after the longest document: an answer that cannot begin within max_length there needs
-        # no document either.
+        # Once, after the longest document: an answer that cannot begin within max_length there needs no
+        # document either.
         if left and len(found) == 1 and len(encoded.ids) > max_length + 1:
             # Counted by the messages alone, without rendering: fewer tokens than the document has, so no answer is
             # lost by it.
@@ -199,7 +190,8 @@ def _everything(
     With `split`, an answer whose reasoning the template leaves out of the whole text ends a further document of its
     own; these come first.
     """
-    tokenizer, last = finder.tokenizer, finder.answers[-1]
+    tokenizer = finder.tokenizer
+    last = finder.answers[-1]
     document = finder.everything(last, skipped)
     reasoned = finder.reasoned(last, document.spans)
     # Reasoning that the whole text leaves out is learned in documents of its own, as a server would ask for it.
@@ -257,15 +249,16 @@ def document(ids: np.ndarray, is_target: np.ndarray, tokenizer: PreTrainedTokeni
         return None
     # What follows the last target changes no loss, but would be computed.
     n = int(np.flatnonzero(is_target)[-1]) + 1
-    ids, is_target = ids[:n].astype(np.int32), is_target[:n]
+    ids = ids[:n].astype(np.int32)
+    is_target = is_target[:n]
     # An array: of a list transformers looks at every number first.
     learned = tokenizer.decode(ids[is_target], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return TokenizedExample(ids, is_target, len(str(learned).encode("utf-8", errors="replace")))
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens after which an answer is over: those of the chat template, and eos.
-    Generation stops at any of them."""
+    """Return the tokens after which an answer is over: those of the chat template, and eos. Generation stops at
+    any of them."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template:
         ids = [*map(tokenizer.convert_tokens_to_ids, template_of(tokenizer).end_tokens), *ids]
@@ -281,10 +274,9 @@ def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
         one = replace(checked, messages=messages, tools=tools)
         return render_conversation(tokenizer, template, one, add_generation_prompt=True)[0]
 
-    text = render(checked.messages or [], row.tools)
-    check_context(
-        checked.messages or [], row.tools, text, render, template=template, where=row.where, args=row.template_args
-    )
+    messages = checked.messages or []
+    text = render(messages, row.tools)
+    check_context(messages, row.tools, text, render, template=template, where=row.where, args=row.template_args)
     return text
 
 
@@ -316,8 +308,9 @@ def count_cut(counts: Counter[str], texts: Sequence[Text], fitted: Sequence[Toke
 
 
 def fit(row: Row, text: Text, tokenizer: PreTrainedTokenizerBase, max_length: int, too_long: str) -> Tokenized:
-    """Cut a document to max_length, drop it or refuse it, as `too_long` says."""
-    ids, is_target = text.ids, text.is_target
+    """Cut a document to max_length, drop it or reject it, as `too_long` says."""
+    ids = text.ids
+    is_target = text.is_target
     is_long = len(ids) > max_length + 1
     more = "more than " if text.rest is not None else ""
     size = f"{more}{len(ids)} tokens, but data.max_length {max_length} holds {max_length + 1}"
@@ -364,28 +357,29 @@ class PromptedTargets:
     "conversation and text of those that no prompt leads to"
 
 
-def check_prompted_targets(tokenize: partial[Tokenized]) -> PromptedTargets | None:
+def check_prompted_targets(
+    tokenize: Callable[[Row], Tokenized], tokenizer: PreTrainedTokenizerBase, learning: Learning | None
+) -> PromptedTargets | None:
     """Check that each run of targets begins where a prompt of transformers' apply_chat_template ends, token by token,
-    with thinking requested, not requested, or as the template has it. None: the tokenizing does not learn
-    conversations by their answers.
+    with thinking requested, not requested, or as the template has it. None: the run does not learn conversations by
+    their answers.
 
     Args:
-        tokenize: of a run, as loader.load_examples takes it.
+        tokenize: the rule of the run, which learns conversations by `learning`.
     """
-    learning: Learning | None = tokenize.keywords.get("learning")
     if learning is None or learning.targets == "all":
         return None
-    tokenizer: PreTrainedTokenizerBase = tokenize.keywords["tokenizer"]
-    template, count, rendered, unasked = template_of(tokenizer), 0, list[str](), list[str]()
+    count = 0
+    rendered: list[str] = []
+    unasked: list[str] = []
     for name, messages in PROBES.items():
         try:
             examples = tokenize(Row(name, messages=messages)).examples
-        except DataError:  # a template without tools or reasoning refuses such conversations, as it does in the data
+        except DataError:  # a template without tools or reasoning rejects such conversations, as it does in the data
             continue
         rendered.append(name)
-        prompts = _prompts(tokenizer, template, messages, learning.thinking)
-        # Each run of targets, as the model sees it: what stands before its first token must be a prompt,
-        # token by token.
+        prompts = _prompts(tokenizer, messages, learning.thinking)
+        # The tokens before each run of targets must be those of a prompt.
         for example in examples:
             begins = np.flatnonzero(np.diff(example.is_target.astype(np.int8), prepend=0) == 1)
             count += len(begins)
@@ -397,15 +391,14 @@ def check_prompted_targets(tokenize: partial[Tokenized]) -> PromptedTargets | No
     return PromptedTargets(tuple(rendered), count, tuple(unasked))
 
 
-def _prompts(
-    tokenizer: PreTrainedTokenizerBase, template: Template, messages: list[Message], thinking: Thinking
-) -> list[list[int]]:
+def _prompts(tokenizer: PreTrainedTokenizerBase, messages: list[Message], thinking: Thinking) -> list[list[int]]:
     """Return, for each answer, the token ids of the prompts that lead to it."""
+    template = template_of(tokenizer)
     name = template.thinking_argument
-    # Any: arguments of a template go by name, next to those of apply_chat_template itself.
-    # Any of the modes will do: with thinking=auto an answer decides by itself in which it is asked.
+    # A prompt of any mode counts, since with thinking=auto the answer decides the mode. Any: the arguments of a
+    # template go by name, next to those of apply_chat_template itself.
     modes: list[dict[str, Any]] = [{}, *({name: on} for on in (True, False) if name)]
-    given = with_reasoning(messages, template, thinking)
+    given = loss_mask.with_reasoning(messages, template, thinking)
     render: Callable[..., list[int]] = tokenizer.apply_chat_template  # type: ignore[assignment]
     return [
         limited(render, given[:k], add_generation_prompt=True, tokenize=True, return_dict=False, **mode)

@@ -1,6 +1,6 @@
-"""Check that a chat template renders all that a conversation gives the model: tools, instructions, questions, results
-of tools, earlier calls. A template leaves out what it does not know and reports nothing, so the answers would be
-learned without the text that they follow from."""
+"""Check that a chat template renders every part of a conversation: tools, instructions, questions, results of tools,
+earlier calls. A template silently leaves out parts that it does not know, so the answers would be learned without the
+text that they follow from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEFT_OUT = {
     "user": ("template leaves out a message", "this message", "it", "it"),
     "call": ("template does not render a tool call", "the tool calls of this answer", "them", "them"),
 }
-"What is left out -> reason, what it is, and what the advice says."
+"Part that a template left out -> reason, the name of the part, and two words of the advice."
 
 
 def check_context(
@@ -112,7 +112,8 @@ def _marked(messages: list[Message], marks: dict[str, tuple[str, int]]) -> list[
     """Return the messages with a mark at the end of each text, and in each tool call."""
     result = []
     for i, message in enumerate(messages):
-        role, marked = message["role"], dict(message)
+        role = message["role"]
+        marked = dict(message)
         if message["content"].strip():
             what = str({"assistant": "answer", "developer": "system"}.get(role, role))
             if role != "assistant" or answer_core(message):

@@ -1,5 +1,7 @@
-"""Text to token ids and the characters that each covers. Long texts are tokenized in chunks, and only as far as is
-asked for. In a conversation each prompt has the tokens of a prompt alone, and the tokens of its answers are found."""
+"""Convert text to token ids and the characters that each token covers.
+
+Long texts are tokenized in chunks, and only as far as needed. In a conversation the last prompt gets the tokens that it
+has by itself, as a server sends it."""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from sftkit.data.tokens.template import special_tokens_of
 CHUNK_CHARACTERS = 2**16
 "Characters that are tokenized at a time: tokenizers need some 600 bytes for each."
 _MARGIN = 8
-"""The next chunk repeats twice as many words; the first half must come out the same: what follows may change the last
-ones."""
+"""The next chunk repeats twice as many words; the first half must come out the same: what follows may change
+the last ones."""
 
 
 class Encoded(NamedTuple):
@@ -41,23 +43,28 @@ def encode(
     """Tokenize a text as the tokenizer does in one call. No special tokens are added: a template writes its own, and
     apply_chat_template and inference servers add none either, so a second BOS cannot happen.
 
-    A long text is split between words of the tokenizer, inside of which its model works. The words before a split come
-    out of the next chunk once more; where they differ, or where there are none, the text is tokenized in one call.
+    A long text is split between words of the tokenizer, since its model works inside a word. The next chunk repeats the
+    words before a split. If they come out differently, or if there are none, the text is tokenized in one call.
 
     Args:
-        enough: so many tokens will do, if there are more; null: all.
-        split_special_tokens: their text stands for the ordinary characters that it is.
+        enough: number of tokens after which tokenizing may stop; None: tokenize all.
+        split_special_tokens: tokenize the text of special tokens as ordinary characters.
     """
     if len(text) <= CHUNK_CHARACTERS:
         return _arrays(_call(tokenizer, text, split_special_tokens=split_special_tokens))
-    parts, begin, tokens, ended = [], 0, 0, False
+    parts = []
+    begin = 0
+    tokens = 0
+    ended = False
     again: list[list[int]] = [[], [], []]
     while not ended and (enough is None or tokens < enough):
         encoded = _call(tokenizer, text[begin : begin + CHUNK_CHARACTERS], split_special_tokens=split_special_tokens)
         ids, starts, ends, _ = _arrays(encoded)
         ended = begin + CHUNK_CHARACTERS >= len(text)
-        # All but the last words are kept. Of those that are not, the next chunk must repeat the first half: `again`.
-        borders = [0] * 2 * _MARGIN + _borders(encoded)
+        # All but the last words are kept. The next chunk must repeat the first half of the others: `again`. A border
+        # is the index of a token with which a word of the tokenizer begins.
+        words = np.asarray([-1 if word is None else word for word in encoded.word_ids(0)])
+        borders = [0] * 2 * _MARGIN + (np.flatnonzero(words[1:] != words[:-1]) + 1).tolist()
         kept = len(ids) if ended else borders[-2 * _MARGIN]
         repeated = [one[: len(again[0])].tolist() for one in (ids, starts + begin, ends + begin)]
         if repeated != again or not (ended or ends[:kept].any()):
@@ -90,12 +97,6 @@ def _arrays(encoded: BatchEncoding) -> Encoded:
     # Byte-level tokenizers may trim spaces off a token's start (trim_offsets): it begins where the last one ended.
     starts = np.minimum(offsets[:, 0], np.append([0], ends[:-1])) if len(ends) else ends
     return Encoded(np.asarray(encoded["input_ids"], dtype=np.int32), starts, ends, complete=True)
-
-
-def _borders(encoded: BatchEncoding) -> list[int]:
-    """Return the indices of the tokens with which a word of the tokenizer begins, without the first."""
-    words = np.asarray([-1 if word is None else word for word in encoded.word_ids(0)])
-    return (np.flatnonzero(words[1:] != words[:-1]) + 1).tolist()
 
 
 def encode_answers(
@@ -145,8 +146,8 @@ def _shares(
         end = specials[before][1] if before < len(specials) else len(text)
         encoded = encode(tokenizer, text[begin:end], len(alone) + 1)
         prompt_end, begin = prompt_end - begin, 0
-    # The tokens of the whole text between that special token and the end of the prompt, against those of
-    # the prompt alone.
+    # The tokens of the whole text between that special token and the end of the prompt, against those of the
+    # prompt alone.
     first, past = np.searchsorted(encoded.ends, begin, side="right"), np.searchsorted(encoded.starts, prompt_end)
     return bool(past and encoded.ends[past - 1] > prompt_end) or encoded.ids[first:past].tolist() != alone
 
@@ -170,7 +171,8 @@ def token_range(span: Span, encoded: Encoded) -> tuple[int, int]:
 
 def tokens_inside(spans: list[Span], encoded: Encoded) -> np.ndarray:
     """Return bool [n]: tokens that cover at least one character of a span. Spans ascend and do not overlap."""
-    starts, ends = encoded.starts, encoded.ends
+    starts = encoded.starts
+    ends = encoded.ends
     assert all(a[1] <= b[0] for a, b in pairwise(spans)), "answers overlap"
     is_target = np.zeros(len(starts), dtype=bool)
     for span in spans:

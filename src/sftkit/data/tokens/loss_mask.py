@@ -1,9 +1,6 @@
-"""Places in a rendered conversation: special tokens, marks, what an answer must contain, and the errors if
-it does not.
+"""The mask policy of a conversation: which answers are learned, with which reasoning, by the data and the recipe.
 
-Which messages of a conversation are learned: what the data says of each, and what the recipe asks for.
-
-The reasoning before an answer: where published data keeps it, and which arguments the template gets for it.
+Also here: the parts of a rendered text that a mark or an answer covers, and the errors if an answer is not in it.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from sftkit.data.reading.columns import MARKS, NUMBER_MARKS, REASONING, TRUTH_MARKS
-from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of
+from sftkit.data.reading.conversation import THOUGHT, Message, answer_core, function_of, split_thoughts
 from sftkit.data.reading.readers import wrong_kind
 from sftkit.data.tokens.rendering import Span
 from sftkit.data.tokens.template import Template
@@ -22,8 +19,8 @@ from sftkit.errors import DataError
 
 
 def within(span: Span, marks: list[Span]) -> list[Span]:
-    """Return the parts of a span that are marked. The end-of-turn token, which some marks leave out,
-    belongs to the last one."""
+    """Return the parts of a span that are marked. The end-of-turn token, which some marks leave out, belongs to
+    the last one."""
     start, end = span
     parts = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
     return [*parts[:-1], (parts[-1][0], end)] if parts else []
@@ -50,7 +47,9 @@ def required_texts(message: Message) -> list[str]:
 
 def common_prefix(texts: list[str]) -> str:
     """Return what all texts begin with."""
-    first, last = min(texts), max(texts)  # in the order of the alphabet, so all others share what these two do
+    # in the order of the alphabet, so all others share what these two do
+    first = min(texts)
+    last = max(texts)
     return first[: next((i for i, (x, y) in enumerate(zip(first, last, strict=False)) if x != y), len(first))]
 
 
@@ -88,15 +87,19 @@ def fault(where: str, reason: str, **words: object) -> DataError:
 
 Targets = Literal["assistant", "last_turn", "all"]
 
-CONTEXT, MARKED, EARLIER = "not_learned_prompt", "not_learned_marked", "not_learned_earlier_turn"
-"Why an answer is context only: it stands in `prompt`; the data marks it; it is in an earlier turn (targets=last_turn)."
+CONTEXT = "not_learned_prompt"
+"Why an answer is context only: it is in the column `prompt`."
+MARKED = "not_learned_marked"
+"The same: the data marks it."
+EARLIER = "not_learned_earlier_turn"
+"The same: it is in an earlier turn (data.targets=last_turn)."
 
 
 def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int, str]:
     """Return the answers that are context only, by their index in messages, and why.
 
-    A message's own marks hold for every setting of targets, `weight` (OpenAI's fine-tuning format: 0 or 1) and `train`
-    (true or false) and their kin: text that is marked as bad is learned by none. So does a mark of the whole row.
+    A message's own marks, such as `weight` (OpenAI's fine-tuning format: 0 or 1) and `train` (true or false), hold for
+    every setting of targets: no setting learns text that is marked as bad. So do marks of the whole row.
 
     Raises:
         DataError: a mark of another value, or a message that is not an answer and is marked as learned; where every
@@ -121,7 +124,7 @@ def not_learned(row: Row, messages: list[Message], targets: Targets) -> dict[int
                     reason="bad train mark",
                 )
             continue
-        # What the data says of an answer counts before what the recipe asks for.
+        # Marks of the data count before the recipe.
         if marked is False or not row.learned:
             reasons[i] = MARKED
         elif i < row.context_messages and targets != "all":
@@ -137,7 +140,7 @@ def without_marks(messages: list[Message]) -> list[Message]:
 
 
 def _marked(message: Message, where: str) -> bool | None:
-    """Return whether the message says that it is learned, in all of its marks; None if it says nothing."""
+    """Return whether all marks of a message say that it is learned; None: it has no mark."""
     marks = {name: message[name] for name in MARKS if name in message}
     for name, value in marks.items():
         if name in TRUTH_MARKS and not isinstance(value, bool):
@@ -164,16 +167,8 @@ def reasoning_of(message: Message) -> str:
     for key in REASONING:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key]).strip()
-    return next(filter(None, _inline(message["content"])[0]), "")
-
-
-def _inline(content: str) -> tuple[list[str], str]:
-    """Return the texts of the thinking blocks at the beginning of an answer's content, and what follows them."""
-    found = []
-    while block := THOUGHT.match(content):
-        found.append(block[1].strip())
-        content = content[block.end() :]
-    return found, content
+    thoughts, _ = split_thoughts(message["content"])
+    return next(filter(None, map(str.strip, thoughts)), "")
 
 
 def with_other_reasoning(message: Message, reasoning: str) -> Message:
@@ -189,7 +184,7 @@ def with_reasoning(messages: list[Message], template: Template, thinking: Thinki
     for message in messages:
         if message["role"] == "assistant" and (reasoning := reasoning_of(message)):
             # Moved to where this template looks for it: a field of its own, or a thinking block in the text.
-            blocks, rest = _inline(message["content"])
+            blocks, rest = split_thoughts(message["content"])
             # The reasoning once, though a field and the text have it, or the text twice.
             field = any(message.get(key) for key in REASONING) or len(blocks) > 1
             field = field or bool(template.reasoning_key and not template.renders_thoughts)
@@ -222,8 +217,8 @@ def check_reasoning(messages: list[Message], where: str) -> None:
             if not isinstance(value, str):
                 raise wrong_kind(f"{where}: messages[{i}]: {key}", value, "text", reason="reasoning is not text")
         texts = {value.strip() for value in given.values()}
-        inline, rest = _inline(message["content"])
-        texts.update(inline)
+        inline, rest = split_thoughts(message["content"])
+        texts.update(map(str.strip, inline))
         if (block := _OTHER_BLOCK.match(rest)) and block[2].strip() in texts - {""}:
             raise DataError(
                 f"{where}: messages[{i}]: the same reasoning is in {', '.join(given) or '<think>'} and in <{block[1]}> "
@@ -243,7 +238,8 @@ def template_arguments(
 ) -> dict[str, object]:
     """Return the template's arguments for messages up to answer k: thinking is turned on where that turn has reasoning,
     and off elsewhere, unless the recipe or the record says otherwise."""
-    result, name = dict(args or {}), template.thinking_argument
+    result = dict(args or {})
+    name = template.thinking_argument
     if name and name not in result and name not in template.fixed and thinking != "learn_empty":
         last_user = next((i for i in range(k, 0, -1) if messages[i]["role"] == "user"), 0)
         result[name] = any(m["role"] == "assistant" and reasoning_of(m) for m in messages[last_user : k + 1])

@@ -1,7 +1,7 @@
-"""Run a chat template: the text that it makes of a conversation, within limits of time, length and memory.
+"""Run a chat template on a conversation within limits of time, length and memory.
 
-A template is a program from elsewhere. Jinja's sandbox keeps it from the machine, but lets it run for ever: it limits
-each `range`, but not two nested ones.
+A template is a program from elsewhere. Jinja's sandbox isolates it from the machine, but lets it run for ever: the
+sandbox limits each `range`, but not two nested ranges.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def limited(work: Callable[..., T], *args: object, **options: object) -> T:
     Raises:
         ConfigError: it was ended.
     """
-    thread, run = get_ident(), _Run()
+    thread = get_ident()
+    run = _Run()
     # The watch sets `exceeded`, then looks whether the rendering is still in _running. Here it is taken out first, then
     # `exceeded` is read: so one of the two notices the other, without a lock for the many that are short.
     try:
@@ -97,7 +98,8 @@ def _joined(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
     compiled = _compiled(source)
     blocks = compiled.root_render_func(compiled.new_context(variables))  # render() without the join at its end
     found = list(islice(blocks, _BLOCKS))
-    length, counted = sum(map(len, found)), len(found)
+    length = sum(map(len, found))
+    counted = len(found)
     while counted and counted % _BLOCKS == 0:
         _check_length(length)
         chunk = list(islice(blocks, _BLOCKS))
@@ -120,8 +122,10 @@ def _marked(source: str, variables: dict[str, Any]) -> tuple[str, list[Span]]:
     """Return text and marked spans, as transformers does with return_assistant_tokens_mask. That joins all of the text
     so far for every answer, which takes minutes for a conversation of thousands. Here the tracker is given an empty
     list of blocks, and spans are moved to where the text ends."""
-    compiled, blocks = _compiled(source), list[str]()
-    length, spans = 0, _Spans()
+    compiled = _compiled(source)
+    blocks = list[str]()
+    length = 0
+    spans = _Spans()
     # The tracker is private, as is the environment: both came with huggingface/transformers#30650.
     environment: Any = compiled.environment
     with environment.activate_tracker([], spans):
@@ -148,9 +152,9 @@ class _Spans(list[Span]):
 
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> Template:
-    """Compile a template in transformers' own environment, in which * and ** are limited: a power of large numbers is
-    one instruction that ends in hours, and no signal ends it. Jinja computes constants here, so this is a rendering
-    too."""
+    """Compile a template in transformers' own environment, in which * and ** are limited: a power of large
+    numbers is one instruction that ends in hours, and no signal ends it. Jinja computes constants here, so this
+    is a rendering too."""
     # Private, but the only way to its filters and marks. The environment is that of the empty template.
     environment: Any = _compile_jinja_template("").environment
     environment.intercepted_binops = frozenset({"*", "**"})
@@ -240,9 +244,12 @@ def _watch() -> None:
 def _check(thread: int, run: _Run) -> None:
     """End a rendering that exceeds a limit."""
     with suppress(OSError):  # the thread is gone
-        now = _processor_seconds(thread)
+        # Processor time: a machine that sleeps or is overloaded ends no rendering. macOS has none of a thread.
+        clock = getattr(time, "pthread_getcpuclockid", None)
+        now = time.clock_gettime(clock(thread)) if clock else time.monotonic()
         if run.started is None:
-            run.started, run.memory = now, _memory()
+            run.started = now
+            run.memory = _memory()
         elif now - run.started > MAX_SECONDS:
             run.exceeded = f"after {MAX_SECONDS:g} seconds its text of one conversation is not complete"
         elif _memory() - run.memory > MAX_MEMORY:
@@ -263,15 +270,8 @@ def _raise_in(thread: int, exception: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception and ctypes.py_object(exception))
 
 
-def _processor_seconds(thread: int) -> float:
-    """Return the processor time of a thread: a machine that sleeps or is overloaded ends no rendering."""
-    if not hasattr(time, "pthread_getcpuclockid"):  # macOS
-        return time.monotonic()
-    return time.clock_gettime(time.pthread_getcpuclockid(thread))
-
-
 def _memory() -> int:
-    """Return the bytes of memory of this process; 0 where the system does not say."""
+    """Return the bytes of memory of this process; 0 if the system does not report them."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -280,7 +280,9 @@ def _memory() -> int:
 def _after_fork() -> None:
     """Forget the renderings of other threads, and the watch, which a forked process does not have."""
     global _lock, _wake, _watch_is_awake
-    _lock, _wake, _watch_is_awake = Lock(), Event(), False
+    _lock = Lock()
+    _wake = Event()
+    _watch_is_awake = False
     _running.clear()
     _watches.clear()
 

@@ -1,6 +1,6 @@
-"""Tokenized data on disk: flat .npy files, memory-mapped, with a hash of each; complete or not there at all.
+"""From data sources to tokenized examples: read rows, tokenize them in order, count what became of each, cache.
 
-Sources to tokenized examples: read rows, tokenize them in order, count what became of each, cache the result.
+A cache entry is a folder of flat, memory-mapped .npy files with a hash of each. It is complete or not there at all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -29,22 +30,24 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.config.commands import ROOT, is_ours
 from sftkit.config.schema import DataConfig, SourceConfig, source_label
+from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.data.reading import conversation, findings, readers, rows
 from sftkit.data.reading.findings import BadRows, until_broken
-from sftkit.data.reading.origin import Origin, find_source
+from sftkit.data.reading.origin import find_source
 from sftkit.data.reading.readers import RawRow
 from sftkit.data.tokens import chat
 from sftkit.data.tokens.text import text_start
 from sftkit.data.types import Examples, Finding, Row, Tokenized, TokenizedExample
-from sftkit.errors import DataError, WorkerError
+from sftkit.errors import ConfigError, DataError, WorkerError
 from sftkit.rundir.files import flush_folder, own_name
 from sftkit.rundir.manifest import compare_hashes, write_hashes
 from sftkit.runtime.script import counted, likely_cause, oom_kills, working
 from sftkit.runtime.signals import ignore_signals, starting_processes
 
 FORMAT = 4
-"Of the files of an entry."
+"The version of the files of a cache entry."
 MASK_VERSION = 1
 """Raised whenever the same rows lead to other tokens, targets, counts or findings: entries of another version are not
 read. tests/data/test_mask_version.py fails until it is raised."""
@@ -55,17 +58,16 @@ WRITING = ".writing"
 DEAD_SECONDS = 86_400.0
 "Age from which a temporary file or folder counts as dead if nothing else shows it."
 ARRAYS = {"ids": np.int32, "is_target": np.bool_, "offsets": np.int64, "num_bytes": np.int64, "source": np.int16}
+ENTRY_FILES = (*(f"{name}.npy" for name in ARRAYS), "meta.json")
+"The files of a cache entry, besides the hashes."
 
 log = logging.getLogger(__name__)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the sha256 of what decides tokens: vocabulary and merges, special tokens, chat template."""
-    parts = [
-        tokenizer.backend_tokenizer.to_str(),
-        json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
-        json.dumps(tokenizer.chat_template, sort_keys=True),
-    ]
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    parts = [tokenizer.backend_tokenizer.to_str(), special, json.dumps(tokenizer.chat_template, sort_keys=True)]
     if (start := text_start(tokenizer)) is not None:
         parts.append(f"texts begin with {start}")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -87,7 +89,7 @@ def load_cached_examples(folder: Path, *, report: bool = True) -> Examples | Non
     if not folder.exists():
         return None
     try:
-        compare_hashes(folder / HASHED, _paths(folder))
+        compare_hashes(folder / HASHED, [folder / name for name in ENTRY_FILES])
         # Memory-mapped, so that ranks of a machine share the pages. Nothing pickled: a cache holds no code.
         meta = json.loads((folder / "meta.json").read_text())
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
@@ -96,7 +98,14 @@ def load_cached_examples(folder: Path, *, report: bool = True) -> Examples | Non
         examples = Examples(
             **arrays, source_names=names, counts=meta["counts"], findings=findings, encoder_sources=meta["given"]
         )
-        _check(examples)
+        # The arrays must fit together.
+        documents = len(examples)
+        tokens = int(examples.offsets[-1])
+        sizes = {"ids": tokens, "is_target": tokens, "offsets": documents + 1}
+        for name, dtype in ARRAYS.items():
+            size = sizes.get(name, documents)
+            if arrays[name].dtype != dtype or arrays[name].shape != (size,):
+                raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, {size} expected")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
         if report:
             log.warning("%s: damaged cache (%s), tokenizing again", folder, error)
@@ -118,7 +127,14 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
                 fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mark.write(f"{socket.gethostname()}\n")
             mark.flush()
-            _write(temporary, examples)
+            for name, dtype in ARRAYS.items():
+                array: np.ndarray = np.asarray(getattr(examples, name), dtype=dtype)
+                np.save(temporary / f"{name}.npy", array, allow_pickle=False)
+            findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
+            meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
+            meta |= {"given": list(examples.encoder_sources)}
+            (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+            write_hashes(temporary / HASHED, [temporary / name for name in ENTRY_FILES])
             (temporary / WRITING).unlink()
             # Else a power failure could leave the name, and zeros for tokens in files of the right length.
             flush_folder(temporary)
@@ -129,20 +145,6 @@ def save_cached_examples(folder: Path, examples: Examples) -> Examples:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return load_cached_examples(folder) or examples
-
-
-def _write(folder: Path, examples: Examples) -> None:
-    for name, dtype in ARRAYS.items():
-        np.save(folder / f"{name}.npy", np.asarray(getattr(examples, name), dtype=dtype), allow_pickle=False)
-    findings = {name: [asdict(one) for one in found] for name, found in examples.findings.items()}
-    meta = {"source_names": examples.source_names, "counts": examples.counts, "findings": findings}
-    meta["given"] = list(examples.encoder_sources)
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    write_hashes(folder / HASHED, _paths(folder))
-
-
-def _paths(folder: Path) -> list[Path]:
-    return [*(folder / f"{name}.npy" for name in ARRAYS), folder / "meta.json"]
 
 
 def _replace(temporary: Path, folder: Path) -> None:
@@ -168,10 +170,7 @@ def _sweep(parent: Path) -> None:
             if not _is_dead(path):
                 continue
             log.info("%s: left by a process that was killed, removed", path)
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _is_dead(path: Path) -> bool:
@@ -191,18 +190,58 @@ def _is_dead(path: Path) -> bool:
     return time.time() - newest > DEAD_SECONDS
 
 
-def _check(examples: Examples) -> None:
-    """Raise ValueError if dtypes or lengths of the arrays do not fit together."""
-    documents, tokens = len(examples), int(examples.offsets[-1])
-    sizes = {"ids": tokens, "is_target": tokens, "offsets": documents + 1, "num_bytes": documents, "source": documents}
-    for name, dtype in ARRAYS.items():
-        array = getattr(examples, name)
-        if array.dtype != dtype or array.shape != (sizes[name],):
-            raise ValueError(f"{name} is {array.dtype}{array.shape}, {sizes[name]} expected")
-
-
 OnBadRow = Literal["error", "skip"]
-Tokenize = Callable[[Row], Tokenized]
+
+
+@dataclass(frozen=True)
+class RowTokenizer:
+    """What a stage learns from a row: a rule, and the settings with which it turns a row into documents and their mask.
+
+    Training and inspection of a stage share a cache, whose key names the rule and its settings.
+    """
+
+    rule: Callable[..., Tokenized]
+    "chat.tokenize or one of text.py, for example; takes a row, the tokenizer and `settings`"
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    "most row positions of a document"
+    too_long: str | None = None
+    "data.too_long; None: the rule cuts a text into documents that fit"
+    learning: chat.Learning | None = None
+    "which tokens of a conversation are learned; None: the rule's own choice"
+
+    def __call__(self, row: Row) -> Tokenized:
+        """Return the documents of a row."""
+        return self.rule(row, self.tokenizer, **self.settings)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Return the keyword arguments of the rule."""
+        given = {"learning": self.learning, "max_length": self.max_length, "too_long": self.too_long}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Return what the documents of a row depend on besides the row, as text for the cache's key."""
+        rule = f"{self.rule.__module__}.{self.rule.__qualname__}"
+        # The fingerprint stands for the tokenizer: the text of the object would differ in every process.
+        fingerprint = tokenizer_fingerprint(self.tokenizer)
+        return {"cache_key": f"{rule} {fingerprint}", "bound": str(sorted(self.settings.items()))}
+
+
+def stage_rule(stage: str) -> Callable[[DataConfig, PreTrainedTokenizerBase, int], RowTokenizer]:
+    """Return `row_tokenizer` of the script that runs a stage here, which says what the stage learns.
+
+    Raises:
+        ConfigError: the script, a changed one, has no such function.
+    """
+    script = f"scripts/{STAGE_SCRIPTS[stage]}"
+    script = script if is_ours(script) else str(ROOT / script)
+    found = runpy.run_path(script).get("row_tokenizer")
+    if found is None:
+        raise ConfigError(f"{script}: no function row_tokenizer, which says what the stage learns")
+    return found  # type: ignore[no-any-return]
+
 
 COUNTS = ("rows", "documents", "truncated", "dropped_too_long", "dropped_no_target", "skipped_bad")
 BECAME = {
@@ -223,7 +262,7 @@ ROWS_PER_CHUNK = 128
 
 def read_source(source: SourceConfig, on_bad_row: OnBadRow = "error") -> Iterator[Row]:
     """Yield the rows of a source in order, once (`repeat` is not applied). With "skip", bad rows are left out,
-    and reported at the end; with "error" the first few are told together."""
+    and reported at the end; with "error" the first few are reported together."""
     tally: findings.Tally = {}
     bad = BadRows()
     for raw in until_broken(find_source(source).rows(), bad):
@@ -273,47 +312,48 @@ class _TokenizedRows:
 TokenizeChunks = Callable[[Iterable[list[RawRow]]], Iterator[_TokenizedRows]]
 
 
-def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: Tokenize, cache_key: str) -> Examples:
+def load_sources(sources: Sequence[SourceConfig], data: DataConfig, tokenize: RowTokenizer) -> Examples:
     """Return all documents of the sources, source after source, from the cache on disk if they are there. What was
     found in their rows is reported either way.
 
-    `cache_key` names what else the caller has put into `tokenize`: tokenizer, template and task. A source that yields
-    no document is a DataError. With `repeat`, documents and counts are those of all passes.
+    A source that yields no document is a DataError. With `repeat`, documents and counts are those of all passes.
     """
     origins = [find_source(source) for source in sources]
-    # The tokenizer's fingerprint is in cache_key: as an object its text would differ in every process.
-    bound = [(name, value) for name, value in getattr(tokenize, "keywords", {}).items() if name != "tokenizer"]
     # All that the tokenized data depends on, besides the code.
     description = {
         "sources": [[asdict(source), one.identity()] for source, one in zip(sources, origins, strict=True)],
-        "cache_key": cache_key,
+        **tokenize.identity,
         "max_length": data.max_length,
         "too_long": data.too_long,
         "on_bad_row": data.on_bad_row,
-        "bound": str(sorted(bound)),
     }
     folder = Path(data.cache_dir) / data_key(description)
     examples = load_cached_examples(folder)
     if examples is None:
         parts = []
         with _chunk_tokenizer(tokenize, data) as tokenize_chunks:
-            for source, source_rows in zip(sources, origins, strict=True):
+            for source, origin in zip(sources, origins, strict=True):
                 with working(f"tokenizing {source_label(source)}"):
-                    parts.append(_tokenize_source(source, source_rows, tokenize_chunks))
+                    parts.append(_tokenize_source(source, tokenize_chunks(_chunks(origin.rows()))))
         examples = save_cached_examples(folder, _joined(parts, sources))
     for source, one in zip(sources, origins, strict=True):
         if one.said:
             log.info("%s: %s", source_label(source), one.said)
             examples.files[source_label(source)] = one.said
-    for name, told in examples.findings.items():
-        findings.log_findings(name, told)
+    for name, found in examples.findings.items():
+        findings.log_findings(name, found)
     return examples
 
 
-def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunks: TokenizeChunks) -> _TokenizedRows:
-    """Tokenize all rows of a source; refuses one without documents."""
-    total, bad = _TokenizedRows(), BadRows()
-    for chunk_rows in until_broken(tokenize_chunks(_chunks(source_origin.rows())), bad):
+def _tokenize_source(source: SourceConfig, chunks: Iterator[_TokenizedRows]) -> _TokenizedRows:
+    """Return what became of all rows of a source; reject a source without documents.
+
+    Args:
+        chunks: the source's rows, tokenized.
+    """
+    total = _TokenizedRows()
+    bad = BadRows()
+    for chunk_rows in until_broken(chunks, bad):
         for where, error in chunk_rows.bad:
             bad.add(where, error)
         if bad.enough(chunk_rows.last):
@@ -332,9 +372,10 @@ def _tokenize_source(source: SourceConfig, source_origin: Origin, tokenize_chunk
     return total
 
 
-def _tokenize_chunk(tokenize: Tokenize, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
+def _tokenize_chunk(tokenize: RowTokenizer, on_bad_row: OnBadRow, chunk: list[RawRow]) -> _TokenizedRows:
     """Tokenize some rows, and count what became of each."""
-    part, documents = _TokenizedRows(counts=Counter(rows=len(chunk)), last=chunk[-1][0]), list[TokenizedExample]()
+    part = _TokenizedRows(counts=Counter(rows=len(chunk)), last=chunk[-1][0])
+    documents: list[TokenizedExample] = []
     for raw in chunk:
         # A bad row ends the run, or is counted and left out.
         try:
@@ -377,9 +418,9 @@ def _chunks(items: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 
 def _joined(parts: list[_TokenizedRows], sources: Sequence[SourceConfig]) -> Examples:
     """Concatenate the documents of all sources, with those of `repeat` passes."""
-    # Copies in memory and in the cache: a repeated document is one more to all that follows.
+    # `repeat` stores real copies: later stages treat each copy as an independent document.
     repeated = [(i, part) for i, part in enumerate(parts) for _ in range(sources[i].repeat)]
-    # Every source has every count, zeros too, so that whoever reads them need not ask.
+    # Every source has every count, zeros too.
     count_names = (*COUNTS, *chat.ANSWER_COUNTS, *ROLE_COUNTS.values())
     names = tuple(map(source_label, sources))
     by_name = list(zip(names, parts, sources, strict=True))
@@ -406,19 +447,15 @@ _worker: dict[str, Callable[[list[RawRow]], _TokenizedRows]] = {}
 
 
 @contextmanager
-def _chunk_tokenizer(tokenize: Tokenize, data: DataConfig) -> Iterator[TokenizeChunks]:
+def _chunk_tokenizer(tokenize: RowTokenizer, data: DataConfig) -> Iterator[TokenizeChunks]:
     """Yield what tokenizes chunks in order: in this process or in data.num_proc others, which end with the block."""
     tokenize_chunk = partial(_tokenize_chunk, tokenize, data.on_bad_row)
     if data.num_proc == 1:
         yield partial(map, tokenize_chunk)
         return
-    executor = ProcessPoolExecutor(
-        data.num_proc,
-        # not fork: threads of this process, of torch or a tokenizer, may hold locks
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenize_chunk,),
-    )
+    # Not fork: threads of this process, of torch or a tokenizer, may hold locks.
+    spawn = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(data.num_proc, spawn, initializer=_start_worker, initargs=(tokenize_chunk,))
     try:
         yield partial(_in_processes, executor, data.num_proc)
     finally:
@@ -430,7 +467,7 @@ def _in_processes(
 ) -> Iterator[_TokenizedRows]:
     """Yield the parts of the chunks in order; only a few chunks are ahead of them. Raises WorkerError, with what was
     being tokenized, if a process is gone."""
-    # With each chunk its first and last row, to name what was in hand if a process dies.
+    # Each chunk is kept with its first and last row, to name the rows in work if a process dies.
     waiting: deque[tuple[Future[_TokenizedRows], str]] = deque()
     before = oom_kills()
     try:

@@ -1,4 +1,4 @@
-"""Chat templates: render a conversation, and what rendering small ones shows about a template."""
+"""Chat templates: render a conversation, and probe a template by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from sftkit.data.tokens.rendering import Span, render, variables_of
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 
-FIRST_QUESTION, FIRST_ANSWER = "first question", "first answer"
-SECOND_QUESTION, SECOND_ANSWER = "second question", "second answer"
-_REASONED, _SEEN = "first reasoning", "first result"
+FIRST_QUESTION = "first question"
+FIRST_ANSWER = "first answer"
+SECOND_QUESTION = "second question"
+SECOND_ANSWER = "second answer"
+_REASONED = "first reasoning"
+_SEEN = "first result"
 THINKING_ARGUMENTS = ("enable_thinking", "thinking")
-"Arguments by which published templates are told whether an answer begins with reasoning."
+"Arguments of published templates that turn reasoning before an answer on and off."
 _FIXED = re.compile(r"\A\{#- arguments: (\{.*?\}) -#\}.*?\{#- end -#\}\{\{ '' \}\}", re.DOTALL)
 "Matches what `with_arguments` puts before a template."
 
@@ -45,9 +48,9 @@ class Template:
     headers: tuple[str, ...]
     "What add_generation_prompt adds: as it is, then with thinking asked for and not, each once."
     short_header: str
-    "What stands before an answer in the middle of a conversation; shorter where prompts open a thinking block."
+    "The text before an answer in the middle of a conversation; shorter if prompts open a thinking block."
     between: str
-    "What stands between the text of a question and that of its answer."
+    "The text between a question and its answer."
     thinking_argument: str | None
     "The argument that turns thinking on and off; None: it has none."
     fixed: frozenset[str]
@@ -79,8 +82,8 @@ def template_of(tokenizer: PreTrainedTokenizerBase, *, with_tools: bool = False)
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the tokens that text must not contain. Added tokens that are ordinary text, such as
-    <think>, are not among them."""
+    """Return the tokens that text must not contain. Added tokens that are ordinary text, such as <think>, are
+    not among them."""
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *_added_special_tokens(tokenizer, len(tokenizer))]))
 
 
@@ -101,10 +104,10 @@ def render_conversation(
     """
     source = template if isinstance(template, str) else template.source
     messages = row.messages or []
-    if "developer" not in source:  # the newer name of system, which older templates refuse or do not know
+    if "developer" not in source:  # the newer name of system, which older templates reject or do not know
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-    # Any: transformers' renderer takes what a template may be given by name, next to arguments of its own.
-    # As apply_chat_template gives them, so that a run renders what a server renders.
+    # The variables that apply_chat_template passes, so that a run renders as a server does. Any: transformers' renderer
+    # takes arguments of the template by name, next to its own.
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(row.template_args or {})}
     variables |= {"tools": row.tools or None, "add_generation_prompt": add_generation_prompt}
     return render(source, {"messages": messages, "documents": None, **variables}, where=row.where, marks=marks)
@@ -112,8 +115,8 @@ def render_conversation(
 
 @lru_cache(maxsize=8)
 def _added_special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[str, ...]:
-    """Return the added tokens that are special. `vocab_size` is part of the cache's key: it
-    grows when tokens are added."""
+    """Return the added tokens that are special. `vocab_size` is part of the cache's key: it grows when
+    tokens are added."""
     return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
 
@@ -133,7 +136,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         return render_conversation(tokenizer, source, asked, add_generation_prompt=prompt)[0]
 
     try:
-        # Where questions and answers stand; a template may render the last turn in another way.
+        # The places of questions and answers; a template may render the last turn in another way.
         text = rendered(conversation)
         question = rendered(conversation[:1])
         answered_last = rendered(conversation[:2])
@@ -142,9 +145,11 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
         # How a prompt may begin an answer, and what becomes of reasoning in a message or in its text.
         argument = _thinking_argument(rendered, source, conversation[:1])
         headers = tuple(dict.fromkeys(_headers(rendered, conversation[:1], argument)))
-        key = _reasoning_key(rendered, source, conversation[:2])
-        # Data may keep reasoning in a field or in the text: both are tried, since templates know one, the
-        # other, or neither.
+        # The field whose text is rendered when the answer is the last message.
+        known = (name for name in REASONING if name in source)
+        key = next((k for k in known if _REASONED in rendered(_with_reasoning(conversation[:2], k))), None)
+        # Data may keep reasoning in a field or in the text: both are tried, since templates know one, the other,
+        # or neither.
         thought = {**conversation[1], "content": f"<think>\n{_REASONED}\n</think>\n\n{FIRST_ANSWER}"}
         keeps = "<think>" in source and _REASONED in rendered([conversation[0], thought])
         # A template is append-only if a later turn changes nothing of an earlier one, its reasoning included.
@@ -161,7 +166,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, source: str, special_tokens: tupl
             f"the chat template cannot render a plain user and assistant conversation: {error}. "
             "Correct it, or take another one made for this tokenizer: model.chat_template"
         ) from None
-    # What stands around the known words are the headers and ends of turns.
+    # The texts around the known words are the headers and ends of turns.
     turn_start = len(question) if text.startswith(question) else asked[1]
     fixed = _FIXED.match(source)
     end_within = _first_special(text[answered[1] : asked_again[0]], special_tokens, after_text=False)
@@ -199,11 +204,8 @@ def _headers(rendered: Callable[..., str], question: list[Message], argument: st
 def _end_of_call(rendered: Callable[..., str], special_tokens: tuple[str, ...]) -> str | None:
     """Return the special token after an answer that calls a tool: its own end, or what its result begins with."""
     function = {"name": "look_around", "arguments": {"at": "it"}}
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "c00000001", "type": "function", "function": function}],
-    }
+    calls = [{"id": "c00000001", "type": "function", "function": function}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
     seen = {"role": "tool", "content": _SEEN, "tool_call_id": "c00000001", "name": "look_around"}
     try:
         last = rendered([{"role": "user", "content": FIRST_QUESTION}, call]).rstrip()
@@ -220,8 +222,8 @@ def _end_of_call(rendered: Callable[..., str], special_tokens: tuple[str, ...]) 
 
 
 def _thinking_argument(rendered: Callable[..., str], source: str, question: list[Message]) -> str | None:
-    """Return the argument whose value changes the prompt; None if none does. A message's field
-    of the same name does not."""
+    """Return the argument whose value changes the prompt; None if none does. A message's field of the same
+    name does not."""
     for name in THINKING_ARGUMENTS:
         if uses(source, name):
             on, off = (rendered(question, prompt=True, **{name: value}) for value in (True, False))
@@ -230,19 +232,14 @@ def _thinking_argument(rendered: Callable[..., str], source: str, question: list
     return None
 
 
-def _reasoning_key(rendered: Callable[..., str], source: str, answered: list[Message]) -> str | None:
-    """Return the field whose text is rendered when the answer is the last message; None if none is."""
-    known = (key for key in REASONING if key in source)
-    return next((key for key in known if _REASONED in rendered(_with_reasoning(answered, key))), None)
-
-
 def _with_reasoning(messages: list[Message], key: str) -> list[Message]:
     return [{**m, key: _REASONED} if m["role"] == "assistant" else m for m in messages]
 
 
 def with_arguments(source: str, args: Mapping[str, object]) -> str:
-    """Return a template whose arguments have these values where the caller gives none, so that whoever loads it (chat,
-    evaluation, transformers, a server) renders as training does. Arguments set so before are replaced.
+    """Return a template whose arguments have these values unless the caller gives others, so that every program
+    that loads it (chat, evaluation, transformers, a server) renders as training does. Arguments that were set
+    before are replaced.
 
     Raises:
         ConfigError: a name that the template does not use.
@@ -259,10 +256,8 @@ def with_arguments(source: str, args: Mapping[str, object]) -> str:
     # No # in them: it would end the comment that notes the arguments, and begin one in the lines.
     values = {name: json.dumps(value, ensure_ascii=False).replace("#", "\\u0023") for name, value in args.items()}
     values |= {name: "none" for name, value in args.items() if value is None}  # as Jinja writes null
-    lines = "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {value} %}}{{%- endif %}}"
-        for name, value in values.items()
-    )
+    given = "{{%- if {0} is not defined %}}{{%- set {0} = {1} %}}{{%- endif %}}"
+    lines = "".join(given.format(name, value) for name, value in values.items())
     noted = json.dumps(dict(args), sort_keys=True).replace("#", "\\u0023")
     return f"{{#- arguments: {noted} -#}}{lines}{{#- end -#}}{{{{ '' }}}}{source}"
 
@@ -323,8 +318,7 @@ def _find(text: str, part: str) -> Span:
 
 
 def _first_special(text: str, special_tokens: Iterable[str], *, after_text: bool) -> str | None:
-    """Return the special token that comes first; without `after_text` only if nothing but
-    whitespace stands before it."""
+    """Return the special token that comes first; without `after_text` only if nothing but whitespace is before it."""
     found = [(text.find(token), -len(token), token) for token in special_tokens if token and token in text]
     if not found:
         return None

@@ -1,5 +1,7 @@
-"""Texts to tokens, each a document that ends with eos and of which all but the first token is learned: plain text,
-split into chunks that fit rows, and captions of pictures, or answers to texts, that an encoder reads."""
+"""Turn texts into tokens. Each document ends with eos, and all of its tokens but the first are learned.
+
+Plain text is split into chunks that fit rows. Captions of pictures, and answers to texts that an encoder reads, are one
+document each."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sftkit.config.schema import DataConfig
 from sftkit.data.reading.columns import has_marker, unused_keys
 from sftkit.data.reading.conversation import NO_MEDIA
 from sftkit.data.reading.rows import refuse_picture, require_source_and_texts, require_text
@@ -26,8 +29,8 @@ TEXT_START = "sftkit_text_start"
 def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Tokenized:
     """Tokenize one text to chunks of at most max_length + 1 tokens.
 
-    The last token of a chunk is the first of the next, so each token of the text is a target exactly once. BOS stands
-    in front where the tokenizer adds one, and eos at the end, each once.
+    The last token of a chunk is the first of the next, so each token of the text is a target exactly once. The
+    chunks begin with one BOS if the tokenizer adds it, and end with one eos.
     """
     text = require_text(row)
     if not row.learned:
@@ -102,6 +105,12 @@ def tokenize_captions(
     return replace(fitted[-1], counts=counts) if fitted else Tokenized([], "dropped_no_target", details="no text")
 
 
+def check_targets(data: DataConfig, reason: str) -> None:
+    """Reject settings of conversations where every token is learned, with the reason."""
+    if data.targets not in (None, "all"):
+        raise ConfigError(f"data.targets={data.targets}: {reason}")
+
+
 def start_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the token that every text for an encoder's decoder begins with and that is not a target: that of the start
     model (T5 begins with its padding token, BART with eos), else bos, else eos.
@@ -131,7 +140,8 @@ def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
     Those of a start model are its start token, then what its tokenizer puts around a target, as transformers makes
     labels and shifts them; those of a new model are the start token and eos.
     """
-    start, eos = start_id(tokenizer), _eos_id(tokenizer)
+    start = start_id(tokenizer)
+    eos = _eos_id(tokenizer)
     if text_start(tokenizer) is None:
         return [start], [eos]
     before, after = _around(tokenizer, target=True)
@@ -146,13 +156,14 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Tokenize a text, with BOS if the tokenizer adds one and with eos, int32 [n]."""
-    bos, eos = tokenizer.bos_token_id, _eos_id(tokenizer)
+    bos = tokenizer.bos_token_id
+    eos = _eos_id(tokenizer)
     if len(text) <= CHUNK_CHARACTERS:
         ids = list(tokenizer(text, return_attention_mask=False, split_special_tokens=True, verbose=False)["input_ids"])
     else:
         before, after = _around(tokenizer)
         ids = [*before, *encode(tokenizer, text, split_special_tokens=True).ids.tolist(), *after]
-    # Whatever the tokenizer adds by itself, BOS stands once in front and eos once at the end.
+    # Whatever the tokenizer adds by itself: one BOS in front and one eos at the end.
     if ids[:2] == [bos, bos]:
         ids = ids[1:]
     if ids[-1:] != [eos]:
