@@ -180,7 +180,7 @@ _OTHER_NAMES = {
     "data.num_proc": "dataset_num_proc preprocessing_num_workers",
     "model.path": "model_name model_name_or_path pretrained_model_name_or_path base_model",
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path",
-    "model.gradient_checkpointing": "activation_checkpointing use_gradient_checkpointing",
+    "train.memory": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing",
     "attention.backend": "attn_implementation attn flash_attn flash_attention flash_attention_2 use_flash_attention",
     "compile.enabled": "compile torch_compile compile_model use_compile",
     "loss.label_smoothing": "label_smoothing_factor",
@@ -201,12 +201,24 @@ REMARKS = {
     "optim.min_lr_ratio": "a share of optim.lr",
     "train.global_batch_size": "accumulation follows from it and train.micro_batch_size",
     "train.precision": "bf16 or fp32",
+    "train.memory": "balanced or low",
     "data.layout": "packed",
     "checkpoint.best": "a metric, such as val/loss",
 }
 "What our keys take where it is not what the others' take."
 OWN_NAMES = {name: tuple(ours.split(", ")) for ours, names in _OTHER_NAMES.items() for name in names.split()}
 "Another trainer's name -> our keys."
+_REMOVED = {
+    "checkpoint.pin_every": "put a file named PINNED into a step directory that is to stay, or raise checkpoint.keep",
+    "compile.modules.PATH.dynamic": "compile.dynamic holds for all modules",
+    "compile.modules.PATH.enabled": "name the modules that are to be compiled, and no others",
+    "compile.modules.PATH.fullgraph": "compile.fullgraph holds for all modules",
+    "log.group": "set the environment variable WANDB_RUN_GROUP",
+    "log.notes": "set the environment variable WANDB_NOTES",
+    "log.tags": "set the environment variable WANDB_TAGS, with commas between the tags",
+    "model.gradient_checkpointing": "train.memory=balanced or low recomputes activations, compiled or not",
+}
+"Keys of earlier versions -> what to do instead."
 _SECTIONS = {"save": "checkpoint", "ckpt": "checkpoint", "logging": "log", "evaluation": "eval", "training": "train"}
 
 
@@ -284,6 +296,8 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     elsewhere = [key for key in key_table() if key.rpartition(".")[2] == name]
     if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
+    if instead := _REMOVED.get(row_of(keys)):
+        return f"was removed: {instead}", []
     # What was meant, best first: what other trainers call it, the same name elsewhere, a name like it here, a name like
     # it anywhere. An item of a list, or a module, has settings of its own, which no other trainer has.
     others = own_names(name) if len(keys) <= 2 else ()

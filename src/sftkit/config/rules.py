@@ -106,19 +106,9 @@ def _options(get: Get) -> Iterator[Problem]:
 
 
 def _compile_modules(get: Get) -> Iterator[Problem]:
-    modules, layout = get("compile.modules"), get("data.layout")
-    if modules is None:
-        return
-    # An empty mapping comes here too: it would leave everything eager in silence.
-    if not any(own.get("enabled", True) for own in modules.values()):
+    if get("compile.modules") == {}:
         problem = "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing"
         yield "compile.modules", problem
-    for path, own in modules.items():
-        dynamic = own.get("dynamic")
-        if dynamic == "marked" and layout != "dynamic":
-            yield "compile.modules", f"{path}: dynamic: marked only goes with layout dynamic, not {layout}"
-        elif isinstance(dynamic, bool) and layout == "dynamic":
-            yield "compile.modules", f"{path}: dynamic: layout dynamic makes the row length symbolic: marked or null"
 
 
 COMPILE_RULES: tuple[Rule, ...] = (_compiled_only, _implementation, _inductor_only, _options, _compile_modules)
@@ -249,12 +239,6 @@ def _graph(get: Get) -> Iterator[Problem]:
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
     if get("train.fp8") is not None:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
-    if get("model.gradient_checkpointing"):
-        yield (
-            "model.gradient_checkpointing",
-            "has no effect with train.engine graph: set train.memory=balanced or low, or put full_checkpointing or "
-            "selective_checkpointing into graph.passes",
-        )
     for name in sorted(CHECKPOINTING & set(passes)):
         if get("train.memory") != "speed" or get("compile.activation_memory_budget") is not None:
             problem = f"{name} says what is kept: leave train.memory and compile.activation_memory_budget out"
@@ -454,11 +438,7 @@ def _chat_template(get: Get) -> Iterator[Problem]:
 
 
 def _checkpoints(get: Get) -> Iterator[Problem]:
-    saves, evaluates, pins = get("checkpoint.every"), get("eval.every"), get("checkpoint.pin_every")
-    if pins is not None and (saves is None or pins % saves):
-        problem = f"{pins} is not a multiple of checkpoint.every, {saves}: no such checkpoint is written"
-        yield "checkpoint.pin_every", problem
-    if get("checkpoint.best") is not None and (saves is None or evaluates is None):
+    if get("checkpoint.best") is not None and (get("checkpoint.every") is None or get("eval.every") is None):
         yield "checkpoint.best", "needs checkpoint.every and eval.every: only a step with both can be the best"
 
 
@@ -606,12 +586,6 @@ def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: b
 def _names(get: Get) -> Iterator[Problem]:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,80}", get("log.project")):
         yield "log.project", "must be 1 to 80 letters, digits, dots, dashes or underscores"
-    group = get("log.group")
-    if group is not None and not 1 <= len(group) <= 128:
-        yield "log.group", f"{len(group)} characters: wandb takes 1 to 128; null takes the folder above run.dir"
-    for tag in get("log.tags"):
-        if not 1 <= len(tag) <= 64:
-            yield "log.tags", f'"{tag[:20]}" has {len(tag)} characters: wandb takes 1 to 64'
 
 
 def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:

@@ -26,12 +26,12 @@ AS_ADAMW = tuple(spec.name for spec in OPTIMIZERS.values() if spec.name == DEFAU
 "Optimizers whose update is AdamW's."
 REFERENCE = [
     *("train.engine=reference", "train.precision=fp32", "train.memory=speed", f"optim.name={DEFAULT}"),
-    *("attention.backend=auto", "model.gradient_checkpointing=false"),
+    "attention.backend=auto",
 ]
 "Settings of the reference run: each document alone, plain fp32."
 _SWITCHED_OFF = [
     *("train.epochs=null", "train.resume=null", "log.wandb=off", "log.tracker=none", "compile.cache=null"),
-    *("compile.debug=[]", "checkpoint.every=null", "checkpoint.best=null", "checkpoint.pin_every=null"),
+    *("compile.debug=[]", "checkpoint.every=null", "checkpoint.best=null"),
     *("eval.every=null", "eval.at_start=false"),
 ]
 "What a recipe may have that no run of a validation does."
