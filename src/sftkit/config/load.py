@@ -128,7 +128,8 @@ def _resolve(
     # Limits first, on raw text: whatever comes later may be slow in its length.
     words = [word for word in overrides if len(word) <= yaml.MAX_CHARACTERS]
     if len(words) < len(overrides):
-        problems.append(f"{COMMAND_LINE}: a word of more than {yaml.MAX_CHARACTERS:,} characters: put it into the recipe")
+        long = f"a word of more than {yaml.MAX_CHARACTERS:,} characters"
+        problems.append(f"{COMMAND_LINE}: {long}: put it into the recipe")
     if sum(map(len, words)) > yaml.MAX_RECIPE_BYTES:
         most = yaml.MAX_RECIPE_BYTES // 1024
         raise ConfigError(f"{COMMAND_LINE}: more than {most} KiB of words: put them into the recipe")
@@ -173,7 +174,8 @@ def _resolve(
 
 def _refuse_too_many(tree: Node, recipe: str) -> None:
     if any(islice(_walk(tree, ()), yaml.MAX_VALUES, None)):
-        raise ConfigError(f"{recipe}: more than {yaml.MAX_VALUES:,} values, with what it extends and the {COMMAND_LINE}")
+        most = f"more than {yaml.MAX_VALUES:,} values"
+        raise ConfigError(f"{recipe}: {most}, with what it extends and the {COMMAND_LINE}")
 
 
 def _report(problems: list[str]) -> ConfigError:

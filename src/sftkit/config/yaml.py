@@ -58,12 +58,12 @@ class Node:
         nodes = [self]
         for key in keys:
             inside = nodes[-1].value
-            if isinstance(inside, dict) and isinstance(key, str) and key in inside:
-                nodes.append(inside[key])
-            elif isinstance(inside, list) and isinstance(key, int) and key < len(inside):
-                nodes.append(inside[key])
-            else:
+            child = inside.get(key) if isinstance(inside, dict) and isinstance(key, str) else None
+            if isinstance(inside, list) and isinstance(key, int) and key < len(inside):
+                child = inside[key]
+            if child is None:
                 break
+            nodes.append(child)
         return nodes
 
 
@@ -428,7 +428,8 @@ def _lines(value: dict[str, Plain] | list[Plain], keys: KeyPath, indent: str) ->
     for key, item in entries:
         here = (*keys, key)
         lead = f"{indent}{_text(key)}:" if isinstance(value, dict) else f"{indent}-"
-        if isinstance(item, (dict, list)) and not _is_short(item):
+        nested = isinstance(item, list) and any(isinstance(entry, (dict, list)) for entry in item)
+        if item and (nested or isinstance(item, dict)):
             inner = list(_lines(item, here, indent + "  "))
             if isinstance(value, dict):
                 yield lead, ()
@@ -438,10 +439,6 @@ def _lines(value: dict[str, Plain] | list[Plain], keys: KeyPath, indent: str) ->
         else:
             text = f"[{', '.join(map(_text, item))}]" if isinstance(item, list) else "{}" if item == {} else _text(item)
             yield f"{lead} {text}", here
-
-
-def _is_short(item: dict[str, Plain] | list[Plain]) -> bool:
-    return not item or (isinstance(item, list) and not any(isinstance(entry, (dict, list)) for entry in item))
 
 
 _PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*(?::[\w./@+-]+)*", re.ASCII)
