@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sftkit.config import keys as other_names
+from sftkit.config import keys
 from sftkit.config.keys import help_text, key_table, section_classes
 from sftkit.config.load import load_config, read_config, to_yaml
 from sftkit.config.schema import CompileConfig, CompileModuleConfig, Config, SourceConfig, source_label
@@ -197,8 +197,8 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe: Path, key: str, mean
 
 
 def test_names_of_other_trainers_mean_settings_that_exist():
-    assert {key for keys in other_names.OWN_NAMES.values() for key in keys} <= {*key_table(), *section_classes()}
-    assert set(other_names.REMARKS) <= set(key_table())
+    assert {key for ours in keys.OWN_NAMES.values() for key in ours} <= {*key_table(), *section_classes()}
+    assert set(keys.REMARKS) <= set(key_table())
 
 
 def test_other_names_are_those_of_sections_not_of_items(recipe: Path):
@@ -312,6 +312,23 @@ def test_yaml_that_is_no_recipe_is_a_config_error(write, text: str):
 
 
 # ---- extends ----
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("log.tags=[a]", "log.tags: was removed: set the environment variable WANDB_TAGS, with commas"),
+        (
+            "model.gradient_checkpointing=true",
+            "model.gradient_checkpointing: was removed: train.memory=balanced or low",
+        ),
+        ("compile.modules={a.b: {fullgraph: true}}", "a.b.fullgraph: was removed: compile.fullgraph holds for all"),
+    ],
+)
+def test_a_removed_setting_says_what_to_do_instead(recipe: Path, word: str, instead: str) -> None:
+    (problem,) = problems(recipe, word)
+    assert instead in problem
+    assert keys._REMOVED.keys().isdisjoint(key_table())
 
 
 def test_extends_merges_mappings_and_replaces_lists(write):
