@@ -51,12 +51,12 @@ def _compiled_only(get: Get) -> Iterator[Problem]:
             problem = f"{hidden} needs everything compiled anew and does not go with compile.cache: set it to null"
             yield "compile.debug", problem
         return
-    if debug:
-        yield "compile.debug", "only goes with compile.enabled true: nothing is compiled"
-    if get("train.fp8") is not None:
-        yield "train.fp8", "only goes with compile.enabled true: uncompiled, the scaling costs more than float8 saves"
-    if get("compile.cache") is not None:
-        yield "compile.cache", "only goes with compile.enabled true: there is no compiled code to keep"
+    useless = {
+        "compile.debug": "nothing is compiled",
+        "train.fp8": "uncompiled, the scaling costs more than float8 saves",
+        "compile.cache": "there is no compiled code to keep",
+    }
+    yield from ((key, f"only goes with compile.enabled true: {why}") for key, why in useless.items() if get(key))
 
 
 def _implementation(get: Get) -> Iterator[Problem]:
