@@ -223,8 +223,6 @@ def _new_model(config: PretrainedConfig, model: ModelConfig, seed: int, rt: Runt
     """Return the model of a config with random weights in the run's precision, on the device, in training."""
     torch.manual_seed(seed)
     orig_model = from_config(config, DTYPES[rt.precision], trust_remote_code=model.trust_remote_code)
-    if model.gradient_checkpointing:
-        orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     return orig_model.to(rt.device).train()  # type: ignore[arg-type]
 
 

@@ -53,7 +53,7 @@ def config(run_dir: Path, max_steps: int, every: int | None) -> Config:
         train=TrainConfig(max_steps=max_steps),
         attention=AttentionConfig(backend="reference"),
         compile=CompileConfig(enabled=False),
-        checkpoint=CheckpointConfig(every=every, pin_every=2 if every == 2 else None),
+        checkpoint=CheckpointConfig(every=every, keep=100 if every == 2 else 2),
         log=LogConfig(every=1, wandb="off"),
     )
 

@@ -250,7 +250,7 @@ def resumed_step(run_dir: Path, tokenizer, setting: str) -> int:
 
 
 def test_the_best_and_pinned_checkpoints_are_kept_beside_the_newest(tmp_path: Path, tokenizer) -> None:
-    config = CheckpointConfig(every=1, best="val/loss", pin_every=4)
+    config = CheckpointConfig(every=1, best="val/loss")
     run = Run(tmp_path, tokenizer, cpu_runtime(), config=config)
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: float("nan"), 6: 1.5, 7: 1.2, 8: 4.0, 9: 3.0}
     for step, loss in losses.items():
@@ -261,7 +261,7 @@ def test_the_best_and_pinned_checkpoints_are_kept_beside_the_newest(tmp_path: Pa
             (tmp_path / "step-000003" / PINNED).touch()
     run.checkpoints.finish()
     numbers = [step_number(folder) for folder in step_dirs(tmp_path)]
-    assert numbers == [2, 3, 4, 8, 9]
+    assert numbers == [2, 3, 8, 9]
     assert read_best(tmp_path) == ("step-000002", "val/loss", 1.0)
     assert (tmp_path / "BEST").read_text().splitlines()[0] == "step-000002"
     later = Run(tmp_path, tokenizer, cpu_runtime(), config=config)

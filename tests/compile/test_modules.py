@@ -66,17 +66,14 @@ def test_a_path_names_a_module_or_each_item_of_a_list_and_the_longer_path_counts
         "model.norm",
     ]
     assert paths(orig_model, model=Own()) == ["model"]
-    assert paths(orig_model, model__layers=Own(), model__layers__0=Own(enabled=False)) == ["model.layers.1"]
+    assert paths(orig_model, model__layers__1=Own()) == ["model.layers.1"]
     assert paths(orig_model, model__layers__1__mlp=Own()) == ["model.layers.1.mlp"]
-    named = {"model.layers": Own(mode="max-autotune"), "model.layers.1": Own(fullgraph=True, options={})}
+    named = {"model.layers": Own(mode="max-autotune"), "model.layers.1": Own(options={})}
     first, second = named_parts(
         orig_model, CompileConfig(modules=named, mode="default", options={"shape_padding": True})
     )
-    assert (first.compile.mode, first.compile.fullgraph, first.compile.options) == (
-        *("max-autotune", False),
-        {"shape_padding": True},
-    )
-    assert (second.compile.mode, second.compile.fullgraph, second.compile.options) == ("default", True, {})
+    assert (first.compile.mode, first.compile.options) == ("max-autotune", {"shape_padding": True})
+    assert (second.compile.mode, second.compile.options) == ("default", {})
 
 
 def test_encoder_and_decoder_are_paths_of_any_model_with_both_though_a_head_may_be_around_the_decoder() -> None:
@@ -233,9 +230,8 @@ def test_a_graph_that_would_hold_for_one_row_length_is_an_error_where_it_is_mark
 def test_a_marked_row_length_does_not_go_with_masks_of_blocks() -> None:
     check_marked(CompileConfig(dynamic="marked"), "varlen")
     check_marked(CompileConfig(), "flex")
-    for settings in ({"dynamic": "marked"}, {"modules": {"model.layers": Own(dynamic="marked")}}):
-        with pytest.raises(ConfigError, match=r"marked does not go with attention\.backend flex"):
-            check_marked(CompileConfig(**settings), "flex")
+    with pytest.raises(ConfigError, match=r"marked does not go with attention\.backend flex"):
+        check_marked(CompileConfig(dynamic="marked"), "flex")
 
 
 @pytest.mark.parametrize(
@@ -249,18 +245,12 @@ def test_a_marked_row_length_does_not_go_with_masks_of_blocks() -> None:
             "compile.options: only goes with compile.backend inductor",
         ),
         (["compile.modules={}"], "compile.modules: names nothing to compile"),
-        (["compile.modules={model.layers: {enabled: false}}"], "compile.modules: names nothing to compile"),
         (["compile.modules={a.b: {modes: default}}"], 'Did you mean "compile.modules.a.b.mode"?'),
         (
             ["compile.modules={a: {mode: default}}", "compile.backend=aot_eager"],
             "a: mode only goes with compile.backend",
         ),
         (["compile.modules={a: {options: {b: null}}}"], "compile.modules.a.options: b: must be true, false"),
-        (
-            ["compile.modules={a: {dynamic: true}}", "data.layout=dynamic"],
-            "a: dynamic: layout dynamic makes the row length",
-        ),
-        (["compile.modules={a: {dynamic: marked}}"], "a: dynamic: marked only goes with layout dynamic, not packed"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_without_torch(tmp_path: Path, words: list[str], wanted: str) -> None:

@@ -92,7 +92,6 @@ train: {max_steps: 2, engine: graph}
         (["compile.mode=max-autotune"], "compile.mode: has no effect with train.engine graph"),
         (["compile.modules={model.layers: {}}"], "compile.modules: has no effect with train.engine graph"),
         (["data.layout=dynamic"], "train.engine: graph captures fixed shapes: set data.layout=packed"),
-        (["model.gradient_checkpointing=true"], "model.gradient_checkpointing: .*set train.memory=balanced or low"),
         (["graph.passes=[cuda_graphs, block_bucketing]"], "block_bucketing must come before cuda_graphs"),
         (
             ["graph.passes=[regional_inductor, block_bucketing]"],

@@ -1,9 +1,13 @@
-"""Every recipe that ships can start on one, two and eight processes."""
+"""Every recipe that ships can start on one, two and eight processes; every setting is in one, or documented as unused."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from sftkit.config.keys import key_table, row_of
 from sftkit.config.load import read_config
 from sftkit.errors import ConfigError
 
@@ -61,3 +65,18 @@ def test_what_recipes_share_lacks_a_model_and_a_place_to_run_and_nothing_else():
         read_config(ROOT / "recipes" / "shared" / "sft.yaml", world_size=1)
     problems = str(refused.value).splitlines()
     assert [problem.partition(": ")[2].split()[0].rstrip(":") for problem in problems] == ["run.dir", "model.path"]
+
+
+def test_a_setting_is_in_a_recipe_or_in_the_table_of_those_that_none_uses():
+    used = {row_of(keys) for name in ALL for keys in _places(yaml.safe_load((ROOT / "recipes" / name).read_text()), ())}
+    _, _, section = (ROOT / "docs/tutorial.md").read_text().partition("\n## Settings that no recipe uses")
+    told = re.findall(r"`([\w.]+)`", "".join(line.split("|")[1] for line in section.splitlines() if line[:1] == "|"))
+    # A source for validation has the settings of one for training.
+    unused = [key for key in key_table() if key not in used and not key.startswith("data.val.N.")]
+    assert sorted(told) == sorted(unused)
+
+
+def _places(value: object, keys: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    yield keys
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from _places(item, (*keys, key))

@@ -37,7 +37,7 @@ folder = Path(sys.argv[1]).parent
 if sys.argv[2:] and not wait_for(Path(sys.argv[2])):
     print("left alone", flush=True)
     sys.exit(1)
-begun, options = time.time(), json.loads((folder / "job.json").read_text())["config"]["log"]["tags"]
+begun, options = time.time(), json.loads((folder / "job.json").read_text())["config"]["train"]["resume_changes"]
 print("at work", flush=True)
 for name in options[1:]:  # of a run whose process must be there by now
     while not (folder.parent / name / "pid").exists():
@@ -47,7 +47,7 @@ row = json.loads(ROW)
 (folder / "row.json").write_text(json.dumps(row | {"there": there, "begun": begun, "ended": time.time()}))
 """
 """In the place of a run's process: it imports little and does nothing for so many seconds. What it is told stands in
-log.tags, which a run of the bench does not use."""
+train.resume_changes, which a run of the bench does not use."""
 
 
 def stand_in(folder: Path) -> str:
@@ -73,7 +73,7 @@ def stand_in_command(script: Path, _: Processes, worker: str | None, *files: Pat
 
 def stand_in_run(name: str, seconds: float, *there: str, **changes: Any) -> dict[str, Any]:
     """A run that goes on for so many seconds, from when the processes of the runs `there` have been started."""
-    return {"name": name, "model": "tiny", "set": {"log.tags": [str(seconds), *there]}, **changes}
+    return {"name": name, "model": "tiny", "set": {"train.resume_changes": [str(seconds), *there]}, **changes}
 
 
 @pytest.mark.usefixtures("no_machine", "stands_in")
@@ -137,7 +137,7 @@ def test_a_run_whose_time_counts_from_the_start_of_its_process_is_not_started_ah
 
 @pytest.mark.usefixtures("no_machine", "stands_in")
 def test_a_run_that_fails_or_takes_too_long_does_not_let_the_next_one_begin_early_nor_stay(tmp_path: Path) -> None:
-    bad = stand_in_run("bad", 0, set={"log.tags": ["no number", "hung"]})
+    bad = stand_in_run("bad", 0, set={"train.resume_changes": ["no number", "hung"]})
     runs = [bad, stand_in_run("hung", 60, "good"), stand_in_run("good", 0.1)]
     started = time.time()
     results = bench(write_plan(tmp_path, runs=runs, timeout_seconds=8), tmp_path / "out", ahead=True)["runs"]

@@ -228,7 +228,7 @@ def test_a_plan_runs_a_second_seed_once_and_changes_only_what_it_compares() -> N
             "train.precision=fp32",
             "train.memory=speed",
         ),
-        *("optim.name=adamw", "attention.backend=auto", "model.gradient_checkpointing=false"),
+        *("optim.name=adamw", "attention.backend=auto"),
     }
     muon = read_config(RECIPE, ["optim.name=muon"], world_size=1)
     assert "reference" not in [case.kind for case in cases(plan, muon, Hardware(0, 2), Needs(), Path("out"))]

@@ -16,11 +16,12 @@ from sftkit.config.schema import LogConfig
 from sftkit.tracking.names import RUN_VALUES
 
 
-def test_verdicts_are_tables_and_the_speed_up_is_a_number(tmp_path: Path) -> None:
+def test_verdicts_are_tables_and_the_speed_up_is_a_number(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_TAGS", "mine")
     lines = [line | {"compile/recompiles": 2} for line in trio().compiled.lines]
     one = trio(compiled=replace(trio().compiled, lines=lines))
     result = judged(result_of(one))
-    said = send_result(result, tmp_path / "validate" / "sft", LogConfig(wandb="offline", tags=("mine",)))
+    said = send_result(result, tmp_path / "validate" / "sft", LogConfig(wandb="offline"))
     assert said is not None
     assert "wandb sync" in said
     found = Offline(tmp_path / "validate" / "sft")

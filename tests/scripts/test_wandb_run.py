@@ -37,7 +37,7 @@ def command(folder: Path, *own: str) -> list[str]:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wandb")
-    done = preloaded.run(command(folder, "log.tags=[mine]", "log.project=first-look"), env=ENV)
+    done = preloaded.run(command(folder, "log.project=first-look"), env={**ENV, "WANDB_TAGS": "mine"})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return folder / "demo" / "base"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from made_run import make_run
 
-from sftkit.config.schema import LogConfig
 from sftkit.tracking.dashboard.remote import identity
 from sftkit.tracking.dashboard.services import preflight_of, proof_of
 
@@ -20,8 +20,15 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def test_the_chain_is_the_folder_above_and_the_stage_is_the_job_type() -> None:
-    found = identity(LogConfig(tags=("mine", "packed")), Path("runs/default/sft"), SETTINGS)
+@pytest.fixture(autouse=True)
+def no_settings_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_RUN_GROUP", "WANDB_TAGS", "WANDB_NOTES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_chain_is_the_folder_above_and_the_stage_is_the_job_type(monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_TAGS", "mine,packed")
+    found = identity(Path("runs/default/sft"), SETTINGS)
     assert (found.name, found.group, found.job_type) == ("default-sft", "default", "sft")
     assert found.tags == ("mine", "packed", "NVIDIA H200", "ddp", "fa4")
     assert found.notes == (
@@ -30,10 +37,12 @@ def test_the_chain_is_the_folder_above_and_the_stage_is_the_job_type() -> None:
     )
 
 
-def test_a_run_of_no_chain_has_no_group_and_settings_come_first() -> None:
-    assert identity(LogConfig(), Path("runs/mine"), {}).group is None
-    assert identity(LogConfig(), Path("mine"), {}).group is None
-    found = identity(LogConfig(group="sweep", notes="a look"), Path("runs/mine"), SETTINGS)
+def test_a_run_of_no_chain_has_no_group_and_variables_of_wandb_come_first(monkeypatch) -> None:
+    assert identity(Path("runs/mine"), {}).group is None
+    assert identity(Path("mine"), {}).group is None
+    monkeypatch.setenv("WANDB_RUN_GROUP", "sweep")
+    monkeypatch.setenv("WANDB_NOTES", "a look")
+    found = identity(Path("runs/mine"), SETTINGS)
     assert (found.group, found.notes) == ("sweep", "a look")
 
 

@@ -251,7 +251,7 @@ def test_trackio_has_the_same_rows_in_its_file_and_continues_a_resumed_run(tmp_p
     (tmp_path / "run").mkdir()
     check = {"name": "No recompiles", "ok": True, "found": "0", "expected": "0", "how": "records"}
     (tmp_path / "run" / "proof.json").write_text(json.dumps({"rows": [check]}))
-    config, run_id = LogConfig(tracker="trackio", project="p", tags=("mine",), group="chain"), None
+    config, run_id = LogConfig(tracker="trackio", project="p"), None
     for steps in ((10, 5), (11,)):
         rt = Runtime(Accelerator(cpu=True, log_with="trackio"), "fp32")
         with Tracker(tmp_path / "run", config, rt, {"lr": 0.5}, ResumePoint(10, run_id)).open() as tracker:

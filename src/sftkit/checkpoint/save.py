@@ -50,7 +50,6 @@ from sftkit.rundir.names import (
     random_state_file,
     step_dir,
     step_dirs,
-    step_number,
 )
 from sftkit.rundir.status import is_full_disk
 from sftkit.runtime.start import Runtime
@@ -122,14 +121,13 @@ def sweep(run_dir: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep: int, pin_every: int | None) -> None:
+def prune(run_dir: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, the best one, the pinned ones and the one that LATEST names."""
     latest, best = run_dir / LATEST, read_best(run_dir)
     # LATEST and BEST name directories, which have to be there at any moment, however old they are.
     spared = {latest.read_text().strip() if latest.exists() else None, best and best.folder}
     for folder in step_dirs(run_dir)[:-keep]:
-        pinned = (folder / PINNED).exists() or bool(pin_every and step_number(folder) % pin_every == 0)
-        if not pinned and folder.name not in spared:
+        if not (folder / PINNED).exists() and folder.name not in spared:
             remove(folder)
 
 
@@ -367,7 +365,7 @@ class Writer:
         with self._lock:
             if self._best_in_writing is not None:
                 self._record(self._best_in_writing)
-            prune(self.run_dir, self.config.keep, self.config.pin_every)
+            prune(self.run_dir, self.config.keep)
 
 
 def reason(error: BaseException) -> str:

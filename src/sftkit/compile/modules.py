@@ -78,13 +78,11 @@ def named_parts(orig_model: PreTrainedModel, compile: CompileConfig, *, sharded:
     """
     assert compile.modules is not None
     parts: dict[str, CompiledPart] = {}
-    # Short paths first, so that a longer one to the same module replaces them, or takes it out if it is switched off.
+    # Short paths first, so that a longer one to the same module replaces them.
     for path, own in sorted(compile.modules.items(), key=lambda item: item[0].count(".")):
         for named, at in _at(orig_model, path):
             place, module = _without_head(orig_model, named, at)
             parts[place] = CompiledPart(place, module, with_own(compile, own))
-            if not own.enabled:
-                del parts[place]
     _check_apart(parts)
     _check_called(orig_model, parts, sharded=sharded)
     order = {module: i for i, module in enumerate(orig_model.modules())}
@@ -219,7 +217,7 @@ def compile_arguments(compile: CompileConfig, *, dynamic_layout: bool = False) -
 
 def has_cuda_graphs(compile: CompileConfig) -> bool:
     """Return whether any graph will be recorded as a CUDA graph and replayed."""
-    own = [with_own(compile, module) for module in (compile.modules or {}).values() if module.enabled] or [compile]
+    own = [with_own(compile, module) for module in (compile.modules or {}).values()] or [compile]
     return any(c.backend == "cudagraphs" or (c.options or {}).get(CUDA_GRAPHS, c.mode in CUDA_GRAPH_MODES) for c in own)
 
 
@@ -240,8 +238,7 @@ def check_marked(compile: CompileConfig, backend: str) -> None:
     Raises:
         ConfigError: attention by blocks of positions.
     """
-    asked = [compile.dynamic, *(own.dynamic for own in (compile.modules or {}).values())]
-    if backend == "flex" and "marked" in asked:
+    if backend == "flex" and compile.dynamic == "marked":
         raise ConfigError(
             "compile.dynamic: marked does not go with attention.backend flex, whose masks are blocks of 128 positions: "
             "set compile.dynamic=false, which lets layout dynamic make all sizes symbolic, or "

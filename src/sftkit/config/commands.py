@@ -1,11 +1,6 @@
-"""What comes with sftkit beside its modules, and how its commands are typed here: in a clone, in a folder that `sftkit
-init` made, or wherever the package is installed. No torch.
-
-Paths of recipes and command lines: what ~ means, what a misspelt one may have meant, whether a run directory can be
-made. No torch.
-
-Common parts of the command lines of all scripts: paths, secrets, refusing a wrong word. No torch.
-"""
+"""Command lines: which files come with sftkit, how its commands are typed here (in a clone, in a folder that `sftkit
+init` made, or wherever the package is installed), what a path may have meant, and the parser of all scripts. No
+torch."""
 
 from __future__ import annotations
 
@@ -87,15 +82,16 @@ def program_path(name: str, folder: Path | None = None) -> str:
 def typed(text: str) -> str:
     """Return a text in which commands written as in a clone (.venv/bin/python scripts/chat.py) work here: with the
     programs of this environment, and as `sftkit chat` where there are no scripts or where `sftkit` was typed."""
-    return _SHIPPED_FILE.sub(lambda match: shipped(match[0]), _COMMAND.sub(_here, text))
+    given = os.environ.get(TYPED)
 
+    def here(match: re.Match[str]) -> str:
+        words = [word for word, script in SCRIPTS.items() if script == match[2]]
+        # What the user typed wins over the first word of a script: `prepare` and `inspect` start the same one.
+        if words and (given is not None or not is_ours(f"scripts/{match[2]}")):
+            return f"{program_path('sftkit')} {given if given in words else words[0]}"
+        return program_path(match[1]) + match[0].removeprefix(f".venv/bin/{match[1]}")
 
-def _here(match: re.Match[str]) -> str:
-    # What the user typed wins over the first word of a script: `prepare` and `inspect` start the same one.
-    words, given = [word for word, script in SCRIPTS.items() if script == match[2]], os.environ.get(TYPED)
-    if words and (given is not None or not is_ours(f"scripts/{match[2]}")):
-        return f"{program_path('sftkit')} {given if given in words else words[0]}"
-    return program_path(match[1]) + match[0].removeprefix(f".venv/bin/{match[1]}")
+    return _SHIPPED_FILE.sub(lambda match: shipped(match[0]), _COMMAND.sub(here, text))
 
 
 def invocation(script: str, *words: str, launcher: bool = False) -> str:
@@ -206,9 +202,10 @@ def unusable(run_dir: str) -> str | None:
     if visible(run_dir) != run_dir or "\n" in run_dir or "\t" in run_dir:
         return f"{run_dir!r} has characters that no terminal shows: take letters, digits, dots and dashes"
     if max(sizes) > MAX_NAME_BYTES or sum(sizes) + len(sizes) > MAX_PATH_BYTES:
+        shown = run_dir if len(run_dir) <= 60 else f"{run_dir[:40]}...{run_dir[-10:]}"
         return (
-            f"{_short(run_dir)} is too long, with {max(sizes)} bytes in a name and {sum(sizes) + len(sizes)} in the "
-            f"path: take {MAX_NAME_BYTES} and {MAX_PATH_BYTES} at most"
+            f"{shown} is too long, with {max(sizes)} bytes in a name and {sum(sizes) + len(sizes)} in the path: take "
+            f"{MAX_NAME_BYTES} and {MAX_PATH_BYTES} at most"
         )
     parent = path
     while not os.path.lexists(parent):
@@ -221,10 +218,6 @@ def unusable(run_dir: str) -> str | None:
             return None
     except OSError as error:
         return f"{run_dir}: nothing can be written in {parent} ({error.strerror}): name a folder that you may write to"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"
 
 
 def path(word: str) -> Path:

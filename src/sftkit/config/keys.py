@@ -1,10 +1,5 @@
-"""Every key of a recipe, dotted, with its type, default and meaning from schema.py; and --help.
-
-Names that other trainers give settings of ours (transformers, TRL, Axolotl, torchtune, Lightning, nanoGPT), for the
-suggestion beside an unknown key.
-
-Messages about a wrong value or key of a recipe, with the key that was probably meant.
-"""
+"""Every key of a recipe, dotted, with its type, default and meaning from schema.py: for --help, and for messages about
+a wrong value or an unknown key, with the key that was probably meant. Names of other trainers are understood too."""
 
 from __future__ import annotations
 
@@ -70,7 +65,8 @@ def _classes() -> dict[str, JsonSchema]:
 def _rows(name: str, prefix: str) -> Iterator[tuple[str, Key]]:
     schema = _classes()[name]
     for field, prop in schema["properties"].items():
-        target, parts = _target(prop), (prop, *prop.get("anyOf", ()))
+        target = _target(prop)
+        parts = (prop, *prop.get("anyOf", ()))
         key = prefix + field
         if prefix:
             required = field in schema.get("required", ())
@@ -180,7 +176,7 @@ _OTHER_NAMES = {
     "data.num_proc": "dataset_num_proc preprocessing_num_workers",
     "model.path": "model_name model_name_or_path pretrained_model_name_or_path base_model",
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path",
-    "model.gradient_checkpointing": "activation_checkpointing use_gradient_checkpointing",
+    "train.memory": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing",
     "attention.backend": "attn_implementation attn flash_attn flash_attention flash_attention_2 use_flash_attention",
     "compile.enabled": "compile torch_compile compile_model use_compile",
     "loss.label_smoothing": "label_smoothing_factor",
@@ -201,12 +197,24 @@ REMARKS = {
     "optim.min_lr_ratio": "a share of optim.lr",
     "train.global_batch_size": "accumulation follows from it and train.micro_batch_size",
     "train.precision": "bf16 or fp32",
+    "train.memory": "balanced or low",
     "data.layout": "packed",
     "checkpoint.best": "a metric, such as val/loss",
 }
 "What our keys take where it is not what the others' take."
 OWN_NAMES = {name: tuple(ours.split(", ")) for ours, names in _OTHER_NAMES.items() for name in names.split()}
 "Another trainer's name -> our keys."
+_REMOVED = {
+    "checkpoint.pin_every": "put a file named PINNED into a step directory that is to stay, or raise checkpoint.keep",
+    "compile.modules.PATH.dynamic": "compile.dynamic holds for all modules",
+    "compile.modules.PATH.enabled": "name the modules that are to be compiled, and no others",
+    "compile.modules.PATH.fullgraph": "compile.fullgraph holds for all modules",
+    "log.group": "set the environment variable WANDB_RUN_GROUP",
+    "log.notes": "set the environment variable WANDB_NOTES",
+    "log.tags": "set the environment variable WANDB_TAGS, with commas between the tags",
+    "model.gradient_checkpointing": "train.memory=balanced or low recomputes activations, compiled or not",
+}
+"Keys of earlier versions -> what to do instead."
 _SECTIONS = {"save": "checkpoint", "ckpt": "checkpoint", "logging": "log", "evaluation": "eval", "training": "train"}
 
 
@@ -219,27 +227,24 @@ def own_names(name: str) -> tuple[str, ...]:
     return (joined,) if joined in key_table() else ()
 
 
-def remark(keys: tuple[str, ...]) -> str:
-    """Return ` (what it takes)` for a key that takes something else than the other trainers'."""
-    return f" ({REMARKS[keys[0]]})" if len(keys) == 1 and keys[0] in REMARKS else ""
-
-
 def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath]]:
     """Return what is wrong in words, and the keys that were probably meant."""
-    kind, context, got = error["type"], error.get("ctx", {}), shorten(error.get("input"))
+    kind = error["type"]
+    context = error.get("ctx", {})
+    got = shorten(error.get("input"))
     key = key_table().get(row_of(keys))
     if kind == "unexpected_keyword_argument":
         return _unknown(keys)
     if kind in ("missing", "missing_argument"):
         return (f"is required: {key.doc}" if key and not isinstance(keys[-1], int) else "has too few values"), []
+    null = bool(key and key.kind.endswith("| null"))
     if kind == "literal_error":
         allowed = [text or word.lower() for text, word in re.findall(r"'([^']*)'|(True|False)", context["expected"])]
         near = difflib.get_close_matches(str(error["input"]), allowed, n=1)
-        null = ["null"] if key and key.kind.endswith("| null") else []
-        return f"{got} is not one of {', '.join(allowed + null)}." + (f' Did you mean "{near[0]}"?' if near else ""), []
+        hint = f' Did you mean "{near[0]}"?' if near else ""
+        return f"{got} is not one of {', '.join(allowed + ['null'] * null)}.{hint}", []
     if kind in _WANTED:
-        or_null = " or null" * bool(key and key.kind.endswith("| null"))
-        return f"must be {_WANTED[kind]}{or_null}, not {got}{_in_brackets(error, keys)}", []
+        return f"must be {_WANTED[kind]}{' or null' * null}, not {got}{_in_brackets(error, keys)}", []
     if kind in _BOUNDS:
         return f"must be {_BOUNDS[kind]} {next(iter(context.values()))}, not {got}", []
     return f"{error['msg']}, got {got}", []
@@ -248,7 +253,8 @@ def explain_error(error: ErrorDetails, keys: KeyPath) -> tuple[str, list[KeyPath
 def _in_brackets(error: ErrorDetails, keys: KeyPath) -> str:
     """Return how to write a single value, or several with commas, as the list that is wanted; empty where it is none,
     or its items are mappings."""
-    key, value = key_table().get(row_of(keys)), error["input"]
+    key = key_table().get(row_of(keys))
+    value = error["input"]
     if error["type"] != "tuple_type" or key is None or "mapping" in key.kind or isinstance(value, dict) or not value:
         return ""
     listed = f"[{value}]"
@@ -277,13 +283,16 @@ _BOUNDS = {
 
 def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     """Return what to say of an unknown key, and the keys that were probably meant."""
-    name, parent = str(keys[-1]), row_of(keys[:-1])
+    name = str(keys[-1])
+    parent = row_of(keys[:-1])
     prefix = f"{parent}." if parent else ""
     inside = [key.removeprefix(prefix) for key in key_table() if key.startswith(prefix)]
     level = [key for key in inside if "." not in key] if parent else list(section_classes())
     elsewhere = [key for key in key_table() if key.rpartition(".")[2] == name]
     if row_of(keys) in key_table() or name in key_table():
         return f"a dotted key works on the command line only: nest it here as {name.replace('.', ': {')}: ...", []
+    if instead := _REMOVED.get(row_of(keys)):
+        return f"was removed: {instead}", []
     # What was meant, best first: what other trainers call it, the same name elsewhere, a name like it here, a name like
     # it anywhere. An item of a list, or a module, has settings of its own, which no other trainer has.
     others = own_names(name) if len(keys) <= 2 else ()
@@ -294,7 +303,8 @@ def _unknown(keys: KeyPath) -> tuple[str, list[KeyPath]]:
     meant = [_indexed(key, keys) for key in others or elsewhere or siblings or section or distant]
     if meant:
         quoted = " or ".join(f'"{key}"' for key in meant)
-        return f"is not a known key. Did you mean {quoted}{remark(others)}?", [keys_of(key) for key in meant]
+        takes = f" ({REMARKS[others[0]]})" if len(others) == 1 and others[0] in REMARKS else ""
+        return f"is not a known key. Did you mean {quoted}{takes}?", [keys_of(key) for key in meant]
     return f"is not a known key. Known here: {', '.join(level)}", []
 
 

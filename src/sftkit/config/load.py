@@ -7,32 +7,21 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from sftkit.config import yaml
 from sftkit.config.commands import expanded, running, shipped
 from sftkit.config.keys import USAGE, adapter, explain_error, help_text, key_table, row_of, section_classes, shorten
 from sftkit.config.rules import OfLaunch, Rule, Unusable, cross_check, run_dir_can_be_made
 from sftkit.config.schema import Config, TrainConfig, num_stages
 from sftkit.config.terminal import SECRET, Level, print_text, secret_in
 from sftkit.config.topology import Topology, check_numbers, read_topology
-from sftkit.config.yaml import (
-    COMMAND_LINE,
-    MAX_CHARACTERS,
-    MAX_RECIPE_BYTES,
-    MAX_VALUES,
-    KeyPath,
-    Node,
-    apply_override,
-    dotted,
-    keys_of,
-    read_tree,
-    render_yaml,
-)
+from sftkit.config.yaml import COMMAND_LINE, KeyPath, Node, dotted, keys_of
 from sftkit.errors import ConfigError
 
 MAX_PROBLEMS = 30
@@ -94,7 +83,7 @@ def read_config(
 
 def to_yaml(cfg: Config, comment: Callable[[KeyPath], str] = lambda keys: "") -> str:
     """Render the whole Config as YAML that read_config reads back to an equal Config, with a comment on each line."""
-    return render_yaml(json.loads(json.dumps(dataclasses.asdict(cfg))), comment)  # tuples become lists
+    return yaml.render_yaml(json.loads(json.dumps(dataclasses.asdict(cfg))), comment)  # tuples become lists
 
 
 def fail(message: str) -> NoReturn:
@@ -115,7 +104,8 @@ def kept_settings(tree: Node) -> list[str]:
     for keys, node in _walk(tree, ()):
         if keys[-1] != "path" or node.origin != COMMAND_LINE or not _is_item(keys):
             continue
-        item, source = dotted(keys[:-1]), tree.nearest(keys[:-1]).value
+        item = dotted(keys[:-1])
+        source = tree.nearest(keys[:-1]).value
         assert isinstance(source, dict)
         kept = {name: own for name, own in source.items() if own.origin != COMMAND_LINE}
         if kept:
@@ -136,21 +126,22 @@ def _resolve(
 ) -> tuple[Config, Node]:
     problems: list[str] = []
     # Limits first, on raw text: whatever comes later may be slow in its length.
-    words = [word for word in overrides if len(word) <= MAX_CHARACTERS]
+    words = [word for word in overrides if len(word) <= yaml.MAX_CHARACTERS]
     if len(words) < len(overrides):
-        problems.append(f"{COMMAND_LINE}: a word of more than {MAX_CHARACTERS:,} characters: put it into the recipe")
-    if sum(map(len, words)) > MAX_RECIPE_BYTES:
-        most = f"{MAX_RECIPE_BYTES // 1024} KiB"
-        raise ConfigError(f"{COMMAND_LINE}: more than {most} of words: put them into the recipe")
+        long = f"a word of more than {yaml.MAX_CHARACTERS:,} characters"
+        problems.append(f"{COMMAND_LINE}: {long}: put it into the recipe")
+    if sum(map(len, words)) > yaml.MAX_RECIPE_BYTES:
+        most = yaml.MAX_RECIPE_BYTES // 1024
+        raise ConfigError(f"{COMMAND_LINE}: more than {most} KiB of words: put them into the recipe")
     # Before they are parsed: the message on a value that is no YAML would quote it.
     harmless = [word for word in words if not _secret_word(word, problems)]
     recipe = shipped(expanded(str(recipe)))
-    tree = read_tree(Path(recipe), problems)
+    tree = yaml.read_tree(Path(recipe), problems)
     if not tree.value and problems:
         raise _report(problems)  # no file: what it lacks is no news
     _refuse_too_many(tree, recipe)
     for word in harmless:
-        apply_override(tree, word, problems)
+        yaml.apply_override(tree, word, problems)
         _refuse_too_many(tree, recipe)
     # After the overrides, whose paths may begin with ~ too.
     _expand(tree, problems)
@@ -163,11 +154,13 @@ def _resolve(
     # wrong value are skipped (Unusable).
     cfg = _validate(tree, str(recipe), dropped, problems)
     train = TrainConfig() if cfg is None else cfg.train
+    stages = num_stages(train)
     try:
-        stages, environ = num_stages(train), os.environ
         if topology is None:
-            check_numbers(environ)
-        processes = topology(train) if topology else read_topology(environ, int(environ.get("WORLD_SIZE", "1")), stages)
+            check_numbers(os.environ)
+            processes = read_topology(os.environ, int(os.environ.get("WORLD_SIZE", "1")), stages)
+        else:
+            processes = topology(train)
     except ConfigError as error:
         problems.append(str(error))
         processes = Topology(stages=stages or 1)
@@ -180,8 +173,9 @@ def _resolve(
 
 
 def _refuse_too_many(tree: Node, recipe: str) -> None:
-    if any(islice(_walk(tree, ()), MAX_VALUES, None)):
-        raise ConfigError(f"{recipe}: more than {MAX_VALUES:,} values, with what it extends and the {COMMAND_LINE}")
+    if any(islice(_walk(tree, ()), yaml.MAX_VALUES, None)):
+        most = f"more than {yaml.MAX_VALUES:,} values"
+        raise ConfigError(f"{recipe}: {most}, with what it extends and the {COMMAND_LINE}")
 
 
 def _report(problems: list[str]) -> ConfigError:
@@ -226,12 +220,7 @@ def _drop_secrets(tree: Node, problems: list[str]) -> set[KeyPath]:
 
 def _walk(node: Node, keys: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
     """Yield (keys, node) of everything below a node, outer ones first."""
-    entries: Iterable[tuple[str | int, Node]] = ()
-    if isinstance(node.value, dict):
-        entries = node.value.items()
-    elif isinstance(node.value, list):
-        entries = enumerate(node.value)
-    for key, child in entries:
+    for key, child in node.children():
         yield (*keys, key), child
         yield from _walk(child, (*keys, key))
 
@@ -255,7 +244,8 @@ def _validate(tree: Node, recipe: str, dropped: set[KeyPath], problems: list[str
     except ValidationError as error:
         errors = error.errors(include_url=False)
     for i, e in enumerate(errors):
-        keys, missing = tuple(e["loc"]), e["type"] in ("missing", "missing_argument")
+        keys = tuple(e["loc"])
+        missing = e["type"] in ("missing", "missing_argument")
         if i >= MAX_PROBLEMS:  # counted; what was meant takes its time to find
             problems.append(dotted(keys))
             continue

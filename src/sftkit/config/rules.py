@@ -1,15 +1,8 @@
-"""Types of the rules between settings: what a rule reads, and what it yields.
+"""Rules between settings, without torch: each rule yields (key, what is wrong).
 
-Rules between settings of the compiler.
-
-Rules between the engine and other settings.
-
-What an engine cannot do on the processes of a launch, or with the model of a run: rules that need no torch.
-
-A launch asks them before anything is loaded (preflight.launched), as far as the model's config is there to be read; the
-engines ask them again of the model itself. Each function yields problems whose text names the setting by itself.
-
-Rules between settings. Each rule yields (key, what is wrong).
+Rules about what an engine cannot do on the processes of a launch, or with a model, are asked before anything is loaded
+(preflight.launched), as far as the model's config is there to be read, and again by the engines of the model itself.
+The text of their problems names the setting by itself.
 """
 
 from __future__ import annotations
@@ -58,12 +51,12 @@ def _compiled_only(get: Get) -> Iterator[Problem]:
             problem = f"{hidden} needs everything compiled anew and does not go with compile.cache: set it to null"
             yield "compile.debug", problem
         return
-    if debug:
-        yield "compile.debug", "only goes with compile.enabled true: nothing is compiled"
-    if get("train.fp8") is not None:
-        yield "train.fp8", "only goes with compile.enabled true: uncompiled, the scaling costs more than float8 saves"
-    if get("compile.cache") is not None:
-        yield "compile.cache", "only goes with compile.enabled true: there is no compiled code to keep"
+    useless = {
+        "compile.debug": "nothing is compiled",
+        "train.fp8": "uncompiled, the scaling costs more than float8 saves",
+        "compile.cache": "there is no compiled code to keep",
+    }
+    yield from ((key, f"only goes with compile.enabled true: {why}") for key, why in useless.items() if get(key))
 
 
 def _implementation(get: Get) -> Iterator[Problem]:
@@ -79,49 +72,30 @@ def _implementation(get: Get) -> Iterator[Problem]:
 
 
 def _inductor_only(get: Get) -> Iterator[Problem]:
-    backend, modules, mode = get("compile.backend"), get("compile.modules") or {}, get("compile.mode")
-    # With the graph engine they have no effect at all: config.engine_rules.
+    backend = get("compile.backend")
+    # With the graph engine they have no effect at all: see _graph.
     if backend == "inductor" or get("train.engine") == "graph":
         return
-    if mode is not None:
-        yield (
-            "compile.mode",
-            f"{mode} only goes with compile.backend inductor, not {backend}: set compile.backend=inductor",
-        )
+    wrong = f"only goes with compile.backend inductor, not {backend}"
+    if (mode := get("compile.mode")) is not None:
+        yield "compile.mode", f"{mode} {wrong}: set compile.backend=inductor"
     if get("compile.options") is not None:
-        yield "compile.options", f"only goes with compile.backend inductor, not {backend}"
-    for path, own in modules.items():
-        for name in ("mode", "options"):
-            if own.get(name) is not None:
-                yield "compile.modules", f"{path}: {name} only goes with compile.backend inductor, not {backend}"
+        yield "compile.options", wrong
+    for path, own in (get("compile.modules") or {}).items():
+        yield from (("compile.modules", f"{path}: {name} {wrong}") for name in own if own[name] is not None)
 
 
 def _options(get: Get) -> Iterator[Problem]:
-    named, modules = {"compile.options": get("compile.options")}, get("compile.modules") or {}
-    named |= {f"compile.modules.{path}.options": own.get("options") for path, own in modules.items()}
+    modules = get("compile.modules")
+    named = {"compile.options": get("compile.options")}
+    named |= {f"compile.modules.{path}.options": own.get("options") for path, own in (modules or {}).items()}
+    if modules == {}:
+        problem = "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing"
+        yield "compile.modules", problem
     for place, options in named.items():
         for name, value in (options or {}).items():
             if not isinstance(value, bool | int | float | str):
                 yield place, f"{name}: must be true, false, a number or text, not {json.dumps(value)}"
-
-
-def _compile_modules(get: Get) -> Iterator[Problem]:
-    modules, layout = get("compile.modules"), get("data.layout")
-    if modules is None:
-        return
-    # An empty mapping comes here too: it would leave everything eager in silence.
-    if not any(own.get("enabled", True) for own in modules.values()):
-        problem = "names nothing to compile: null compiles as compile.scope says, compile.enabled=false nothing"
-        yield "compile.modules", problem
-    for path, own in modules.items():
-        dynamic = own.get("dynamic")
-        if dynamic == "marked" and layout != "dynamic":
-            yield "compile.modules", f"{path}: dynamic: marked only goes with layout dynamic, not {layout}"
-        elif isinstance(dynamic, bool) and layout == "dynamic":
-            yield "compile.modules", f"{path}: dynamic: layout dynamic makes the row length symbolic: marked or null"
-
-
-COMPILE_RULES: tuple[Rule, ...] = (_compiled_only, _implementation, _inductor_only, _options, _compile_modules)
 
 
 def _engine(get: Get) -> Iterator[Problem]:
@@ -141,10 +115,10 @@ def _engine(get: Get) -> Iterator[Problem]:
 
 def _pipeline(get: Get) -> Iterator[Problem]:
     if get("train.engine") != "pipeline":
-        for key in ("train.pipeline_stages", "train.pipeline_schedule", "train.pipeline_layers"):
-            if get(key) != ("1f1b" if key == "train.pipeline_schedule" else None):
-                problem = f"only goes with train.engine pipeline, not {get('train.engine')}"
-                yield key, f"{problem}: leave it out, or set train.engine=pipeline"
+        wrong = f"only goes with train.engine pipeline, not {get('train.engine')}"
+        for name, default in (("stages", None), ("schedule", "1f1b"), ("layers", None)):
+            if get(f"train.pipeline_{name}") != default:
+                yield f"train.pipeline_{name}", f"{wrong}: leave it out, or set train.engine=pipeline"
         return
     if get("data.layout") in ("bucketed", "dynamic"):
         yield (
@@ -166,22 +140,22 @@ def _pipeline(get: Get) -> Iterator[Problem]:
 def enough_micro_batches(get: Get, topology: Topology) -> Iterator[Problem]:
     """Yield a problem if a pipeline gets too few micro-batches. Processes with rows of their own, or groups of them,
     compute a step in the fewest micro-batches of one size."""
-    stages, rows = topology.stages, get("train.global_batch_size") // topology.row_ranks
+    stages = topology.stages
+    rows = get("train.global_batch_size") // topology.row_ranks
     schedule = get("train.pipeline_schedule")
     if get("train.engine") != "pipeline" or schedule == "gpipe" or not rows:
         return
     micro_batch_size = get("train.micro_batch_size")
     count = _micro_batches(rows, micro_batch_size)
     made = f"{micro_batch_size} makes {count} micro-batch{'es' * (count != 1)} of a step"
-    if schedule == "interleaved":
-        if not _in_rounds(count, stages):
-            yield (
-                "train.micro_batch_size",
-                f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} "
-                f"processes: up to {2 * stages - 1} of them, or a number that can be divided by itself / {stages}, "
-                f"rounded down, as multiples of {stages} can. {_of_rounds(topology, rows, micro_batch_size)}",
-            )
-    elif count < stages:
+    if schedule == "interleaved" and not _in_rounds(count, stages):
+        yield (
+            "train.micro_batch_size",
+            f"{made}, and train.pipeline_schedule interleaved takes them in rounds of one size for {stages} processes: "
+            f"up to {2 * stages - 1} of them, or a number that can be divided by itself / {stages}, rounded down, as "
+            f"multiples of {stages} can. {_of_rounds(topology, rows, micro_batch_size)}",
+        )
+    elif schedule != "interleaved" and count < stages:
         smaller = f"{rows // stages} or less, or " if rows >= stages else ""
         yield (
             "train.micro_batch_size",
@@ -223,7 +197,8 @@ def _in_rounds(count: int, stages: int) -> bool:
 
 
 def _graph(get: Get) -> Iterator[Problem]:
-    passes, dispatcher = get("graph.passes"), "graph.token_dispatcher"
+    passes = get("graph.passes")
+    dispatcher = "graph.token_dispatcher"
     yield from (("graph.passes", problem) for problem in problems(passes))
     # How a recipe is freed of a key of graph that another one may have set.
     resets = {key: f"set {key}={off}" for key, off in (("graph.passes", "[]"), ("graph.dump", "false")) if get(key)}
@@ -249,12 +224,6 @@ def _graph(get: Get) -> Iterator[Problem]:
         yield "train.engine", "graph captures fixed shapes: set data.layout=packed, bucketed or fixed"
     if get("train.fp8") is not None:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.engine graph yet: set it to null"
-    if get("model.gradient_checkpointing"):
-        yield (
-            "model.gradient_checkpointing",
-            "has no effect with train.engine graph: set train.memory=balanced or low, or put full_checkpointing or "
-            "selective_checkpointing into graph.passes",
-        )
     for name in sorted(CHECKPOINTING & set(passes)):
         if get("train.memory") != "speed" or get("compile.activation_memory_budget") is not None:
             problem = f"{name} says what is kept: leave train.memory and compile.activation_memory_budget out"
@@ -264,9 +233,6 @@ def _graph(get: Get) -> Iterator[Problem]:
     for key in ("compile.modules", "compile.mode", "compile.options", "compile.cache", "compile.debug"):
         if get(key):
             yield key, "has no effect with train.engine graph, where graph.passes say what is compiled: leave it out"
-
-
-ENGINE_RULES: tuple[Rule, ...] = (_engine, _pipeline, _graph)
 
 
 PIPELINE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -279,9 +245,7 @@ def stages_of_schedule(schedule: str, layers: Sequence[int] | None, pipeline_siz
     Args:
         layers: train.pipeline_layers. Interleaved stages may be more than two a rank where it lists them.
     """
-    if schedule != "interleaved":
-        return pipeline_size
-    return len(layers) if layers else 2 * pipeline_size
+    return pipeline_size if schedule != "interleaved" else len(layers or ()) or 2 * pipeline_size
 
 
 def split_problems(
@@ -315,9 +279,8 @@ def split_problems(
     if layers is None:
         return
     if not stages_fit(len(layers), schedule, pipeline_size) or num_layers not in (None, sum(layers)):
-        several = f"{pipeline_size}"
-        if schedule == "interleaved":
-            several = f"{2 * pipeline_size} (or another multiple of {pipeline_size})"
+        several = f"{2 * pipeline_size} (or another multiple of {pipeline_size})"
+        several = several if schedule == "interleaved" else f"{pipeline_size}"
         known = "" if num_layers is None else f"{num_layers} "
         yield (
             "train.pipeline_layers",
@@ -405,15 +368,9 @@ def run_dir_can_be_made(get: Get) -> Iterator[Problem]:
         yield "run.dir", problem
 
 
-def _one_origin(get: Get) -> Iterator[Problem]:
-    path, scratch = get("model.path"), get("model.scratch")
-    if (path is None) == (scratch is None):
-        both = "are both given" if path is not None else "are both missing"
-        yield "model.path", f"model.path and model.scratch {both}: set exactly one of them"
-
-
 def _run_dir(get: Get) -> Iterator[Problem]:
-    run_dir, path = get("run.dir"), get("model.path")
+    run_dir = get("run.dir")
+    path = get("model.path")
     # A new run renames the folder that it finds at run.dir: that must never be the current one, or one around it.
     if not run_dir.strip() or Path(os.path.realpath(".")).is_relative_to(os.path.realpath(run_dir)):
         yield "run.dir", f'"{run_dir}" names no folder of its own: runs/NAME, say'
@@ -421,27 +378,24 @@ def _run_dir(get: Get) -> Iterator[Problem]:
         yield "run.dir", f"the model comes from it ({path}), and a new run would rename it: take another folder"
 
 
-def _scratch(get: Get) -> Iterator[Problem]:
-    if get("model.scratch") is None:
-        return
-    if "model_type" not in get("model.scratch"):
+def _model(get: Get) -> Iterator[Problem]:
+    path = get("model.path")
+    scratch = get("model.scratch")
+    if (path is None) == (scratch is None):
+        both = "are both given" if path is not None else "are both missing"
+        yield "model.path", f"model.path and model.scratch {both}: set exactly one of them"
+    tokenizer = get("model.tokenizer")
+    train_tokenizer = get("model.train_tokenizer")
+    if scratch is not None and "model_type" not in scratch:
         yield "model.scratch", "needs model_type, the name of a transformers architecture such as llama"
-    if get("model.tokenizer") is None and get("model.train_tokenizer") is None:
+    if scratch is not None and tokenizer is None and train_tokenizer is None:
         yield "model.scratch", "needs a tokenizer: set model.tokenizer or model.train_tokenizer"
-
-
-def _train_tokenizer(get: Get) -> Iterator[Problem]:
-    if get("model.train_tokenizer") is None:
-        return
-    if get("model.tokenizer") is not None:
+    if train_tokenizer is not None and tokenizer is not None:
         yield "model.train_tokenizer", "and model.tokenizer are both given: keep one of them"
-    if get("model.scratch") is None:
+    if train_tokenizer is not None and scratch is None:
         yield "model.train_tokenizer", "only goes with model.scratch: a checkpoint has its tokenizer"
-
-
-def _only_with_path(get: Get) -> Iterator[Problem]:
     for key, default in (("model.revision", None), ("model.trust_remote_code", False)):
-        if get("model.path") is None and get(key) != default:
+        if path is None and get(key) != default:
             yield key, "only goes with model.path"
 
 
@@ -454,11 +408,7 @@ def _chat_template(get: Get) -> Iterator[Problem]:
 
 
 def _checkpoints(get: Get) -> Iterator[Problem]:
-    saves, evaluates, pins = get("checkpoint.every"), get("eval.every"), get("checkpoint.pin_every")
-    if pins is not None and (saves is None or pins % saves):
-        problem = f"{pins} is not a multiple of checkpoint.every, {saves}: no such checkpoint is written"
-        yield "checkpoint.pin_every", problem
-    if get("checkpoint.best") is not None and (saves is None or evaluates is None):
+    if get("checkpoint.best") is not None and (get("checkpoint.every") is None or get("eval.every") is None):
         yield "checkpoint.best", "needs checkpoint.every and eval.every: only a step with both can be the best"
 
 
@@ -483,7 +433,9 @@ def _sources(get: Get) -> Iterator[Problem]:
 
 
 def _buckets(get: Get) -> Iterator[Problem]:
-    key, layout, lengths = "data.bucket_lengths", get("data.layout"), get("data.bucket_lengths")
+    key = "data.bucket_lengths"
+    layout = get("data.layout")
+    lengths = get(key)
     other_layout = f"only goes with layout bucketed, not {layout}" if layout != "bucketed" else None
     if get("data.num_buckets") is not None and (other_layout or lengths is not None):
         yield "data.num_buckets", other_layout or f"and {key} are both given"
@@ -503,7 +455,9 @@ def _buckets(get: Get) -> Iterator[Problem]:
 
 
 def _row_length(get: Get) -> Iterator[Problem]:
-    row_length, layout, max_length = get("data.row_length"), get("data.layout"), get("data.max_length")
+    row_length = get("data.row_length")
+    layout = get("data.layout")
+    max_length = get("data.max_length")
     if row_length is None:
         return
     if layout != "packed":
@@ -516,7 +470,9 @@ def _row_length(get: Get) -> Iterator[Problem]:
 
 
 def _dynamic(get: Get) -> Iterator[Problem]:
-    max_length, multiple, only = get("data.max_length"), get("data.pad_multiple"), "only goes with layout dynamic"
+    max_length = get("data.max_length")
+    multiple = get("data.pad_multiple")
+    only = "only goes with layout dynamic"
     if (layout := get("data.layout")) != "dynamic":
         if multiple is not None:
             yield "data.pad_multiple", f"{only}, not {layout}"
@@ -549,16 +505,14 @@ def _precision(get: Get) -> Iterator[Problem]:
         yield "train.fp8", f"{get('train.fp8')} does not go with train.precision fp32: set bf16"
 
 
-def _schedule(get: Get) -> Iterator[Problem]:
-    if get("optim.schedule") == "wsd":
-        warmup, decay = get("optim.warmup_ratio"), get("optim.decay_ratio")
-        if warmup + decay > 1:
-            yield "optim.warmup_ratio", f"{warmup} and optim.decay_ratio {decay} add up to more than 1"
-
-
-def _betas(get: Get) -> Iterator[Problem]:
+def _optim(get: Get) -> Iterator[Problem]:
     if any(beta >= 1 for beta in get("optim.betas")):
         yield "optim.betas", f"{get('optim.betas')} must both be less than 1"
+    if get("optim.schedule") == "wsd":
+        warmup = get("optim.warmup_ratio")
+        decay = get("optim.decay_ratio")
+        if warmup + decay > 1:
+            yield "optim.warmup_ratio", f"{warmup} and optim.decay_ratio {decay} add up to more than 1"
 
 
 def _duration(get: Get) -> Iterator[Problem]:
@@ -575,8 +529,8 @@ def _resume(get: Get) -> Iterator[Problem]:
 def _eval(get: Get) -> Iterator[Problem]:
     if get("eval.every") is not None and not get("eval.tasks") and not get("data.val"):
         yield "eval.every", "has nothing to evaluate: set data.val or eval.tasks"
-    tasks, backend = get("eval.tasks"), get("eval.backend")
-    yield from eval_problems(tasks, backend, allow_code_execution=get("eval.allow_code_execution"))
+    code = get("eval.allow_code_execution")
+    yield from eval_problems(get("eval.tasks"), get("eval.backend"), allow_code_execution=code)
 
 
 def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: bool) -> Iterator[Problem]:
@@ -606,16 +560,11 @@ def eval_problems(tasks: Sequence[str], backend: str, *, allow_code_execution: b
 def _names(get: Get) -> Iterator[Problem]:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,80}", get("log.project")):
         yield "log.project", "must be 1 to 80 letters, digits, dots, dashes or underscores"
-    group = get("log.group")
-    if group is not None and not 1 <= len(group) <= 128:
-        yield "log.group", f"{len(group)} characters: wandb takes 1 to 128; null takes the folder above run.dir"
-    for tag in get("log.tags"):
-        if not 1 <= len(tag) <= 64:
-            yield "log.tags", f'"{tag[:20]}" has {len(tag)} characters: wandb takes 1 to 64'
 
 
 def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
-    batch, world_size = get("train.global_batch_size"), topology.row_ranks
+    batch = get("train.global_batch_size")
+    world_size = topology.row_ranks
     if batch % world_size:
         below = batch // world_size * world_size
         works = f"{below} or {below + world_size}" if below else f"{world_size}"
@@ -623,8 +572,8 @@ def _batch_divides(get: Get, topology: Topology) -> Iterator[Problem]:
 
 
 _RULES = (
-    *(_one_origin, _run_dir, _scratch, _train_tokenizer, _only_with_path, _chat_template, _checkpoints),
+    *(_model, _run_dir, _chat_template, _checkpoints),
     *(_sources, _buckets, _row_length, _dynamic, _attention, _precision),
-    *(*ENGINE_RULES, *COMPILE_RULES),
-    *(_schedule, _betas, _duration, _resume, _eval, _names),
+    *(_engine, _pipeline, _graph, _compiled_only, _implementation, _inductor_only, _options),
+    *(_optim, _duration, _resume, _eval, _names),
 )

@@ -99,8 +99,6 @@ class ModelConfig:
     "Run Python code that ships with a hub model. Off unless you have read that code; pin model.revision with it."
     pad_vocab_to_multiple_of: Positive | None = None
     "Rows of embedding and head are rounded up to a multiple of this (128 suits tensor cores): the added rows stay zero, are not saved, and no token, logit or update uses them. null: no padding."
-    gradient_checkpointing: bool = False
-    "Recompute activations in the backward pass: less memory, about a third more compute."
 
 
 @settings
@@ -259,14 +257,8 @@ CompileDynamic = Literal[True, False, "marked"]
 class CompileModuleConfig:
     """How the modules at one path of compile.modules are compiled; null: as compile says."""
 
-    enabled: bool = True
-    "false: this module stays eager, although an entry for its list compiles the others."
     mode: CompileMode | None = None
     "compile.mode of it; default: torch's own."
-    dynamic: CompileDynamic | None = None
-    "compile.dynamic of it."
-    fullgraph: bool | None = None
-    "compile.fullgraph of it."
     options: dict[str, Any] | None = None
     "compile.options of it, which replace those of compile; {}: none."
 
@@ -282,7 +274,7 @@ class CompileConfig:
     backend: Literal["inductor", "aot_eager", "eager", "cudagraphs"] = "inductor"
     "torch.compile backend."
     modules: dict[str, CompileModuleConfig] | None = None
-    "Replaces scope: the modules to compile, each by its path or that of its list, with settings of its own (enabled, mode, dynamic, fullgraph, options; others as in compile): {model.layers: {mode: max-autotune-no-cudagraphs}, model.norm: {}}."
+    "Replaces scope: the modules to compile, each by its path or that of its list, with mode and options of its own (null: as in compile): {model.layers: {mode: max-autotune-no-cudagraphs}, model.norm: {}}."
     mode: CompileMode | None = None
     "torch.compile mode; inductor only."
     options: dict[str, Any] | None = None
@@ -351,11 +343,9 @@ class CheckpointConfig:
     every: Positive | None = None
     "Steps between checkpoints; null: only the final one."
     keep: Annotated[int, Field(ge=2, le=LARGEST)] = 2
-    "Newest checkpoints kept."
+    "Newest checkpoints kept. One with a file named PINNED in its directory is never deleted."
     best: str | None = None
     "Metric of the evaluations by which the best checkpoint is kept too: val/loss, or any other. Higher is better for names that begin with eval/, except errors such as perplexity; lower for all others."
-    pin_every: Positive | None = None
-    "Checkpoints at multiples of this many steps are never deleted, nor are those with a file named PINNED; null: none."
 
 
 @settings
@@ -372,12 +362,6 @@ class LogConfig:
     "How wandb runs; null: online with a wandb key on this machine, offline without; off: not at all."
     project: str = "sftkit"
     "Project on the dashboard."
-    group: str | None = None
-    "Runs that belong together on the dashboard; null: the folder above run.dir, which the stages of a chain share."
-    tags: tuple[str, ...] = ()
-    "Labels of the run on wandb, besides device, topology, attention and layout."
-    notes: str | None = None
-    "A note on the run, on wandb; null: a sentence on model, data and machine."
 
 
 @settings

@@ -1,17 +1,8 @@
-"""The chat templates that a recipe may name, and the tokens that each needs.
+"""What a recipe can name, as facts without torch: chat templates, evaluation tasks, passes of the graph engine,
+optimizers, stages of training. Where the code of each is, what it needs, what it excludes.
 
-The names of the tasks that a recipe may ask for, and what a recipe has to know of them.
-
-Every name of graph.passes as facts without torch: at which stage it runs, what it needs, what it excludes, where
-its code is.
-
-A pass is a function in graph/passes/ and its entry in PASSES.
-
-Every value of optim.name as facts without torch: what it keeps, what it needs, where its code is.
-
-An optimizer is a file in optim/ whose `build` returns an optim.protocol.Optimizer, and its entry in OPTIMIZERS.
-
-The stages of training, by name: which script runs each. No torch.
+A pass is a function in graph/passes/ and its entry in PASSES. An optimizer is a file in optim/ whose `build` returns an
+optim.protocol.Optimizer, and its entry in OPTIMIZERS.
 """
 
 from __future__ import annotations
@@ -299,16 +290,14 @@ OPTIMIZERS = {
 
 def describe_optimizers() -> str:
     """Compose the help of optim.name from the table."""
-    clauses = [f"{spec.name}: {spec.summary} ({_bytes_in_bf16(spec)})" for spec in OPTIMIZERS.values()]
+    clauses = []
+    for spec in OPTIMIZERS.values():
+        widths = sorted({spec.training_width("bf16", block_matrix=block_matrix) for block_matrix in (True, False)})
+        about = "" if all(width == round(width) for width in widths) else "about "
+        size = " to ".join(f"{width:.0f}" for width in widths)  # 16 bytes, about 6 bytes, 12 to 16 bytes
+        clauses.append(f"{spec.name}: {spec.summary} ({about}{size} bytes)")
     auto = f"auto: {DEFAULT} where it fits in memory, else {FALLBACK}"
     return f"{'; '.join([*clauses, auto])}. Bytes are per parameter in bf16, with its gradient."
-
-
-def _bytes_in_bf16(spec: OptimizerSpec) -> str:
-    """Format bytes per parameter: `16 bytes`, `about 6 bytes`, `12 to 16 bytes`."""
-    widths = sorted({spec.training_width("bf16", block_matrix=block_matrix) for block_matrix in (True, False)})
-    about = "" if all(width == round(width) for width in widths) else "about "
-    return f"{about}{' to '.join(f'{width:.0f}' for width in widths)} bytes"
 
 
 CHAIN = ("base", "mid", "sft")

@@ -1,8 +1,8 @@
-"""Print text of any origin to a terminal, with characters that could control it or hide text escaped; warnings
-and errors in colour where a person watches.
+"""What may reach a terminal or a file: print text of any origin with characters that could control a terminal or hide
+text escaped, and recognise secrets, which no setting may hold since settings are saved and logged.
 
-Recognise secrets, by the prefixes that providers document or by the name before the value: settings are saved
-and logged, so none may hold one. Names, paths and commits in paths look like none of them.
+Secrets are known by the prefixes that providers document, or by the name before the value. Names, paths and commits in
+paths look like none of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import termios
-from typing import Literal, TextIO
+from typing import Literal
 
 Level = Literal["warning", "error"]
 _COLOURS: dict[Level, str] = {"warning": "\x1b[33m", "error": "\x1b[31m"}
@@ -44,7 +44,12 @@ def print_text(text: str, end: str = "\n", level: Level | None = None, *, error:
     """
     stream = sys.stderr if error else sys.stdout
     try:
-        print(_coloured(writable(text, stream.encoding), level, stream), file=stream, flush=True, end=end)
+        text = writable(text, stream.encoding)
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")  # no-color.org
+        if level is not None and not plain and stream.isatty():
+            # Line by line: a colour that goes on over a line break would stay if the output is cut there.
+            text = re.sub(".+", lambda line: f"{_COLOURS[level]}{line[0]}\x1b[0m", text)
+        print(text, file=stream, flush=True, end=end)
     except (OSError, ValueError):
         leave_lost_terminal()
 
@@ -53,16 +58,6 @@ def writable(text: str, encoding: str | None) -> str:
     """Return what `visible` does, with characters that the encoding does not have written out too."""
     encoding = encoding or "utf-8"
     return visible(text).encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _coloured(text: str, level: Level | None, stream: TextIO) -> str:
-    """Return the text in the colour of its level, on a terminal that has colours, unless NO_COLOR
-    is set (no-color.org)."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
-    if level is None or plain or not stream.isatty():
-        return text
-    # Line by line: a colour that goes on over a line break would stay if the output is cut there.
-    return re.sub(".+", lambda line: f"{_COLOURS[level]}{line[0]}\x1b[0m", text)
 
 
 def leave_lost_terminal() -> None:

@@ -1,8 +1,5 @@
-"""The topology of a run: how its processes share the work, read from the launcher's accelerate config. No torch
-in this file.
-
-Layers spread over the stages of a pipeline, and how long a step then takes. No torch in this file.
-"""
+"""How the processes of a run share the work: the topology, read from the launcher's accelerate config, and the layers
+of the stages of a pipeline, with the time that a step then takes. No torch in this file."""
 
 from __future__ import annotations
 
@@ -113,7 +110,8 @@ def check_numbers(environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: all that are no numbers, or cannot be those of one group.
     """
-    problems, found = [], {}
+    problems = []
+    found = {}
     for name, (low, high) in _NUMBERS.items():
         text = environ.get(name)
         if text is None or (text == "" and name.startswith(_PREFIX)):
@@ -295,12 +293,6 @@ def stages_fit(stages: int, schedule: str, pipeline_size: int) -> bool:
     return stages % pipeline_size == 0 and stages >= 2 * pipeline_size
 
 
-def slowest_rank(costs: Sequence[float], pipeline_size: int) -> float:
-    """Return what the stages of the slowest rank of a pipeline cost together; each rank has every
-    `pipeline_size`-th of them."""
-    return max(sum(costs[rank::pipeline_size]) for rank in range(pipeline_size))
-
-
 @dataclass(frozen=True)
 class StageTimes:
     """Seconds that a stage, or a part of one, takes for a micro-batch; on paper parameters that it passes."""
@@ -315,7 +307,8 @@ class StageTimes:
 
     def plus(self, other: StageTimes, times: int = 1) -> StageTimes:
         """Return what this and so many of another take; below 0 is noise."""
-        forward, backward = self.forward + times * other.forward, self.backward + times * other.backward
+        forward = self.forward + times * other.forward
+        backward = self.backward + times * other.backward
         return StageTimes(max(forward, 0.0), max(backward, 0.0))
 
 
@@ -369,14 +362,18 @@ def step_seconds(step: PipelineStep, times: Sequence[StageTimes]) -> float:
     longest = max(MOST_PASSES // (2 * len(times)), 2 * step.pipeline_size)
     left_out = max(0, -((longest - step.micro_batches) // step.pipeline_size)) * step.pipeline_size
     followed = _followed(replace(step, micro_batches=step.micro_batches - left_out), tuple(times))
-    return followed + left_out * slowest_rank([each.both for each in times], step.pipeline_size)
+    costs = [each.both for each in times]
+    slowest = max(sum(costs[rank :: step.pipeline_size]) for rank in range(step.pipeline_size))
+    return followed + left_out * slowest
 
 
 @lru_cache(maxsize=1024)
 def _followed(step: PipelineStep, times: tuple[StageTimes, ...]) -> float:
     """Return when the last pass of a step ends, each of them followed."""
     left = [deque(passes_of_rank(step, rank)) for rank in range(step.pipeline_size)]
-    ends, free, last = dict[StagePass, float](), [0.0] * step.pipeline_size, len(times) - 1
+    ends: dict[StagePass, float] = {}
+    free = [0.0] * step.pipeline_size
+    last = len(times) - 1
     while any(left):
         for rank, passes in enumerate(left):
             while passes:
@@ -407,7 +404,8 @@ def passes_of_rank(step: PipelineStep, rank: int) -> list[StagePass]:
 
     torch.distributed.pipelining, whose schedules the engine runs, has the same order.
     """
-    ranks, stages = step.pipeline_size, range(rank, len(step.layers), step.pipeline_size)
+    ranks = step.pipeline_size
+    stages = range(rank, len(step.layers), ranks)
     # One round where there are fewer micro-batches than ranks.
     size = step.micro_batches // max(1, step.micro_batches // ranks)
     rounds = [range(begin, min(begin + size, step.micro_batches)) for begin in range(0, step.micro_batches, size)]
@@ -431,7 +429,7 @@ def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
     Args:
         step: with any split of the layers.
     """
-    num_layers, stages = sum(step.layers), len(step.layers)
+    stages = len(step.layers)
     # What gpipe waits for lies between the evenest split of the forward and that of the backward passes.
     proportions = [part / PROPORTIONS for part in range(PROPORTIONS + 1)] if step.schedule == "gpipe" else [0.5]
 
@@ -440,7 +438,7 @@ def fastest_split(step: PipelineStep, parts: PartTimes) -> tuple[int, ...]:
             proportion * part.forward + (1.0 - proportion) * part.backward
             for part in (parts.layer, parts.head, parts.embedding)
         )
-        return balanced(num_layers, layer, head, stages, embedding)
+        return balanced(sum(step.layers), layer, head, stages, embedding)
 
     splits = [split(each) for each in proportions]
     return min(splits, key=lambda layers: step_seconds(replace(step, layers=layers), parts.of_stages(layers)))

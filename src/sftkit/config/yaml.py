@@ -1,9 +1,5 @@
-"""YAML text to trees of values that know where they came from: YAML 1.2 scalars, within the limits of a recipe.
-
-Suggest recipes for a path that is not one. No torch.
-
-Recipe files as trees of values: `extends`, overrides of the command line, output.
-"""
+"""Recipe files as trees of values that know where they came from: YAML 1.2 scalars within the limits of a recipe,
+`extends`, overrides of the command line, output. No torch."""
 
 from __future__ import annotations
 
@@ -40,34 +36,35 @@ class Node:
         """Return the value without places, as json.dumps takes it."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
-        if isinstance(self.value, list):
-            return [node.plain() for node in self.value]
-        return self.value
+        return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
-    def child(self, key: str | int) -> Node | None:
-        """Return the node at a key of a mapping or an index of a list; None if it is not there."""
+    def children(self) -> Iterable[tuple[str | int, Node]]:
+        """Return (key or index, node) of what is directly below."""
         if isinstance(self.value, dict):
-            return self.value.get(key) if isinstance(key, str) else None
-        if isinstance(self.value, list) and isinstance(key, int) and key < len(self.value):
-            return self.value[key]
-        return None
+            return self.value.items()
+        return enumerate(self.value) if isinstance(self.value, list) else ()
 
     def find(self, keys: KeyPath) -> Node | None:
         """Return the node at `keys`; None if it is not there."""
-        node: Node | None = self
-        for key in keys:
-            node = None if node is None else node.child(key)
-        return node
+        way = self._way(keys)
+        return way[-1] if len(way) == len(keys) + 1 else None
 
     def nearest(self, keys: KeyPath) -> Node:
         """Return the node at `keys`, or the last one on the way there."""
-        node = self
+        return self._way(keys)[-1]
+
+    def _way(self, keys: KeyPath) -> list[Node]:
+        """Return the nodes from this one to the one at `keys`, as far as there are any."""
+        nodes = [self]
         for key in keys:
-            child = node.child(key)
+            inside = nodes[-1].value
+            child = inside.get(key) if isinstance(inside, dict) and isinstance(key, str) else None
+            if isinstance(inside, list) and isinstance(key, int) and key < len(inside):
+                child = inside[key]
             if child is None:
                 break
-            node = child
-        return node
+            nodes.append(child)
+        return nodes
 
 
 def dotted(keys: Sequence[str | int]) -> str:
@@ -166,7 +163,10 @@ class _Conversion:
     """YAML nodes to Nodes of one place, within the limits of a recipe."""
 
     def __init__(self, origin: str, place: str, problems: list[str]) -> None:
-        self.origin, self.place, self.problems, self.values = origin, place, problems, 0
+        self.origin = origin
+        self.place = place
+        self.problems = problems
+        self.values = 0
 
     def convert(self, node: yaml.Node, keys: KeyPath, parents: tuple[int, ...]) -> Node:
         """Convert a node that stands at `keys`; `parents`: ids of the nodes around it, which
@@ -256,7 +256,10 @@ def in_folder(folder: Path) -> str:
 
 def similar_recipes(path: Path) -> str:
     """Return a sentence that names recipes like a missing path; empty if none is like it."""
-    score = {recipe: _alike(path, recipe) for recipe in _there(path)}
+    # The recipes next to the path, else in the folders next to its folder, and those that came with sftkit.
+    near = path.parent.glob("*.yaml") if path.parent.is_dir() else path.parent.parent.glob("*/*.yaml")
+    there = (*near, *Path("recipes").glob("*/*.yaml"), *(ROOT / "recipes").glob("*/*.yaml"))
+    score = {recipe: _alike(path, recipe) for recipe in there}
     best = max(score.values(), default=0.0)
     found = sorted({f'"{_shown(recipe)}"' for recipe, value in score.items() if value == best}) if best else []
     return f". Did you mean {' or '.join(found[:_MAX_NAMES])}?" if found else ""
@@ -267,24 +270,19 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
-def _there(path: Path) -> list[Path]:
-    """Return the recipes beside a path, else in the folders beside its folder, and those that came with sftkit."""
-    beside = path.parent.glob("*.yaml") if path.parent.is_dir() else path.parent.parent.glob("*/*.yaml")
-    return [*beside, *Path("recipes").glob("*/*.yaml"), *(ROOT / "recipes").glob("*/*.yaml")]
-
-
 def _alike(path: Path, recipe: Path) -> float:
     """Return how like a recipe a missing path is, from 0 to 1: it may be a misspelling, or name the recipe's folder."""
-    stem, parent = _ratio(path.stem, recipe.stem), _ratio(path.parent.name, recipe.parent.name)
+
+    def ratio(one: str, other: str) -> float:
+        return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
+
+    stem = ratio(path.stem, recipe.stem)
+    parent = ratio(path.parent.name, recipe.parent.name)
+    folder = ratio(path.name.removesuffix(recipe.suffix), recipe.parent.name)
     # Three ways to miss a recipe: another file of the folder, the folder in place of the file, both misspelt.
     sibling = stem if recipe.parent == path.parent and stem >= SIBLINGS else 0.0
-    folder = _ratio(path.name.removesuffix(recipe.suffix), recipe.parent.name)
     both = (parent + stem) / 2 if min(parent, stem) >= ALIKE else 0.0
     return max(sibling, folder if folder >= ALIKE else 0.0, both)
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
 
 def merge(base: Node, top: Node) -> Node:
@@ -375,15 +373,15 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
         problems.append(f'{COMMAND_LINE}: {word}: no such option. Settings have no dashes: "{name.lstrip("-")}=..."')
         return
     if len(name) > MAX_KEY_CHARACTERS:
-        too_long = f"a key of {len(name):,} characters, {MAX_KEY_CHARACTERS} at most"
-        problems.append(f"{COMMAND_LINE}: {name[:20]}...: {too_long}")
+        most = f"a key of {len(name):,} characters, {MAX_KEY_CHARACTERS} at most"
+        problems.append(f"{COMMAND_LINE}: {name[:20]}...: {most}")
         return
     if not equals or not name:
         problems.append(f"{COMMAND_LINE}: {word}: is not key=value")
         return
-    # A value with a problem is not set: it would be reported once more as wrong.
     before = len(problems)
     value = parse(text, COMMAND_LINE, problems, name)
+    # A value with a problem is not set: it would be reported once more as wrong.
     if len(problems) == before:
         _set(tree, value, name, problems)
 
@@ -391,9 +389,11 @@ def apply_override(tree: Node, word: str, problems: list[str]) -> None:
 def _set(tree: Node, value: Node, name: str, problems: list[str]) -> None:
     """Set a value at a dotted key."""
     # Mappings on the way are made, items of lists are not: an index past the end is more likely a mistake.
-    node, keys = tree, keys_of(name)
+    node = tree
+    keys = keys_of(name)
     for i, part in enumerate(keys):
-        inside, last = node.value, i == len(keys) - 1
+        inside = node.value
+        last = i == len(keys) - 1
         if isinstance(inside, dict):
             key = str(part)
             if last:
@@ -428,7 +428,8 @@ def _lines(value: dict[str, Plain] | list[Plain], keys: KeyPath, indent: str) ->
     for key, item in entries:
         here = (*keys, key)
         lead = f"{indent}{_text(key)}:" if isinstance(value, dict) else f"{indent}-"
-        if isinstance(item, (dict, list)) and not _is_short(item):
+        nested = isinstance(item, list) and any(isinstance(entry, (dict, list)) for entry in item)
+        if item and (nested or isinstance(item, dict)):
             inner = list(_lines(item, here, indent + "  "))
             if isinstance(value, dict):
                 yield lead, ()
@@ -436,17 +437,8 @@ def _lines(value: dict[str, Plain] | list[Plain], keys: KeyPath, indent: str) ->
                 inner[0] = (lead + inner[0][0][len(lead) :], inner[0][1])
             yield from inner
         else:
-            yield f"{lead} {_flow(item)}", here
-
-
-def _is_short(item: dict[str, Plain] | list[Plain]) -> bool:
-    return not item or (isinstance(item, list) and not any(isinstance(entry, (dict, list)) for entry in item))
-
-
-def _flow(item: Plain) -> str:
-    if isinstance(item, list):
-        return "[" + ", ".join(_text(entry) for entry in item) + "]"
-    return "{}" if item == {} else _text(item)
+            text = f"[{', '.join(map(_text, item))}]" if isinstance(item, list) else "{}" if item == {} else _text(item)
+            yield f"{lead} {text}", here
 
 
 _PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*(?::[\w./@+-]+)*", re.ASCII)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sftkit.config.schema import CompileConfig, Config, ModelConfig, OptimConfig, TrainConfig
+from sftkit.config.schema import CompileConfig, Config, OptimConfig, TrainConfig
 from sftkit.config.tables import DEFAULT, OPTIMIZERS
 from sftkit.config.topology import Sharding
 from sftkit.data.batches.pack import Layout
@@ -148,7 +148,7 @@ def make_plan(
     total_bytes, sharding = fixed.total_bytes, fixed.sharding
     if total_bytes is None and rt.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
-    checkpointing = _checkpoints(cfg.model, cfg.compile, cfg.train, orig_model)
+    checkpointing = _checkpoints(cfg.compile, cfg.train, orig_model)
     setup = _inputs(cfg, orig_model, layout, rt, checkpointing=checkpointing)
     name = DEFAULT if cfg.optim.name == "auto" else cfg.optim.name
     if setup is not None:
@@ -195,11 +195,9 @@ def make_plan(
     return plan
 
 
-def _checkpoints(model: ModelConfig, compile: CompileConfig, train: TrainConfig, orig_model: PreTrainedModel) -> bool:
+def _checkpoints(compile: CompileConfig, train: TrainConfig, orig_model: PreTrainedModel) -> bool:
     """Return whether transformers' gradient checkpointing is on; it is switched on where memory is to be saved and no
     partitioner of compiled graphs recomputes."""
-    if model.gradient_checkpointing:
-        return True
     if _recomputes(compile) or train.memory == "speed":
         return False
     if not orig_model.supports_gradient_checkpointing:

@@ -122,8 +122,6 @@ def load_model(
     # What training and checkpoints need.
     settle_generation_config(orig_model, tokenizer)
     use_document_lengths(orig_model)
-    if model.gradient_checkpointing:
-        orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     # Private: transformers' own test of whether the model has experts that can be switched
     # (huggingface/transformers#42697).
     if precision == "fp32" and orig_model._can_set_experts_implementation():

@@ -278,9 +278,7 @@ def disk_facts(
 
 
 def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
-    """Return the most checkpoints that are on disk together: those kept, the best, pinned ones, and the
-    one being written."""
+    """Return the most checkpoints that are on disk together: those kept, the best, and the one being written."""
     # One more than by the interval: a run ends with a checkpoint.
     saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
-    pinned = steps // checkpoint.pin_every if checkpoint.pin_every else 0
-    return min(checkpoint.keep + 1 + bool(checkpoint.best) + pinned, saves)
+    return min(checkpoint.keep + 1 + bool(checkpoint.best), saves)

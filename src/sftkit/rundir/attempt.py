@@ -12,23 +12,10 @@ from pathlib import Path
 import psutil
 
 from sftkit.errors import ConfigError
-from sftkit.rundir import lock
+from sftkit.rundir import lock, names
 from sftkit.rundir.files import archive, flush
 from sftkit.rundir.lock import RunLock
-from sftkit.rundir.names import (
-    ARCHIVED,
-    ATTEMPT,
-    COMPILE,
-    ERRORS,
-    EVALUATIONS,
-    HEARTBEATS,
-    LOCK,
-    METRICS_FILE,
-    OF_STEPS,
-    TOKENIZER,
-    WRITTEN_OVER,
-    step_dirs,
-)
+from sftkit.rundir.names import ATTEMPT, COMPILE, EVALUATIONS, LOCK, TOKENIZER, step_dirs
 from sftkit.rundir.status import RunStatus, read_status
 
 _WATCH_SECONDS = 3.0
@@ -42,7 +29,7 @@ def real(run_dir: Path) -> Path:
 
 def has_begun(folder: Path) -> bool:
     """Return whether a run in this directory has done its first step, so that there is something to lose."""
-    return bool(step_dirs(folder)) or any(any(folder.glob(name)) for name in OF_STEPS)
+    return bool(step_dirs(folder)) or any(any(folder.glob(name)) for name in names.OF_STEPS)
 
 
 def goes_on(folder: Path, resume: str | None) -> bool:
@@ -85,9 +72,9 @@ def _check_room(folder: Path) -> None:
                 f"it (run.dir={folder / 'NAME'}), go on with the earlier run (train.resume=auto), or move its files "
                 "away"
             )
-    elif names := sorted({path.name for name in WRITTEN_OVER for path in folder.glob(name)}):
+    elif found := sorted({path.name for name in names.WRITTEN_OVER for path in folder.glob(name)}):
         raise ConfigError(
-            f"run.dir={folder} holds {', '.join(names)}, which this run would write over, and no run that has done a "
+            f"run.dir={folder} holds {', '.join(found)}, which this run would write over, and no run that has done a "
             "step. Take another folder, or move them away"
         )
 
@@ -110,7 +97,7 @@ def put_back(folder: Path) -> None:
         ConfigError: that start is still at work.
     """
     # A start that was killed between the renames lies inside the run that it has put aside, with its lock.
-    begun = folder.parent.glob(f"{escape(folder.name)}{ARCHIVED}*/{ATTEMPT}/{LOCK}")
+    begun = folder.parent.glob(f"{escape(folder.name)}{names.ARCHIVED}*/{ATTEMPT}/{LOCK}")
     if folder.exists() or not (aside := next((path.parents[1] for path in begun), None)):
         return
     held = lock.take_lock(aside)
@@ -134,7 +121,7 @@ def begin(folder: Path) -> None:
 def _mark(folder: Path) -> None:
     """Create the file by which `has_begun` knows a run that has done a step, from here on even if it is killed or the
     power fails."""
-    (folder / METRICS_FILE).touch()
+    (folder / names.METRICS_FILE).touch()
     flush(folder)
 
 
@@ -142,7 +129,7 @@ def move_into_run(folder: Path) -> None:
     """Move the files of a start over those of the run that it resumes. Folders are replaced as wholes; in EVALUATIONS,
     only those of evaluations that this start has made."""
     ours = folder / ATTEMPT
-    for name in (ERRORS, HEARTBEATS):  # of the ranks of an earlier start, which may have been more than now
+    for name in (names.ERRORS, names.HEARTBEATS):  # of the ranks of an earlier start, which may have been more than now
         shutil.rmtree(folder / name, ignore_errors=True)
     for new in [*ours.glob(f"{EVALUATIONS}/*"), *ours.iterdir()]:
         target = folder / new.relative_to(ours)
@@ -200,7 +187,9 @@ def withdraw(status: RunStatus, held: RunLock) -> Path | None:
     others = [pid for rank, pid in status.neighbours.items() if rank != status.rank]
     while any(map(psutil.pid_exists, others)) and time.monotonic() < end:
         time.sleep(0.05)
-    ours, folder, logged = status.run_dir, status.run_dir.parent, status.run_dir / COMPILE
+    ours = status.run_dir
+    folder = ours.parent
+    logged = ours / COMPILE
     # Logs of compile.debug are what the user needs to find out why it failed: all but them goes.
     if any(path.is_file() for path in logged.rglob("*")):
         for path in ours.iterdir():

@@ -1,8 +1,5 @@
-"""Write files that are whole or not there: under another name, flushed, renamed. Read JSON objects; what is no whole
-one reads as empty.
-
-Files of JSON objects, one a line: what a resumed run drops of them, and how they are read back.
-"""
+"""Write files that are whole or not there: under another name, flushed, renamed. Read JSON, of which a torn object or
+line counts as absent; and drop the lines that a resumed run will write again."""
 
 from __future__ import annotations
 
@@ -50,7 +47,8 @@ def append_all_or_nothing(path: Path, text: str) -> None:
         OSError: nothing was appended.
     """
     with path.open("ab", buffering=0) as file:
-        size, left = file.seek(0, os.SEEK_END), text.encode()
+        size = file.seek(0, os.SEEK_END)
+        left = text.encode()
         try:
             while left:  # a disk that fills takes a part, and says so at the next try
                 left = left[file.write(left) :]

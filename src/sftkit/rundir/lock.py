@@ -73,7 +73,8 @@ class RunLock:
     "whether the directory was made with the lock, so that it may go with it"
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self._descriptor = path, descriptor
+        self.path = path
+        self._descriptor = descriptor
         _held.append(self)
 
     def release(self) -> None:
@@ -164,7 +165,8 @@ def take_lock(run_dir: Path) -> RunLock:
     Raises:
         ConfigError: another run holds it, or may: with its process, host and time, and what to do.
     """
-    path, made = run_dir / LOCK, False
+    path = run_dir / LOCK
+    made = False
     # Until the file that is locked is the one at the path: the holder before may remove or rename it in between.
     while True:
         made |= not run_dir.exists()
@@ -179,18 +181,18 @@ def take_lock(run_dir: Path) -> RunLock:
             # Between open and flock the holder before may have removed or renamed the file: then this
             # lock guards nothing.
             if lock._is_at(path):
-                record = json.dumps(asdict(_this_process())).encode()
+                ours = Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())
+                record = json.dumps(asdict(ours)).encode()
                 if by_kernel:
                     _check_earlier(read_holder(path), path, by_kernel=True)
                 # Without flock whoever has created the file holds it.
                 if by_kernel or descriptor is not None:
                     _write(lock._descriptor, record)
-                    taken = True
-                else:
-                    taken = _take_over(lock._descriptor, path, record)
-                if taken:
-                    lock.made_folder = made
-                    return lock
+                elif not _take_over(lock._descriptor, path, record):
+                    lock.close()
+                    continue
+                lock.made_folder = made
+                return lock
         except BaseException:
             lock.close()
             raise
@@ -311,10 +313,6 @@ def _check_earlier(holder: Holder | None, path: Path, *, by_kernel: bool) -> Non
         raise ConfigError(_lock_message(path, holder, sure=False))
 
 
-def _this_process() -> Holder:
-    return Holder(*pid_scope(), os.getpid(), process_start(os.getpid()), time.time())
-
-
 def _write(descriptor: int, record: bytes) -> None:
     # In place: a file that is renamed to this path would not be the one that is locked.
     os.pwrite(descriptor, record, 0)
@@ -366,7 +364,8 @@ def _take_over(descriptor: int, path: Path, record: bytes) -> bool:
 def _is_local(path: Path) -> bool:
     """Return whether no other machine writes to the file system of a path, as far as is known."""
     # Of the mounts that hold it the innermost, the one with the longest path.
-    folder, found = path.resolve(), ("", "")
+    folder = path.resolve()
+    found = ("", "")
     for part in psutil.disk_partitions(all=True):
         if folder.is_relative_to(part.mountpoint) and len(part.mountpoint) >= len(found[0]):
             found = (part.mountpoint, part.fstype)

@@ -1,13 +1,12 @@
-"""Check that the files of a folder are still those that a run wrote, by the manifest in it. No torch.
+"""Are files still those that they were: of a checkpoint by its manifest, of a cache by a record next to it, of a run by
+a record of what it was made from. No torch.
 
-A hash that was computed is kept in the cache directory, beside what the file system says of the file, so that a file is
-read for it once. A resume trusts none of these hashes.
+The hashes of a checkpoint's files are kept in the cache directory, next to what the file system says of each file, so a
+file is read for its hash once. A resume trusts none of them.
 
-The files that a run was made from, with size and time or hash: written down when it begins, compared when it is
-resumed. No torch.
-
-Only files of this machine count; those of a hub are named by the recipe. Data, tokenizer and template, which a start
-itself compares with its checkpoint, are kept apart from the weights, which a resumed run does not load.
+The record of what a run was made from has only files of this machine; those of a hub are named by the recipe. Data,
+tokenizer and template, which a start compares with its checkpoint, are kept apart from the weights, which a resumed run
+does not load.
 """
 
 from __future__ import annotations
@@ -279,7 +278,8 @@ class Provenance(NamedTuple):
 
 def current_provenance(model: ModelConfig, data: DataConfig) -> Provenance:
     """Return size and time, or hash, of the files that a recipe names, as they are now."""
-    training, parent = model.train_tokenizer, _folder(model.path)
+    training = model.train_tokenizer
+    parent = _folder(model.path)
     sources = (*data.train, *data.val, *((training and training.sources) or ()))
     # By size and time, as data may be large; small files below by hash, which a copy keeps.
     inputs: Stamps = {str(path): _input_stamp(path) for source in sources for path in _files(Path(source.path))}
@@ -317,7 +317,8 @@ def read_provenance(run_dir: Path) -> Provenance | None:
 
 def weights_changed(model: ModelConfig, began: Provenance, now: Provenance) -> str | None:
     """Return a warning that names weights that are no longer those that a run began with; None: all are the same."""
-    there, here = began.weights, now.weights
+    there = began.weights
+    here = now.weights
     changed = sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
     if not changed:
         return None

@@ -1,11 +1,5 @@
-"""The error that ended a rank: in words, and whether it is only what another rank's end did to this one.
-
-Write run_status.json: how the run stands or ended, for people and requeue scripts; which rank failed first, and of
-what.
-
-Tell of a run that was killed what it could not tell itself, from its directory: for the launcher, the next start and
-the report. No torch.
-"""
+"""How a run stands or ended: run_status.json, for people and requeue scripts; the error of each rank, with which one
+failed first; and, of a run that was killed, what its directory shows. No torch."""
 
 from __future__ import annotations
 
@@ -127,7 +121,9 @@ class RunStatus:
         now = time.monotonic()
         if self.phase == "step":
             self.longest_step_seconds = max(self.longest_step_seconds, now - self.since)
-        self.step, self.phase, self.since = step, phase, now
+        self.step = step
+        self.phase = phase
+        self.since = now
         self.beat()
 
     def progress(self) -> None:
@@ -145,7 +141,8 @@ class RunStatus:
 
     def open(self, run_dir: Path) -> None:
         """Note where this start writes from here on."""
-        self.run_dir, self.inode = run_dir, None
+        self.run_dir = run_dir
+        self.inode = None
         with suppress(FileNotFoundError):  # a shared file system may show it to this machine later
             self.inode = run_dir.stat().st_ino
 
@@ -331,7 +328,8 @@ def _report_error(error: BaseException, status: RunStatus | None) -> int:
     code = 2 if isinstance(error, ConfigError | DataError) else 1
     # An error that is made for people says all there is; any other is a mistake of ours, whose place is needed.
     expected = isinstance(error, ConfigError | DataError | RunError) or is_full_disk(error)
-    prefix, cause = "", None
+    prefix = ""
+    cause = None
     if status is not None:
         own = status.failed(error)
         cause = status.write_failed()
@@ -457,7 +455,8 @@ def killed_by(code: int) -> signal.Signals | None:
 
 def where_it_was(run_dir: Path) -> str:
     """Return the newest step that a run has logged and its newest checkpoint, in words."""
-    step, checkpoint = last_step(run_dir), None
+    step = last_step(run_dir)
+    checkpoint = None
     with suppress(OSError):
         checkpoint = latest_checkpoint(run_dir)
     logged = "no step was logged" if step is None else f"newest logged step {step}"

@@ -58,7 +58,7 @@ def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) ->
     Raises:
         ConfigError: the hub has it, and does not give it to this account.
     """
-    from huggingface_hub import errors
+    from huggingface_hub import errors, get_token
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -76,7 +76,11 @@ def unavailable_reason(name: str, kind: HubKind, revision: str | None = None) ->
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{constants.ENDPOINT} has no revision {revision} of it"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"{constants.ENDPOINT} has no {kind} of that name, or none that it shows {_whoever_asks()}"
+        # The hub may show an account less than it has.
+        account = "to the account whose token is set here"
+        if get_token() is None:
+            account = f"without a token (for one that is private {_log_in()})"
+        return f"{constants.ENDPOINT} has no {kind} of that name, or none that it shows {account}"
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
         raise ConfigError(f"{name}: {constants.ENDPOINT} refuses the token that is set here: {_log_in()}") from error
     return None  # of anything else who loads it will say
@@ -108,15 +112,6 @@ def _not_let_in(name: str, kind: HubKind) -> str:
         f"the hub does not give this {kind} to the account whose token is set here: accept its licence at {page} with "
         "that account; a fine-grained token must also be allowed to read gated repositories"
     )
-
-
-def _whoever_asks() -> str:
-    """Return, in words, who asks: the hub may show that account less than it has."""
-    from huggingface_hub import get_token
-
-    if get_token() is None:
-        return f"without a token (for one that is private {_log_in()})"
-    return "to the account whose token is set here"
 
 
 def _log_in() -> str:

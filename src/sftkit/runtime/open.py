@@ -1,10 +1,7 @@
-"""All ranks of a run must be the same run: recipe, versions and data are compared before anything is trained.
+"""Open a run directory: check that the ranks are one run and the only one in it, and write down what is about to start.
 
-Random states of a process, so that a resumed run draws the numbers that the uninterrupted one would have drawn.
-
-Open a run directory: check that the ranks are one run and the only one in it, and write down what is about to start.
-
-What it writes is in a folder of its own until this start has done a step (rundir/attempt.py).
+What it writes is in a folder of its own until this start has done a step (rundir/attempt.py). Random states are here
+too: a resumed run draws the numbers that the uninterrupted one would have drawn.
 """
 
 from __future__ import annotations

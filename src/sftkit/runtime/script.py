@@ -1,15 +1,7 @@
-"""Words about numbers, for lines that people read.
+"""A script and its terminal: run main with errors as messages, show progress on the last line, print text of any origin
+through rich, and find out who ended a process that was killed.
 
-rich's console for text of any origin: colours and bars are rich's own, and no text between them can steer the
-terminal. No torch.
-
-Show on the last line of a terminal what goes on while something takes long; elsewhere print it once. No torch.
-
-Find out who ended a process that was killed, from the signal and from what the kernel shows of its OOM
-killer. No torch.
-
-Run a script's main: errors become messages, and the process group is closed at the end. Torch is imported only when
-main asks for it, and nothing before a Ctrl-C has a handler.
+Torch is imported only when main asks for it, and nothing before a Ctrl-C has a handler.
 """
 
 from __future__ import annotations

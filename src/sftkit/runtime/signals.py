@@ -31,7 +31,8 @@ SIGNALS = (
 )
 """Signals that request a stop; queues announce a preemption or a limit by each of the first four. Of several that came,
 the first in this order is the one that is written down."""
-_END, _MARK = b"\0", b"\xff"
+_END = b"\0"
+_MARK = b"\xff"
 "No signal has these numbers."
 
 
@@ -152,7 +153,8 @@ class Stopping:
         if self._at_once is not None:
             self._at_once(number)
         if self.signal is None:
-            self.signal, self._since = number, now
+            self.signal = number
+            self._since = now
             name = signal.Signals(number).name
             if int(os.environ.get("RANK", "0")) == 0:
                 print_text(f"\n{name}: saving and stopping after this step (Ctrl-C again to exit at once)")

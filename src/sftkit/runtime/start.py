@@ -1,13 +1,7 @@
-"""One width of vector instructions for the CPU kernels that Inductor writes and for those that it finds
-in its cache.
+"""Accelerator -> Runtime: ranks, device, precision, the few collectives that training needs, and stop signals.
 
-Gloo groups that do not crash with two collectives in flight.
-
-One assembler for the Triton kernels of a process and of its compile workers.
-
-An attribute with another value for some time.
-
-Accelerator -> Runtime: ranks, device, precision, the few collectives that training needs, and stop signals.
+Before the process group is joined, three faults of torch are worked around: the width of vectors in Inductor's cache,
+two collectives in flight on gloo, and Triton's assembler in compile workers.
 """
 
 from __future__ import annotations
@@ -96,7 +90,8 @@ def use_one_worker_per_group() -> None:
         devices = [group.create_device(interface=name) for name in interfaces if name]
         options = group._Options()
         options._devices = devices or [group.create_default_device()]
-        options._timeout, options._threads = timeout, 1
+        options._timeout = timeout
+        options._threads = 1
         for name, value in fields.items():  # torch 2.15: enable_reconfigure
             setattr(options, name, value)
         plain(self, store, rank, size, options)

@@ -35,7 +35,9 @@ class Watchdog:
     thread checks once a second what the main thread last noted in `status`."""
 
     def __init__(self, rt: Runtime, status: RunStatus, run: RunConfig) -> None:
-        self._rt, self._status, self._run = rt, status, run
+        self._rt = rt
+        self._status = status
+        self._run = run
         # It has the limit of a start: what is compiled late, or read for the first time, is part of it.
         self._first_step = status.step + 1
         self._stopped = threading.Event()
@@ -52,7 +54,8 @@ class Watchdog:
         self._stopped.set()
         self._thread.join()
         # Taken away before it is closed, as the main thread writes to it at each step.
-        heartbeat, self._status.heartbeat = self._status.heartbeat, None
+        heartbeat = self._status.heartbeat
+        self._status.heartbeat = None
         if heartbeat is not None:
             os.close(heartbeat)
 

@@ -125,7 +125,7 @@ class Tracker:
         drop_rows_after(run_dir / EVENTS, sys.maxsize)  # all events stay: only a broken line is dropped
         with suppress(OSError):
             (run_dir / METRICS_FILE).touch()  # the mark of a run that has done a step
-        about = identity(self._config, run_dir, self._settings)
+        about = identity(run_dir, self._settings)
         dashboard = open_dashboard(self._config, run_dir, self.run_id, about, self._rt.accelerator)
         if dashboard is not None:
             state = begun(resumed=self.run_id is not None)

@@ -48,20 +48,25 @@ class Identity:
     "the recipe by its sections, `resolved` and `environment` beside them: train/assemble.py"
 
 
-def identity(config: LogConfig, run_dir: Path, settings: Mapping[str, Any]) -> Identity:
-    """Return the identity of the run in a directory."""
+def identity(run_dir: Path, settings: Mapping[str, Any]) -> Identity:
+    """Return the identity of the run in a directory; wandb's own variables for group, tags and notes come first."""
     resolved, environment = settings.get("resolved", {}), settings.get("environment", {})
     found = (environment.get("device"), *(resolved.get(name) for name in ("topology", "attention", "layout")))
     folder = run_dir.parent.name
-    tags = dict.fromkeys([*config.tags, *(str(tag)[:TAG_CHARACTERS] for tag in found if tag)])
+    tags = dict.fromkeys(str(tag)[:TAG_CHARACTERS] for tag in (*own_tags(), *found) if tag)
     return Identity(
         name=run_name(run_dir),
-        group=config.group or (folder if folder not in ("", ALL_RUNS) else None),
+        group=os.environ.get("WANDB_RUN_GROUP") or (folder if folder not in ("", ALL_RUNS) else None),
         job_type=resolved.get("stage"),
         tags=tuple(tags),
-        notes=config.notes or sentence(resolved, environment),
+        notes=os.environ.get("WANDB_NOTES") or sentence(resolved, environment),
         settings=settings,
     )
+
+
+def own_tags() -> list[str]:
+    """Return the tags that the user gives in WANDB_TAGS, with commas between them."""
+    return [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
 
 
 def run_name(run_dir: Path) -> str:
