@@ -582,8 +582,8 @@ def test_previews_are_spread_over_the_data_and_hold_each_token_once(
     assert len(inspection.previews(prepared.examples, tokenizer, 50)) == 20
     assert inspection.previews(prepared.examples, tokenizer, 0) == []
     example = prepared.examples[9]
-    assert "".join(piece.text for piece in samples[1].spans) == tokenizer.decode(example.ids.tolist())
-    learned = "".join(piece.text for piece in samples[1].spans if piece.target)
+    assert "".join(text for text, _, _ in samples[1].spans) == tokenizer.decode(example.ids.tolist())
+    learned = "".join(text for text, target, _ in samples[1].spans if target)
     assert learned == tokenizer.decode(example.ids[example.is_target].tolist()) == "It is 10.<|im_end|>"
 
 
