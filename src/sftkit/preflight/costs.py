@@ -22,8 +22,7 @@ from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
 from sftkit.memory.remedies import remedies
 from sftkit.models.structure import Work, attention_windows, stage_flops
-from sftkit.reports.values import read_rows
-from sftkit.rundir.files import read_object
+from sftkit.rundir.files import read_metric_rows, read_object
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
 
 SAMPLE = 20_000
@@ -155,7 +154,7 @@ def measured_speeds(cfg: Config, here: tuple[str, int] | None) -> dict[str, Spee
 
 def _speed(metrics: Path) -> Speed | None:
     """Return the speed that a metrics file has logged; None: it has none."""
-    rates = [rate for line in read_rows(metrics, []) if (rate := line.get("perf/tok_per_sec"))]
+    rates = [rate for line in read_metric_rows(metrics) if (rate := line.get("perf/tok_per_sec"))]
     if not rates:
         return None
     where = read_object(metrics.with_name(ENVIRONMENT))

@@ -20,7 +20,6 @@ import psutil
 from sftkit.config.commands import program_path
 from sftkit.config.terminal import secret_in
 from sftkit.errors import ConfigError, DataError
-from sftkit.reports.values import applies
 from sftkit.rundir.files import read_object
 from sftkit.rundir.names import DOES_NOT_APPLY, PREFLIGHT, PROOF, STATUS
 from sftkit.rundir.status import RunStatus, describe_error, read_status
@@ -105,6 +104,8 @@ class RunFile:
 
 def proof_of(run_dir: Path) -> RunFile:
     """Return the checks that a run has made of itself, those that failed first, and how many passed."""
+    from sftkit.reports.values import applies  # here, as training loads no reports when it starts
+
     found = read_object(run_dir / PROOF)
     # The sort keeps the order of equals, so within both groups checks stand as in proof.json.
     checks = sorted(found.get("rows", []), key=lambda check: check.get("ok") is not False)
