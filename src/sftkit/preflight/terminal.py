@@ -23,9 +23,8 @@ from sftkit.data.tokens.template import special_tokens_of
 from sftkit.data.types import Examples
 from sftkit.preflight import analysis as preflight
 from sftkit.reports import details
-from sftkit.reports.components import headline_tiles, section
-from sftkit.reports.page import html_document
-from sftkit.reports.values import NONE, Html, el, join
+from sftkit.reports.components import headline_tiles, html_document, macros, section
+from sftkit.reports.values import NONE, el, join
 from sftkit.runtime.script import VisibleConsole, counted
 
 BAR_WIDTH = 40
@@ -246,16 +245,6 @@ LAYOUT_NOTES = (
 )
 
 
-_CSS = """
-.headline { grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); margin-bottom: 16px; }
-.doc { margin: 14px 0; }
-.doc pre { margin-top: 6px; max-height: 28rem; overflow: auto; color: var(--soft); }
-.t { color: var(--good); background: var(--good-back); text-decoration: underline; }
-.s { border: 1px solid currentColor; border-radius: 4px; padding: 0 3px; }
-@media print { .doc pre { max-height: none; } }
-"""
-
-
 def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> str:
     """Return a whole HTML document.
 
@@ -286,20 +275,11 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
     small = [el("p", note, class_="soft small") for note in notes]
     parts = [section("data", "Data", details.data_tables(analysis), small)]
     if samples:
-        legend = (el("span", "learned", class_="t"), " · context · ", el("span", "special token", class_="s"))
-        parts.append(section("samples", "Samples", el("p", legend, class_="soft"), list(map(_sample, samples))))
+        documents = [(preview_title(preview), preview.spans) for preview in samples]
+        parts.append(section("samples", "Samples", macros.documents(documents)))
     # Of the whole page: names of files and texts of data may hold control characters.
-    return visible(html_document(title, join(header, el("main", parts)), _CSS))
+    return visible(html_document(title, join(header, el("main", parts)), macros.documents_style()))
 
 
 def _percent(value: float | None) -> str:
     return NONE if value is None else f"{value:.1f} %"
-
-
-def _sample(preview: Preview) -> Html:
-    """Return a document with what is learned and what is special marked."""
-    spans = []
-    for text, target, special in preview.spans:
-        names = ["t"] * target + ["s"] * special
-        spans.append(el("span", text, class_=" ".join(names)) if names else text)
-    return el("div", el("b", preview_title(preview)), el("pre", spans), class_="doc")
