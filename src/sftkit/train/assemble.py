@@ -54,7 +54,7 @@ from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.meter import is_open
-from sftkit.tracking.tracker import ResumePoint, Tracker
+from sftkit.tracking.tracker import Tracker
 from sftkit.train.end import prompt_check, write_page, write_summary
 from sftkit.train.loop import train
 from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
@@ -280,9 +280,9 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
     check_steps_left(run, data.batches, resumed["step"])
     # a new run that starts from the checkpoint of another one is a run of its own on the dashboard
-    point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
+    point = {"run_id": resumed.get("tracker") if rt.resumes else None, "open_window": is_open(resumed)}
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
-    with Tracker(run_dir, cfg.log, rt, about, point) as tracker:
+    with Tracker(run_dir, cfg.log, rt, about, step=resumed["step"], **point) as tracker:
         check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
         prompts = [prompt_check(data.prompted_targets)]
         services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, prompts, check)

@@ -1,8 +1,5 @@
-"""The end of a run, for a dashboard: its state, an exit code, and why.
-
-proof.json and preflight.json as a dashboard takes them: tables, and the numbers that stand for the run.
-
-The services that show a run while it trains, wandb and trackio, behind the few things that both can do.
+"""What a dashboard gets of a run: how the run ends, proof.json and preflight.json as tables and numbers; and the services,
+wandb and trackio, behind the few methods that both have.
 """
 
 from __future__ import annotations
@@ -65,7 +62,8 @@ def ending_of(run_dir: Path, status: RunStatus | None, error: BaseException | No
         code = 2 if isinstance(error, ConfigError | DataError) else 1
         return Ending("failed", code, {"run/state": "failed", "run/error": text})
     found = read_status(run_dir)
-    state, name = str(found.get("status", "finished")), found.get("signal")
+    state = str(found.get("status", "finished"))
+    name = found.get("signal")
     summary = {"run/state": state, **({"run/signal": name} if name else {})}
     # As a shell has it: 128 + signal. The process itself ends with 0, since it has saved.
     if state not in ("stopped", "preempted"):
@@ -112,11 +110,10 @@ def proof_of(run_dir: Path) -> RunFile:
     if not checks:
         return RunFile()
     results = [check.get("ok") for check in checks if applies(check)]
-    verdicts = [VERDICTS[check.get("ok")] if applies(check) else DOES_NOT_APPLY for check in checks]
-    rows = [
-        {**check, "check": check.get("name"), "verdict": verdict}
-        for check, verdict in zip(checks, verdicts, strict=True)
-    ]
+    rows = []
+    for check in checks:
+        verdict = VERDICTS[check.get("ok")] if applies(check) else DOES_NOT_APPLY
+        rows.append({**check, "check": check.get("name"), "verdict": verdict})
     counts = {"passed": results.count(True), "failed": results.count(False), "not_checked": results.count(None)}
     summary = {f"proof/{name}": count for name, count in counts.items()}
     return RunFile([record_table("proof", PROOF_COLUMNS, rows)], summary)
@@ -209,7 +206,8 @@ class Wandb:
     name = "wandb"
 
     def __init__(self, run: Any, mode: str) -> None:
-        self._run, self._mode = run, mode
+        self._run = run
+        self._mode = mode
         self.run_id = str(run.id)
         self.folder = Path(run.dir).parent
         self._defined: set[str] = set()
@@ -299,7 +297,8 @@ class Trackio:
     name = "trackio"
 
     def __init__(self, run: Any, project: str) -> None:
-        self._run, self._project = run, project
+        self._run = run
+        self._project = project
         self.run_id = str(run.name)
         self._alerted: dict[str, float] = {}
 
