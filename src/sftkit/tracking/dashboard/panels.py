@@ -79,6 +79,7 @@ class Section:
 
     @classmethod
     def of(cls, title: str, *panels: Panel, is_open: bool = False, one_row: bool = False) -> Section:
+        """Return a section with these panels."""
         return cls(title, panels, is_open, one_row)
 
 
@@ -314,9 +315,8 @@ def logged_by(run_dir: Path) -> set[str]:
     for record in (proof_of(run_dir), preflight_of(run_dir)):
         found |= {table.name for table in record.tables} | record.summary.keys()
     found |= {"samples"} if read_metric_rows(run_dir / files.SAMPLES) else set()
-    return found | (
-        {"eval/results"} if any(run_dir.glob(f"{files.EVALUATIONS}/{files.STEP_DIRS}/{files.RESULTS}")) else set()
-    )
+    evaluated = any(run_dir.glob(f"{files.EVALUATIONS}/{files.STEP_DIRS}/{files.RESULTS}"))
+    return found | ({"eval/results"} if evaluated else set())
 
 
 def spec(view: workspaces.Workspace | reports.Report) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The dashboard of a run, wandb or trackio: the name, group, tags and notes by which the run is found there, and a thread
-that feeds it, so that a dashboard that is stuck delays nothing.
+"""The dashboard of a run, wandb or trackio: the name, group, tags and notes by which the run is found there, and a
+thread that feeds it, so that a dashboard that is stuck delays nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a dashboard gets of a run: how the run ends, proof.json and preflight.json as tables and numbers; and the services,
-wandb and trackio, behind the few methods that both have.
+"""What a dashboard gets of a run: how the run ends, proof.json and preflight.json as tables and numbers; and the
+services, wandb and trackio, behind the few methods that both have.
 """
 
 from __future__ import annotations
