@@ -6,6 +6,7 @@ first functions here make what a run would start from.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
@@ -27,7 +28,7 @@ from sftkit.data.batches.loader import Batches
 from sftkit.data.batches.pack import Layout
 from sftkit.data.reading import findings
 from sftkit.data.tokens import stages
-from sftkit.data.types import Examples, Finding
+from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
@@ -167,6 +168,7 @@ def analyse(
     """
     conversations = facts.of_conversations(examples)
     # Of the data, counted; of the machine, estimated; of time, only what an earlier run has measured.
+    template = str(tokenizer.chat_template or "") if conversations.any() else None
     sources = facts.source_facts(examples)
     lengths = examples.lengths
     for source, one in zip(cfg.data.train, sources, strict=True):
@@ -188,7 +190,7 @@ def analyse(
         "lengths": facts.length_facts(lengths),
         "target_pct": 100.0 * targets / tokens,
         "end_of_turn_pct": facts.end_of_turn_pct(examples, conversations, tokenizer),
-        "template_sha256": facts.template_hash(tokenizer) if conversations.any() else None,
+        "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
         "roles": facts.roles(examples),
         **facts.duplicate_facts(examples, validation, cfg.data.train),
         "layouts": layouts,
@@ -293,15 +295,6 @@ def source_text(source: dict[str, Any]) -> str:
     happened += f", {unused:,} of their columns and keys not used" * bool(unused)
     counts = ", ".join(counted(source[f"{noun}s"], noun) for noun in ("row", "document", "token"))
     return f"{source['name']}: {counts}, {share:.1f} % targets{happened}"
-
-
-def finding_lines(analysis: dict[str, Any]) -> list[str]:
-    """Return a line for each reason for which rows of a source were left out, or are odd, and for each column that is
-    not used. The log of a run has them by itself."""
-    sources = [*analysis["sources"], *analysis["validation"]]
-    return [
-        f"{source['name']}: {findings.finding_text(Finding(**one))}" for source in sources for one in source["findings"]
-    ]
 
 
 def time_text(time: dict[str, Any]) -> str:

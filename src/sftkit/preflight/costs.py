@@ -77,27 +77,24 @@ def layout_facts(
     part = plans[-1][: SAMPLE // layout.global_batch_size + 1]  # of dynamic: an epoch is shuffled, so it stands for all
     documents = lengths if every[-1] is layout else some
     eager = positions[-1] * eager_positions(documents, part, every[-1]) / num_positions(part, every[-1])
-    return [
-        {
+    found = []
+    for one, plan, count, scaled in zip(every, plans, positions, scales, strict=True):
+        # Empty rows have places for encoded inputs too.
+        places = sum(one.positions(batch.row_length) // batch.row_length for batch in plan) * one.docs_per_row
+        taken = sum(len(row) for batch in plan for row in batch.rows)
+        row = {
             "layout": one.kind,
             "own": one is layout,
             "shapes": shapes_text(one),
             "padding_pct": 100.0 * (1.0 - float(lengths.sum()) / count),
-            "steps": round(len(plan) * s),
+            "steps": round(len(plan) * scaled),
             "positions": round(count),
             "x_dynamic": count / positions[-1],
             "break_even": count / eager,
-            "taken_pct": _taken_pct(plan, one) if one.encoded else None,
+            "taken_pct": 100.0 * taken / places if one.encoded else None,
         }
-        for one, plan, count, s in zip(every, plans, positions, scales, strict=True)
-    ]
-
-
-def _taken_pct(plan: Sequence[GlobalBatch], layout: Layout) -> float:
-    """Return documents over the places for their encoded inputs in the rows of a plan, in percent. Empty rows
-    have places too."""
-    places = sum(layout.positions(batch.row_length) // batch.row_length for batch in plan) * layout.docs_per_row
-    return 100.0 * sum(len(row) for batch in plan for row in batch.rows) / places
+        found.append(row)
+    return found
 
 
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
@@ -265,7 +262,11 @@ def disk_facts(
     folder = next(each for each in (absolute, *absolute.parents) if each.exists())
     free = shutil.disk_usage(folder).free
     size = None if orig_model is None or plan is None else checkpoint_bytes(orig_model, plan)
-    count = checkpoints_at_once(checkpoint, steps)
+    # On disk together: those kept, the best, pinned ones, and the one being written. One save more than by the
+    # interval, as a run ends with a checkpoint.
+    saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
+    pinned = steps // checkpoint.pin_every if checkpoint.pin_every else 0
+    count = min(checkpoint.keep + 1 + bool(checkpoint.best) + pinned, saves)
     return {
         "folder": str(folder),
         "free_gib": free / GIB,
@@ -274,12 +275,3 @@ def disk_facts(
         "needed_gib": None if size is None else count * size / GIB,
         "fits": None if size is None else count * size <= free,
     }
-
-
-def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
-    """Return the most checkpoints that are on disk together: those kept, the best, pinned ones, and the
-    one being written."""
-    # One more than by the interval: a run ends with a checkpoint.
-    saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
-    pinned = steps // checkpoint.pin_every if checkpoint.pin_every else 0
-    return min(checkpoint.keep + 1 + bool(checkpoint.best) + pinned, saves)

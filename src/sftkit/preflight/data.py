@@ -1,13 +1,10 @@
-"""Estimate what data.split_turns=true would cost if it is off, from a sample of the first conversations of a source.
-
-In words: what is learned of the answers of conversations, what is not, and why.
-
-Count tokenized data before training: sources, roles, lengths, ends of turns, duplicates.
+"""Count tokenized data before training: sources, roles, lengths, ends of turns, duplicates; say what is learned of
+the answers of conversations, what is not, and why; and estimate from a sample what data.split_turns=true would
+cost.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -281,12 +278,6 @@ def end_of_turn_pct(examples: Examples, chosen: np.ndarray, tokenizer: PreTraine
         return None
     last = np.asarray(examples.ids)[examples.offsets[1:][chosen] - 1]
     return 100.0 * float(np.isin(last, chat.end_of_turn_ids(tokenizer)).mean())
-
-
-def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the sha256 of the chat template; None without one."""
-    template = tokenizer.chat_template
-    return hashlib.sha256(str(template).encode()).hexdigest() if template else None
 
 
 def duplicate_facts(

@@ -18,9 +18,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.terminal import visible
+from sftkit.data.reading.findings import finding_text
 from sftkit.data.tokens.stages import DATA_OF_STAGES
 from sftkit.data.tokens.template import special_tokens_of
-from sftkit.data.types import Examples
+from sftkit.data.types import Examples, Finding
 from sftkit.preflight import analysis as preflight
 from sftkit.reports import details
 from sftkit.reports.components import headline_tiles, html_document, macros, section
@@ -124,7 +125,10 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
     costs = [f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"]
     if analysis["time"]["hours"] is None:
         costs.insert(0, f"{'':<10}how long they take is told here once a run in run.dir has measured its speed")
-    rows = [f"{'rows':<10}{line}" for line in preflight.finding_lines(analysis)]
+    # Why rows of a source were left out, or are odd, and which columns are not used; a run logs them by itself.
+    rows = []
+    for source in (*analysis["sources"], *analysis["validation"]):
+        rows += [f"{'rows':<10}{source['name']}: {finding_text(Finding(**one))}" for one in source["findings"]]
     for line in (*preflight.lines(analysis), *costs, *rows):
         console.print(line, markup=False, soft_wrap=True)
     for warning in analysis["warnings"]:

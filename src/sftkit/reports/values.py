@@ -1,8 +1,8 @@
-"""Read what a run left behind: files may be missing, cut short by a kill, or written by another version.
+"""What all parts of a report use: values as people read them, readers of a run's files, and markup.
 
-Formats numbers for people: four significant digits, thousands set apart, times in hours and minutes.
-
-Builds HTML and SVG. What is not markup already is escaped, so text from data can never become markup.
+Files may be missing, cut short by a kill, or written by another version. Numbers get four significant digits, with
+thousands set apart, and times hours and minutes. Text that is not markup already is escaped, so text from data can
+never become markup.
 """
 
 from __future__ import annotations

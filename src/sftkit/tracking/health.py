@@ -1,8 +1,6 @@
-"""Spikes: losses and gradient norms far above those of earlier steps, found on the device before the update.
-
-The load of experts: the share of positions that each expert of each layer is given, between two logged lines.
-
-Numbers that must not pass unnoticed: losses and gradient norms that are not finite, and spikes.
+"""Numbers that must not pass unnoticed: losses and gradient norms that are not finite, spikes (values far above
+those of earlier steps, found on the device before the update), and the share of positions that each expert is
+given.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""A check that a run makes of itself; proof.json and the report show them.
-
-The outcome of a step, on the device.
-
-The progress of a run since its first step, over all its starts: curves can be drawn over it as over `step`.
-
-Every name in metrics.jsonl and evals.jsonl: its unit, and which value stands for a whole run.
-Formulas: docs/metrics.md.
+"""What a step and a run have to show: a check that the run made of itself, the outcome of a step on the device, the
+progress over all starts of the run, and every name in metrics.jsonl and evals.jsonl with its unit and the value
+that stands for a whole run. Formulas: docs/metrics.md.
 """
 
 from __future__ import annotations

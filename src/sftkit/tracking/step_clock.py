@@ -1,6 +1,5 @@
-"""Measures how long single steps take on the device, and how often the host waits for it inside them.
-
-A trace of three steps: what host and device did when, and how much of the communication ran beside computing.
+"""Measure how long single steps take on the device and how often the host waits for it; and trace three steps: what
+host and device did when, and how much of the communication took place next to computing.
 """
 
 from __future__ import annotations
