@@ -89,7 +89,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
             f"{folder}: no such folder{similar_paths(str(folder)) or '.'} The chain takes one with "
             f"{', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, such as {', '.join(map(str, complete))}"
         )
-    # With one directory each stage would set aside the run before it, and start from an earlier chain's.
+    # If stages shared a directory, each would set aside the run before it, and start from an earlier chain's.
     if word := next((word for word in overrides if word.startswith("run.dir=")), None):
         files = ", ".join(str(folder / f"{stage}.yaml") for stage in CHAIN_SCRIPTS)
         raise ConfigError(
@@ -134,7 +134,7 @@ def is_evaluated(run: RunConfig, eval: EvalConfig) -> bool:
     """Return whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
     run_dir = Path(run.dir)
     try:
-        # By the manifest, which stands for the bytes of the checkpoint: its name alone is the same
+        # The manifest decides, which stands for the bytes of the checkpoint: its name alone is the same
         # after another training.
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
         manifest = digest(newest) if (newest := latest_checkpoint(run_dir)) is not None else None

@@ -62,7 +62,7 @@ class Hardware:
 
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     """Return this machine's visible GPUs and usable CPU cores."""
-    # By nvidia-smi: torch takes seconds to import, and a context on each GPU.
+    # nvidia-smi is asked, as torch takes seconds to import, and a context on each GPU.
     listing = nvidia_smi("-L")
     names = [line.split(":", 1)[1].split("(UUID")[0].strip() for line in listing if line.startswith("GPU ")]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -72,7 +72,7 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
         return Hardware(0, cpu_cores(), idle_cores=idle_cores())
     in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
     mebibytes = [] if in_parts else nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    # Where memory is the host's a GPU answers [N/A].
+    # A GPU whose memory is the host's answers [N/A].
     known = mebibytes and all(line.isdecimal() for line in mebibytes)
     memory = min(map(int, mebibytes)) * 2**20 if known else None
     return Hardware(gpus, cpu_cores(), names[0] if len(set(names)) == 1 else None, memory)
@@ -201,7 +201,7 @@ def choose(
     """Choose how to start: the most GPUs that share the global batch equally; without a GPU one CPU process with a
     thread for each core that is free, as threads that share cores with others wait for each other.
 
-    Several GPUs get replicas (DDP), or shards of the model (FSDP2) where a replica, or the rows beside it, do not fit
+    Several GPUs get replicas (DDP), or shards of the model (FSDP2) where a replica, or the rows next to it, do not fit
     one of them.
 
     Args:
@@ -354,7 +354,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         near = difflib.get_close_matches(script, known, n=1)
         hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
         raise ConfigError(f"{script}: no such script. {hint}")
-    # All that can be refused without a GPU or torch's seconds of import: recipe, data, model, a run at work.
+    # All that can be rejected without a GPU or torch's seconds of import: recipe, data, model, a run at work.
     rules = [run_dir_can_be_made, *input_rules(stage_of_script(script))]
     cfg = read_config(recipe, overrides, world_size=1, more=rules)
     script = shipped(script)

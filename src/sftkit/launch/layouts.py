@@ -66,7 +66,7 @@ class OnPaper:
 
     @property
     def config(self) -> str:
-        """Return the accelerate config, and what is set beside it."""
+        """Return the accelerate config, and the settings that go with it."""
         t = self.setup.topology
         copies = f", dp_replicate_size {t.replicas}"
         if t.stages > 1:
@@ -193,7 +193,7 @@ def setups(
         if not divides(topology, rows, row_length):
             continue
         share = rows // topology.row_ranks
-        # By the parameters that a token passes, as parallel.balance does for 1f1b.
+        # The parameters that a token passes decide, as in parallel.stages for 1f1b.
         layers = balanced(shape.blocks, *work_of(shape), topology.stages) if topology.stages > 1 else ()
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
         # Each number of rows once: limits that lead to the same divisor are one layout.
@@ -295,7 +295,7 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machin
     shape = shape_of_fields(fields, size and size.parameters)
     if shape is None or not divides(topology, rows, row_length):
         return None
-    # Which is refused when the model is there.
+    # This is rejected when the model is loaded.
     if cfg.optim.name != "auto" and OPTIMIZERS[cfg.optim.name].unshardable and topology.partial:
         return None
     machines = Machines(topology.world_size, max(1, topology.world_size // num_machines), memory_bytes)
@@ -324,7 +324,7 @@ def _row_length(cfg: Config) -> int | None:
         return length
     if cfg.model.path is None or not Path(cfg.model.path).is_dir():
         return None
-    # A folder without a model, or with a damaged state, is refused where it is read to train.
+    # A folder without a model, or with a damaged state, is rejected when it is read to train.
     with suppress(ConfigError, OSError, ValueError):
         return trained_length(Path(resolve(cfg.model.path)))
     return None
@@ -385,7 +385,7 @@ def _with_fewer_micro_batches(
         other = replace(cfg, train=replace(cfg.train, pipeline_schedule="1f1b", micro_batch_size=size))
         asked = _asked(other, topology, memory_bytes, num_machines)
         fitting = [*asked.with_its_settings, *asked.fitting] if asked else []
-        # With fewer micro-batches than stages 1f1b is refused (config.engine_rules).
+        # 1f1b is rejected with fewer micro-batches than stages (config/rules.py).
         if fits := next((way for way in fitting if way.setup.layout.accumulation >= topology.stages), None):
             fewer = f", train.micro_batch_size={size}" * (size < cfg.train.micro_batch_size)
             return f"train.pipeline_schedule=1f1b {_takes(fits)}{fewer}"

@@ -76,7 +76,7 @@ def gpu_precision(train: TrainConfig) -> str:
 
 
 def precision_text(train: TrainConfig) -> str:
-    """Return what a run on this machine computes in, beside what sizes are counted in if that is something else."""
+    """Return what a run on this machine computes in, and what sizes are counted in if that differs."""
     here = resolve_precision(train.precision)
     on_gpu = gpu_precision(train)
     if here == on_gpu:
@@ -96,7 +96,7 @@ def memory_plan(
     Raises:
         ConfigError: it cannot run like that: see make_plan, and check_row_shard for rows that ranks share.
     """
-    # Needs no model, so it is refused also where the sizes are unknown.
+    # Needs no model, so it is rejected even if the sizes are unknown.
     check_row_shard(layout, row_shard(topology, rank=0))
     if orig_model is None:
         return None
@@ -167,7 +167,7 @@ def analyse(
         here: (device name, processes), to believe only speeds measured on such; None: any.
     """
     conversations = facts.of_conversations(examples)
-    # Of the data, counted; of the machine, estimated; of time, only what an earlier run has measured.
+    # The data is counted, the machine estimated; times are those that an earlier run has measured.
     template = str(tokenizer.chat_template or "") if conversations.any() else None
     sources = facts.source_facts(examples)
     lengths = examples.lengths
@@ -218,7 +218,7 @@ def record_preflight(
     """
     examples = batches.examples
     layout = batches.layout
-    # Of a run whose batch size was changed on the way: an epoch as it is now.
+    # If the batch size was changed on the way, the epoch is one of the present size.
     epoch = batches.plan(0) if len(batches.segments) == 1 else plan_epoch(examples.lengths, layout, batches.seed, 0)
     analysis = analyse(
         cfg,

@@ -54,9 +54,9 @@ def layout_facts(
     """Return shapes, padding, steps and positions of an epoch in each of the four layouts.
 
     `x_dynamic` is positions over those of the dynamic layout. `break_even` is positions over those of an eager loop
-    that pads each micro-batch to its own longest document: the compiled step must be so many times faster per position
-    to win. Both are of the text. `taken_pct` is the share of the places for what an encoder reads that are not empty
-    (None: no encoder).
+    that pads each micro-batch to its own longest document: the compiled step must be that many times faster per
+    position to win. Both are of the text. `taken_pct` is the share of the places for what an encoder reads that are not
+    empty (None: no encoder).
 
     Args:
         layout: the run's own, planned as `epoch`.
@@ -77,7 +77,7 @@ def layout_facts(
     part = plans[-1][: SAMPLE // layout.global_batch_size + 1]  # of dynamic: an epoch is shuffled, so it stands for all
     documents = lengths if every[-1] is layout else some
     eager = positions[-1] * eager_positions(documents, part, every[-1]) / num_positions(part, every[-1])
-    found = []
+    found: list[dict[str, Any]] = []
     for one, plan, count, scaled in zip(every, plans, positions, scales, strict=True):
         # Empty rows have places for encoded inputs too.
         places = sum(one.positions(batch.row_length) // batch.row_length for batch in plan) * one.docs_per_row
@@ -100,7 +100,7 @@ def layout_facts(
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
     """Return another layout for the same data and processes; settings that only go with one layout hold
     for that one."""
-    # A multiple that goes with the run's own layout may not divide max_length in another, which would be refused.
+    # A multiple that goes with the run's own layout may not divide max_length in another, which would be rejected.
     asked = data.pad_multiple or PAD_MULTIPLE
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]

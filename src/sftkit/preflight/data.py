@@ -104,7 +104,7 @@ def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
 
 def _added(row: Row, tokenize: Callable[..., Tokenized], learning: chat.Learning) -> tuple[int, int, int] | None:
     """Return (answers left out now, tokens that would be added, documents that would be added) of a conversation; None:
-    it leaves out none, or would be refused."""
+    it leaves out none, or would be rejected."""
     excluded = _excluded_count_name(learning.targets)
     try:
         off = tokenize(row, learning=replace(learning, split_turns=False))
@@ -290,7 +290,7 @@ def duplicate_facts(
         duplicate_pct, of the training documents; validation_in_train, by source how many documents occur in training.
     """
     seen = _fingerprints(training, _first_passes(training, sources))
-    # By 64-bit hashes: two documents of millions that agree by chance do not change a percentage.
+    # The hashes have 64 bits: two documents of millions that agree by chance do not change a percentage.
     distinct = set(seen)
     found = {
         name: sum(print_ in distinct for print_ in _fingerprints(examples, np.arange(len(examples))))

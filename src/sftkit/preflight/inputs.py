@@ -50,7 +50,7 @@ OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "tok
 
 
 def best(get: Get, stage: str | None) -> Iterator[Problem]:
-    """Refuse a run that names, in checkpoint.best, a metric which it never writes: it would train to its end and keep
+    """Reject a run that names, in checkpoint.best, a metric which it never writes: it would train to its end and keep
     no best checkpoint."""
     wanted = get("checkpoint.best")
     tasks = get("eval.tasks")
@@ -112,7 +112,7 @@ REQUIRED: dict[str | None, Callable[[Row], object]] = {
     "caption": rows.require_source_and_texts,
     None: _readable,
 }
-"Stage -> what refuses a row that it cannot learn from."
+"Stage -> the function that rejects a row that the stage cannot learn from."
 
 
 def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Rule]:
@@ -154,7 +154,7 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
 
     Args:
         part: the key of their list.
-        require: refuses a row that is not learned from; None: of any row the text is read.
+        require: rejects a row that cannot be learned from; None: only the text of a row is read.
     """
     skips = get("data.on_bad_row") == "skip"
     # One by one, as another source of the list may be one that cannot be read.
@@ -172,7 +172,7 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
 
 
 def _check_source(source: SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:
-    """Find a source and look at its first rows. Rows that the run would skip are refused where they are all that there
+    """Find a source and look at its first rows. Rows that the run would skip are rejected where they are all that there
     is, or where the columns of all of the first are wrong in the same way.
 
     Raises:
@@ -195,7 +195,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
         # Where a bad row ends the run others are looked for, unless none can be used for their columns.
         if (seen == FIRST_ROWS and (skips or not bad or _alike(bad, seen))) or (not skips and bad.enough(raw[0])):
             break
-    # Of small files, whose beginning has no row, the whole part that is asked for is read.
+    # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.rows(), None) is None:
         raise readers.no_rows(source)
@@ -330,7 +330,7 @@ def _pipeline(get: Get, topology: Topology) -> Iterator[Problem]:
     if get("train.engine") != "pipeline" or topology.stages == 1:
         return
     fields = _text_config(get)
-    # A model with an encoder is refused for more than its stages, when it is loaded.
+    # A model with an encoder is rejected for more than its stages, when it is loaded.
     if "model_type" not in fields or fields.get("is_encoder_decoder") or "encoder" in fields:
         return
     layers = fields.get("num_hidden_layers")

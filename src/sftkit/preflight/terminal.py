@@ -281,7 +281,7 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
     if samples:
         documents = [(preview_title(preview), preview.spans) for preview in samples]
         parts.append(section("samples", "Samples", macros.documents(documents)))
-    # Of the whole page: names of files and texts of data may hold control characters.
+    # The whole page is escaped: names of files and texts of data may hold control characters.
     return visible(html_document(title, join(header, el("main", parts)), macros.documents_style()))
 
 

@@ -1,4 +1,4 @@
-"""README.md beside an exported model: a Hugging Face model card from the run's files."""
+"""README.md next to an exported model: a Hugging Face model card from the run's files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LICENCE = ("license", "license_name", "license_link")
 def licence(card: Path) -> dict[str, str]:
     """Return what the header of an earlier card says of the licence; empty without one that can be read."""
     try:
-        # Of the header alone; the rest of the card may hold lines of dashes too.
+        # Only the header counts: the rest of the card may hold lines of dashes too.
         _, header, _ = card.read_text(encoding="utf-8").split("---\n", 2)
         found = mapping(yaml.safe_load(header))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -123,7 +123,7 @@ def _header(report: Report, kept: Mapping[str, Any]) -> str:
         base_model=report["run"]["base_model"],
         datasets=report["run"]["datasets"] or None,
         tags=["sftkit"],
-        # ModelCardData refuses results without a name, and a name without results says nothing.
+        # ModelCardData rejects results without a name, and a name without results says nothing.
         model_name=name if results else None,
         eval_results=results or None,
         **kept,

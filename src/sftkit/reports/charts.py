@@ -14,7 +14,7 @@ Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
 "Margins of a chart, in the units of its view box."
 _MAX_TITLES = 60
-"Maximum number of points of a line, besides its last, that show their value when pointed at."
+"Maximum number of points of a line, apart from its last, that show their value when pointed at."
 _FEW = 20
 "Maximum number of points of a line that are all drawn."
 _LOG_RATIO = 20.0

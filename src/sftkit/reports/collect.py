@@ -44,7 +44,7 @@ _DATA_FILE = re.compile(r"\.(jsonl|json|parquet|csv|txt)(\.gz)?$")
 def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return config.yaml as a nested dictionary; what cannot be read is said in `notes`, never raised."""
     try:
-        # By the parser of recipes, which has limits: a config.yaml may come from anybody.
+        # The parser of recipes has limits, and a config.yaml may come from anybody.
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         notes.append(f"{path.name} is not there")
@@ -105,9 +105,9 @@ def _text(value: Any) -> str:
 
 
 def origin(settings: dict[str, Any]) -> str | None:
-    """Return the hub model that this run, or the run that it goes on from, started with; None: it was made from scratch
+    """Return the hub model that this run, or the run that it continues, started with; None: it was made from scratch
     or from a local folder."""
-    # Runs go on from runs: ten back at most, as a folder may name itself.
+    # A run may continue another one, which continues another: ten at most, because a folder may name itself.
     for _ in range(10):
         path = mapping(settings.get("model")).get("path")
         if not isinstance(path, str):
@@ -156,7 +156,7 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
                 continue
             if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
                 continue
-            # low and high stand beside a task, not beside a metric: with several metrics nobody could say
+            # low and high belong to a task, not to a metric: with several metrics nobody could say
             # whose they are.
             alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
             bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
@@ -275,7 +275,7 @@ def machine_name(environment: Mapping[str, Any]) -> str:
 
 
 def check_run(run_dir: Path) -> None:
-    """Refuse a folder that holds no run.
+    """Reject a folder that holds no run.
 
     Raises:
         ConfigError: it names runs nearby.
@@ -407,7 +407,7 @@ def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:
     """Return where the report of the run that this one started from lies, relative to this one's;
     None: there is none here."""
     path = mapping(settings.get("model")).get("path")
-    # By resolved paths on both sides, so that the link also holds where runs/ is a link to another disk.
+    # Both paths are resolved, so the link also holds if runs/ is a link to another disk.
     page = Path(path) / names.REPORT if isinstance(path, str) else None
     return os.path.relpath(page.resolve(), run_dir.resolve()) if page is not None and page.is_file() else None
 
@@ -428,7 +428,7 @@ def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, s
     """
     metrics = ("perf/step_seconds", "compile/cache_hits", "compile/seconds")
     windows, hits, inside = (list(known(curves, metric).values()) for metric in metrics)
-    # Where no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
+    # If no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
     spent = inside[-1] if inside else drawable_number(summary.get("warm_up_seconds"))
     # Only Inductor makes faster code; nothing that an eager or debugging backend spends can pay.
     generated = mapping(settings.get("compile")).get("backend", "inductor") == "inductor"

@@ -14,7 +14,7 @@ from typing import Any
 from sftkit.reports.values import dicts, duration, format_value, mapping
 
 LITTLE = 1.3
-"""An example where compiling pays a little: an eager step takes so many times a compiled one;
+"""An example where compiling pays a little: an eager step takes this many times as long as a compiled one;
 the other example is twice."""
 
 
@@ -63,7 +63,7 @@ def pays_from(eager_step_seconds: float, compiled_step_seconds: float, compile_s
 def own_words(
     compile_seconds: float | None, step_seconds: Sequence[float], cache_hits: float, *, resumed: bool
 ) -> str | None:
-    """Return what a compiled run can say without an eager one beside it: its compile in steps of its own, and when it
+    """Return what a compiled run can say without an eager one next to it: its compile in steps of its own, and when it
     pays for two possible speeds of an eager step. None where seconds are not known.
 
     Args:

@@ -74,6 +74,7 @@ def figure(
     if wide:
         drawing = macros.both_widths(line_chart(shown, label, axis, WIDE), drawing)
     words = ", ".join(word for word in (unit, "logarithmic" if axis.log else "") if word)
+    keys: list[tuple[str, Html, str | None]]
     keys = [(one.label, el("polyline", points="1,4 25,4"), line_class(one, shown)) for one in shown]
     if axis.level is not None:
         keys.append((f"chance {format_value(axis.level)}", el("line", x1=1, y1=4, x2=25, y2=4, class_="level"), None))
@@ -88,6 +89,6 @@ def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any
 
 def plain_numbers(values: Any) -> list[float]:
     """Return the numbers of a list, none if any item is no number."""
-    # All or nothing: numbers with gaps would no longer go with the edges or layers beside them.
+    # All or nothing: numbers with gaps would no longer match their edges or layers.
     found = [drawable_number(value) for value in values] if isinstance(values, list) else []
     return [value for value in found if value is not None] if None not in found else []

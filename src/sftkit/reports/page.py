@@ -339,8 +339,8 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
     Returns the page's path.
 
     Args:
-        against: a second run, whose curves, settings and results are shown beside those of this one.
-        out: the HTML file to write instead, the JSON file beside it; the run directory is then left as it is.
+        against: a second run, whose curves, settings and results are shown next to those of this one.
+        out: the HTML file to write instead, the JSON file next to it; the run directory is then left as it is.
 
     Raises:
         ConfigError: `run_dir` or `against` is no run.
@@ -361,7 +361,7 @@ def write_report(run_dir: Path, against: Path | None = None, out: Path | None = 
 
 
 def try_report(run_dir: Path, print_line: Callable[[str], None] = print_text, max_seconds: float = 20.0) -> None:
-    """Write the report where it must neither fail nor delay what goes on; `print_line` gets where it
+    """Write the report where it must neither fail nor delay the run; `print_line` gets where it
     is, or why there is none."""
 
     def work() -> None:

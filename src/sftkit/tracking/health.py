@@ -144,7 +144,7 @@ class ExpertLoad:
         """
         if self._routing is None:
             return {}
-        # Of this rank's own rows. The sum over ranks is a collective, so it comes before any `if` on the rank.
+        # These are this rank's own rows. The sum over ranks is a collective, so it comes before any `if` on the rank.
         found = self._routing.take_load()
         assert found is not None, "a line is logged after a step"
         counts = self._rt.sum(found.double())  # [L, E]; every position has the same number of experts

@@ -53,7 +53,7 @@ def own_values(rt: Runtime, rows: list[list[float | None]], *, same_ranks: bool)
     """Return this rank's part of what `by_rank` returned, so that the parts add up to the same: fp64 [n], on the CPU.
 
     Args:
-        same_ranks: each takes what it had, so that sums go on bit for bit; else the main rank takes the sums over
+        same_ranks: each takes what it had, so that sums continue bit for bit; else the main rank takes the sums over
             ranks, which make sense only for what adds up.
     """
     table = torch.tensor([[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64)

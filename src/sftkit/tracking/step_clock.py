@@ -50,7 +50,7 @@ class StepClock:
         return seconds
 
     def so_far(self) -> list[float]:
-        """Return the same without starting anew. Before a pause this waits for the last step, as the
+        """Return the same without starting again. Before a pause this waits for the last step, as the
         pause itself does."""
         for before, after in pairwise(self._marks):
             if isinstance(after, float):

@@ -196,7 +196,7 @@ class Tracker:
             values: val/* and eval/*, for evals.jsonl. Intervals and chance of tasks are in
                 evals/step-NNNNNN/results.json.
             samples: prompt, reference, answer and stop of each sample, for samples.jsonl.
-            axes: what the dashboard can draw the values over beside `step`; metrics.jsonl has them of its own lines.
+            axes: what the dashboard can draw the values over, next to `step`; metrics.jsonl has them of its own lines.
         """
         if not self._rt.is_main:
             return
@@ -206,7 +206,7 @@ class Tracker:
             self._rt.print(f"  evaluation at step {step}: {eval_line(values, results)}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
-            # The whole table is sent anew each time: a dashboard shows the newest table only.
+            # The whole table is sent each time: a dashboard shows the newest table only.
             newest = read_metric_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:]
             self._table(step, "samples", SAMPLE_COLUMNS, newest)
         if results:
@@ -253,7 +253,7 @@ class Tracker:
         return True
 
     def _append(self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any]) -> None:
-        """Append a line to a file; the dashboard gets it with `axes` beside it."""
+        """Append a line to a file; the dashboard gets it with `axes`."""
         if not self._rt.is_main:
             return
         # The disk has room again: events that waited are written now.

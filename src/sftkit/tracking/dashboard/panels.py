@@ -236,7 +236,7 @@ _COLUMNS = (
     *("run/state", "train/loss", "val/loss", "val/bpb", "eval/centred_mean", "perf/tok_per_sec", "perf/step_seconds"),
     *("perf/mfu", "mem/peak_gib", "proof/failed", "compile/recompiles"),
 )
-"Columns of the table of runs, beside name and state."
+"Columns of the table of runs, after name and state."
 
 
 def workspace(entity: str, project: str, logged: Collection[str] | None = None) -> workspaces.Workspace:
@@ -300,7 +300,7 @@ def names_of(run_dir: Path | None) -> set[str] | None:
 
 def newest_on_wandb(root: Path) -> Path | None:
     """Return the run directory with the newest wandb run in it: those of a validation, which are many, have none."""
-    # By wandb's own folders, not by metrics.jsonl: the panels are for runs that it has.
+    # wandb's own folders decide, not metrics.jsonl: the panels are for runs that wandb has.
     found = [path for path in root.glob("**/wandb/*run-*") if (path.parents[1] / METRICS_FILE).is_file()]
     kept = [path for path in found if not is_archived(path)]
     return max(kept, key=lambda path: path.stat().st_mtime).parents[1] if kept else None
@@ -329,7 +329,7 @@ def save_view(view: workspaces.Workspace | reports.Report) -> str:
     """Create the workspace or report on the server and return its address.
 
     Raises:
-        ConfigError: there is no key on this machine, or the server refuses.
+        ConfigError: there is no key on this machine, or the server rejects it.
     """
     # Without a key wandb may ask for one at the terminal, and wait.
     check_key()
@@ -343,7 +343,7 @@ def save_view(view: workspaces.Workspace | reports.Report) -> str:
 
 
 def check_key() -> None:
-    """Refuse to go on where there is no wandb key on this machine.
+    """Raise an error if there is no wandb key on this machine.
 
     Raises:
         ConfigError: there is none.

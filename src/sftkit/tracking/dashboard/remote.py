@@ -43,7 +43,7 @@ class Identity:
     tags: tuple[str, ...]
     notes: str
     settings: Mapping[str, Any]
-    "the recipe by its sections, `resolved` and `environment` beside them: train/assemble.py"
+    "the recipe by its sections, with `resolved` and `environment`: train/assemble.py"
 
 
 def identity(config: LogConfig, run_dir: Path, settings: Mapping[str, Any]) -> Identity:
@@ -162,7 +162,7 @@ def _start_wandb(
     quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
     init: dict[str, Any] = {"mode": mode, "dir": str(run_dir), "name": about.name, "settings": quiet}
     init |= {"group": about.group, "job_type": about.job_type, "tags": about.tags, "notes": about.notes}
-    # "allow" continues the run, or makes it anew if it was deleted on the server; "must" would fail then.
+    # "allow" continues the run, or makes it again if it was deleted on the server; "must" would fail then.
     init |= {"id": run_id, "resume": "allow"} if run_id else {}
     accelerator.trackers.clear()  # one that failed to start before would be started again
     accelerator.init_trackers(project, dict(about.settings), {"wandb": init})

@@ -40,7 +40,7 @@ class Ending:
 
 
 def begun(*, resumed: bool) -> dict[str, Any]:
-    """Return what stands for a run while it goes on, and stays if it is killed; of a resumed one
+    """Return what stands for a run while it trains, and stays if it is killed; of a resumed one
     without its earlier end."""
     return {"run/state": "running", **({"run/signal": "", "run/error": ""} if resumed else {})}
 
@@ -185,7 +185,7 @@ class Dashboard(Protocol):
         """Add a table of a step."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Set values that stand for the whole run, beside those that follow from its rows."""
+        """Set values that stand for the whole run, in addition to those that follow from its rows."""
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         """Tell a person of an event. `level`: INFO, WARN or ERROR."""
