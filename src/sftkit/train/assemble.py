@@ -278,10 +278,10 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     # Weights and optimizer states are loaded into the engine's own tensors, as they are sharded by now.
     checkpoints = open_checkpoints(run, loaded, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
-    check_steps_left(run, data.batches, resumed["step"])
+    step = resumed["step"]
+    check_steps_left(run, data.batches, step)
     # a new run that starts from the checkpoint of another one is a run of its own on the dashboard
     run_id = resumed.get("tracker") if rt.resumes else None
-    step = resumed["step"]
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
     with Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id, open_window=is_open(resumed)) as tracker:
         check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
