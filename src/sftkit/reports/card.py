@@ -13,7 +13,7 @@ import yaml
 
 from sftkit.models.files import CAPTIONS, TEXT_TO_TEXT
 from sftkit.reports.collect import EVALUATION_COLUMNS, is_part, latest_evaluations
-from sftkit.reports.components import columns, environment, value_text
+from sftkit.reports.components import columns, templates, value_text
 from sftkit.reports.details import SOURCES
 from sftkit.reports.values import (
     NONE,
@@ -156,5 +156,5 @@ def block(text: str) -> str:
     return f"{fence}\n{text}\n{fence}"
 
 
-environment.filters |= {"md": md, "code": code, "block": block, "size": parameters}
-template = environment.get_template("card.md.jinja")
+templates.filters |= {"md": md, "code": code, "block": block, "size": parameters}
+template = templates.get_template("card.md.jinja")

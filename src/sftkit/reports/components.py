@@ -31,16 +31,16 @@ def value_text(value: Any) -> str:
     return format_value(value)
 
 
-environment = Environment(
+templates = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=lambda name: str(name).endswith(".html.jinja"),
     trim_blocks=True,
     lstrip_blocks=True,
     undefined=StrictUndefined,
 )
-environment.filters |= {"text": value_text, "flat": join}
-environment.globals |= {"applies": applies, "passed": passed, "POLICY": POLICY}
-macros: Any = environment.get_template("page.html.jinja").module
+templates.filters |= {"text": value_text, "flat": join}
+templates.globals |= {"applies": applies, "passed": passed, "POLICY": POLICY}
+macros: Any = templates.get_template("page.html.jinja").module
 badge, section, html_table, check_table = macros.badge, macros.section, macros.html_table, macros.check_table
 headline_tiles, folded, facts = macros.headline_tiles, macros.folded, macros.facts
 

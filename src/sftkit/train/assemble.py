@@ -55,7 +55,7 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.meter import is_open
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.end import prompt_check, write_page, write_summary
+from sftkit.train.end import prompt_check, write_run_page, write_summary
 from sftkit.train.loop import train
 from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
 from sftkit.verify.counts import validation_check
@@ -103,7 +103,7 @@ def start_run(cfg: Config, stage: str) -> Iterator[Run]:
             damaged.
     """
     set_environment(cfg)
-    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), write_page) as rt:
+    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), write_run_page) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
         if rt.is_main and (warning := write_provenance(folder, cfg, resumes=rt.resumes)):

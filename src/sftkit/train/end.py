@@ -91,7 +91,7 @@ def _seconds(trained: Trained) -> str:
     return own if whole <= trained.start_train_seconds + 0.5 else f"{whole:.0f} s, {own} of them in this start"
 
 
-def write_page(run_dir: Path, print_line: Callable[[str], None] = print_text) -> None:
+def write_run_page(run_dir: Path, print_line: Callable[[str], None] = print_text) -> None:
     """Write the report of a run that has ended; imported here, as only the end of a run needs reports."""
     from sftkit.reports.page import try_report
 
@@ -121,7 +121,7 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     rt.print(f"checkpoint: {where}")
     if trained.stopped:
         rt.print(f"resume with: {resume_command(sys.argv)}")
-    write_page(run_dir, rt.print)
+    write_run_page(run_dir, rt.print)
 
 
 log = logging.getLogger(__name__)
