@@ -26,7 +26,6 @@ def main() -> None:
     from sftkit.data.batches.pack import make_layout
     from sftkit.launch.layouts import advice
     from sftkit.preflight import analysis
-    from sftkit.preflight import analysis as preflight
     from sftkit.preflight import terminal as inspection
     from sftkit.preflight.terminal import page
     from sftkit.runtime.start import quiet_libraries
@@ -54,8 +53,8 @@ def main() -> None:
     if file and (line := advice(cfg, flags.topology, gpu_bytes, file.name, machines_of(file))):
         console.print(line, markup=False, soft_wrap=True)
 
-    data = preflight.DataOfRun(examples, validation, layout, epoch)
-    found = preflight.analyse(cfg, tokenizer, data, preflight.PlannedModel(orig_model, plan))
+    data = {"examples": examples, "validation": validation, "layout": layout, "epoch": epoch}
+    found = analysis.analyse(cfg, tokenizer, **data, orig_model=orig_model, plan=plan)
     samples = inspection.previews(examples, tokenizer, flags.preview)
     inspection.print_preflight(console, found, samples)
     if flags.html:

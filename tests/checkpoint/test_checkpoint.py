@@ -38,7 +38,7 @@ from sftkit.optim.build import build_optimizer
 from sftkit.rundir.manifest import verify
 from sftkit.rundir.names import LATEST, OPTIMIZER, newest_run, resolve, step_dirs, step_number
 from sftkit.runtime.open import random_state, restore_random_state
-from sftkit.tracking.tracker import ResumePoint, Tracker
+from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
 from sftkit.train.end import Trained, write_summary
 from sftkit.train.loop import train
@@ -80,7 +80,7 @@ def run(
     engine = make_engine(cfg, rt, run_dir, Training(orig_model, NextToken(cfg.loss), layout))
     checkpoints = Checkpoints(run_dir, cfg.checkpoint, rt, orig_model, tokenizer, engine.optimizer, "run: {}\n")
     resumed = checkpoints.resume(resume)
-    with closing(engine), Tracker(run_dir, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
+    with closing(engine), Tracker(run_dir, cfg.log, rt, {}, step=resumed["step"]) as tracker:
         return train(cfg, rt, engine, batches, TrainServices(lambda _: ({}, []), checkpoints, tracker, resumed))
 
 

@@ -51,7 +51,7 @@ from sftkit.rundir.names import (
 )
 from sftkit.rundir.status import last_step, read_status
 from sftkit.runtime.start import Runtime
-from sftkit.tracking.tracker import ResumePoint, Tracker
+from sftkit.tracking.tracker import Tracker
 
 CONFIG = CheckpointConfig(every=1, keep=2, best="val/loss")
 FLUSH, PUBLISH = flush, Writer._publish
@@ -66,7 +66,7 @@ def disk(tmp_path: Path) -> Path:
 
 
 def tracker_of(run_dir: Path, rt: Runtime, step: int = 0) -> Tracker:
-    return Tracker(run_dir, LogConfig(tracker="none"), rt, {}, ResumePoint(step))
+    return Tracker(run_dir, LogConfig(tracker="none"), rt, {}, step=step)
 
 
 def log(tracker: Tracker, step: int) -> None:

@@ -110,10 +110,10 @@ class Prepared:
         self.examples, self.validation = loader.load_examples(self.cfg.data, tokenize, nullcontext())
         self.layout = make_layout(self.cfg.data, self.cfg.train, self.examples.lengths, max_length)
 
-    def look(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def look(self, **kwargs: Any) -> dict[str, Any]:
         epoch = plan_epoch(self.examples.lengths, self.layout, 0, 0)
-        data = preflight.DataOfRun(self.examples, self.validation, self.layout, epoch)
-        return preflight.analyse(self.cfg, self.tokenizer, data, *args, **kwargs)
+        data = {"examples": self.examples, "validation": self.validation, "layout": self.layout, "epoch": epoch}
+        return preflight.analyse(self.cfg, self.tokenizer, **data, **kwargs)
 
 
 # ---- the data --------------------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def test_memory_without_weights_is_that_of_the_loaded_model(
     plan = analysis.memory_plan(cfg, shell, prepared.layout, 0.5, Topology())
     assert plan is not None
     assert plan.estimate == make_plan(cfg, loaded, prepared.layout, cpu_runtime()).estimate
-    found = prepared.look(preflight.PlannedModel(shell, plan))
+    found = prepared.look(orig_model=shell, plan=plan)
     assert found["memory"]["fits"] is False
     assert sum(found["memory"]["parts_gib"].values()) == pytest.approx(found["memory"]["estimated_gib"])
     assert any("the GPU has 0.5 GiB" in w for w in found["warnings"])
@@ -458,7 +458,7 @@ def test_a_disk_too_small_for_the_checkpoints_warns(
     prepared = Prepared(tmp_path, tokenizer, CHATS, checkpoint__every=1)
     shell = analysis.meta_model(prepared.cfg.model, tokenizer, "bf16")
     found = prepared.look(
-        preflight.PlannedModel(shell, analysis.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
+        orig_model=shell, plan=analysis.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology())
     )
     assert found["disk"]["checkpoints"] == min(3, found["time"]["steps"] + 1)
     assert any("checkpoint.every=null" in w for w in found["warnings"])
@@ -471,7 +471,7 @@ def test_a_model_that_is_not_here_leaves_memory_unknown_and_says_why(
     missing = read_config(prepared.recipe, ["model.scratch=null", "model.path=./no/model"])
     assert analysis.meta_model(missing.model, tokenizer, "bf16") is None
     assert "./no/model: no such folder" in caplog.text
-    assert prepared.look(preflight.PlannedModel(None, None))["memory"] is None
+    assert prepared.look()["memory"] is None
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -483,9 +483,8 @@ def record(prepared: Prepared, run_dir: Path) -> None:
     assert orig_model is not None
     plan = make_plan(cfg, orig_model, prepared.layout, rt)
     batches = loader.Batches(loader.StepDataset(prepared.examples, prepared.layout), seed=0)
-    data, model = preflight.data_of_run(batches, prepared.validation), preflight.PlannedModel(orig_model, plan)
-    found = preflight.analyse(cfg, prepared.tokenizer, data, model, preflight.machine_of(rt))
-    preflight.record_preflight(run_dir, rt, found)
+    model = orig_model, plan
+    preflight.record_preflight(cfg, rt, run_dir, prepared.tokenizer, batches, prepared.validation, *model)
 
 
 def test_training_writes_preflight_json_and_a_calm_table(
@@ -513,7 +512,9 @@ def test_training_looks_at_100_000_documents_in_two_seconds(tmp_path: Path, toke
     prepared.layout = make_layout(prepared.cfg.data, prepared.cfg.train, prepared.examples.lengths, 2048)
     epoch = plan_epoch(prepared.examples.lengths, prepared.layout, 0, 0)
     started = time.process_time()
-    preflight.analyse(prepared.cfg, tokenizer, preflight.DataOfRun(prepared.examples, {}, prepared.layout, epoch))
+    preflight.analyse(
+        prepared.cfg, tokenizer, examples=prepared.examples, validation={}, layout=prepared.layout, epoch=epoch
+    )
     seconds = time.process_time() - started
     print(f"{seconds:.2f} s")
     assert seconds < 2.0
@@ -580,8 +581,8 @@ def test_previews_are_spread_over_the_data_and_hold_each_token_once(
     assert len(inspection.previews(prepared.examples, tokenizer, 50)) == 20
     assert inspection.previews(prepared.examples, tokenizer, 0) == []
     example = prepared.examples[9]
-    assert "".join(piece.text for piece in samples[1].spans) == tokenizer.decode(example.ids.tolist())
-    learned = "".join(piece.text for piece in samples[1].spans if piece.target)
+    assert "".join(text for text, _, _ in samples[1].spans) == tokenizer.decode(example.ids.tolist())
+    learned = "".join(text for text, target, _ in samples[1].spans if target)
     assert learned == tokenizer.decode(example.ids[example.is_target].tolist()) == "It is 10.<|im_end|>"
 
 
@@ -885,7 +886,7 @@ def test_all_of_it_takes_under_ten_seconds_for_10_000_conversations(
     started = time.perf_counter()
     shell = analysis.meta_model(prepared.cfg.model, tokenizer, "bf16")
     found = prepared.look(
-        preflight.PlannedModel(shell, analysis.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology()))
+        orig_model=shell, plan=analysis.memory_plan(prepared.cfg, shell, prepared.layout, 80, Topology())
     )
     samples = inspection.previews(prepared.examples, tokenizer, 10)
     with open(os.devnull, "w") as nowhere:

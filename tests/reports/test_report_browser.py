@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from made_run import make_run
+from markupsafe import escape
 
-from sftkit.reports.page import POLICY, SECTIONS, write_report
+from sftkit.reports.components import POLICY
+from sftkit.reports.page import SECTIONS, write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium in PATH")
@@ -94,7 +96,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(folder: Path, page: Path, *flags: str) -> dict[int, dict[str, Any]]:
     """What the probe finds in the page at each width; a frame can be as narrow as a phone, a window cannot."""
     text = page.read_text().replace(
-        html.escape(POLICY), "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+        str(escape(POLICY)), "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     )
     copy = folder / "probed.html"
     copy.write_text(text.replace("</body>", f"<script>{PROBE}</script></body>"))
@@ -112,7 +114,7 @@ def measured(folder: Path, page: Path, *flags: str) -> dict[int, dict[str, Any]]
 
 def test_page_loads_alone_without_a_complaint_or_a_request(report: Path, tmp_path: Path) -> None:
     outcome = chromium(tmp_path, report, "--dump-dom", f"--log-net-log={tmp_path / 'net.json'}")
-    assert set(re.findall(r'<section id="([^"]+)"', outcome.stdout)) == {name for name, _, _ in SECTIONS}
+    assert set(re.findall(r'<section id="([^"]+)"', outcome.stdout)) == set(SECTIONS)
     assert console(outcome) == []
     assert requests(tmp_path / "net.json") == []
 
@@ -121,7 +123,7 @@ def test_policy_stops_what_a_page_must_not_do(report: Path, tmp_path: Path) -> N
     extra = "<script>document.title = 'ran'</script><img src='http://127.0.0.1:9/x.png'>"
     text = report.read_text().replace("</body>", f"{extra}</body>")
     found = {}
-    for name, content in (("with", text), ("without", text.replace(html.escape(POLICY), "default-src *"))):
+    for name, content in (("with", text), ("without", text.replace(str(escape(POLICY)), "default-src *"))):
         page, log = tmp_path / f"{name}.html", tmp_path / f"{name}.json"
         page.write_text(content)
         found[name] = (len(console(chromium(tmp_path, page, "--dump-dom", f"--log-net-log={log}"))), requests(log))

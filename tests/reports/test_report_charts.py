@@ -94,7 +94,7 @@ def test_numbers_read_well() -> None:
         "yes",
     ]
     assert [duration(v) for v in (4.25, 61, 7384, 3599.9)] == ["4.2 s", "1 min 01 s", "2 h 03 min", "1 h 00 min"]
-    assert el("b", "<i>", title='"') == '<b title="&quot;">&lt;i&gt;</b>'
+    assert el("b", "<i>", title='"') == '<b title="&#34;">&lt;i&gt;</b>'
 
 
 def test_the_load_of_experts_is_a_cell_for_each_and_nonsense_is_nothing() -> None:

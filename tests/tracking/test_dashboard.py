@@ -227,9 +227,8 @@ def test_without_the_package_the_script_says_what_to_install_and_exits_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)  # import fails
-    for name in ("workspace", "comparison"):
-        monkeypatch.delitem(sys.modules, f"sftkit.tracking.dashboard.{name}")
-        monkeypatch.delattr(f"sftkit.tracking.dashboard.{name}")
+    monkeypatch.delitem(sys.modules, "sftkit.tracking.dashboard.panels")
+    monkeypatch.delattr("sftkit.tracking.dashboard.panels")
     monkeypatch.setattr(sys, "argv", ["make_dashboard.py", "--entity", "me"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "scripts" / "make_dashboard.py"), run_name="__main__")

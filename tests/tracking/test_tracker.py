@@ -32,7 +32,7 @@ from sftkit.runtime.script import TrainingBar, output_console
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.remote import DashboardWriter, dashboard_name, wandb_mode
 from sftkit.tracking.dashboard.services import Ending, LoggedTable
-from sftkit.tracking.tracker import ResumePoint, Tracker, eval_line, train_line
+from sftkit.tracking.tracker import Tracker, eval_line, train_line
 
 METRICS = {
     "train/loss": 1.5,
@@ -254,7 +254,7 @@ def test_trackio_has_the_same_rows_in_its_file_and_continues_a_resumed_run(tmp_p
     config, run_id = LogConfig(tracker="trackio", project="p"), None
     for steps in ((10, 5), (11,)):
         rt = Runtime(Accelerator(cpu=True, log_with="trackio"), "fp32")
-        with Tracker(tmp_path / "run", config, rt, {"lr": 0.5}, ResumePoint(10, run_id)).open() as tracker:
+        with Tracker(tmp_path / "run", config, rt, {"lr": 0.5}, step=10, run_id=run_id).open() as tracker:
             for step in steps:
                 tracker.log_metrics(step, 20, METRICS)
             sample = {"prompt": "p", "reference": "r", "answer": "a", "stop": "length"}
@@ -300,7 +300,7 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     for step in (0, 1):
         rt = Runtime(Accelerator(cpu=True, log_with="wandb"), "fp32")
         with Tracker(
-            tmp_path, LogConfig(wandb="offline"), rt, {}, ResumePoint(step, ids[0] if ids else None)
+            tmp_path, LogConfig(wandb="offline"), rt, {}, step=step, run_id=ids[0] if ids else None
         ).open() as tracker:
             tracker.log_metrics(step + 1, 2, METRICS)
             ids.append(tracker.run_id)
@@ -427,9 +427,7 @@ def test_events_of_a_list_that_grows_are_told_once_and_survive_a_resume(tmp_path
     assert capsys.readouterr().out.splitlines() == ["step 5: a.py:1", "step 9: b.py:2"]
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"step": 9, "ki')  # killed in the middle
-    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, ResumePoint(4)).open().event(
-        "spike", 6, "step 6: high"
-    )
+    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, step=4).open().event("spike", 6, "step 6: high")
     assert [row["step"] for row in rows(tmp_path / "events.jsonl")] == [5, 9, 6]
     assert capsys.readouterr().out.splitlines() == ["step 6: high"]
 
@@ -455,7 +453,7 @@ def test_rows_with_line_separators_in_a_text_are_read_back_whole(tmp_path: Path)
 
 def test_evaluations_of_the_stretch_that_a_resume_repeats_go_with_their_rows(tmp_path: Path) -> None:
     def names(first_step: int) -> list[str]:
-        Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, ResumePoint(first_step)).open()
+        Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, step=first_step).open()
         return sorted(path.name for path in (tmp_path / "evals").iterdir())
 
     for name in ("step-000000", "step-000004", "step-000006", "final", "mine"):
@@ -656,9 +654,9 @@ def test_resuming_drops_the_rows_of_the_lost_stretch_and_half_written_ones(tmp_p
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl"])
 def test_a_new_tracker_starts_at_its_first_step(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"step": 5}\n')
-    with Tracker(tmp_path, LogConfig(wandb="offline"), cpu_runtime(), {}, ResumePoint(4)):
+    with Tracker(tmp_path, LogConfig(wandb="offline"), cpu_runtime(), {}, step=4):
         pass  # nothing is touched before the run has done a step
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert rows(tmp_path / name) == [{"step": 5}]
-    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, ResumePoint(4)).open()
+    Tracker(tmp_path, LogConfig(tracker="none"), cpu_runtime(), {}, step=4).open()
     assert rows(tmp_path / name) == []

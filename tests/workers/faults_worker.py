@@ -36,7 +36,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.open import open_run
 from sftkit.runtime.script import script
 from sftkit.tracking.dashboard.remote import dashboard_name
-from sftkit.tracking.tracker import ResumePoint, Tracker
+from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import make_engine
 from sftkit.train.end import write_summary
 from sftkit.train.loop import train
@@ -220,7 +220,7 @@ def run(run_dir: str, fault: str, cfg: Config, rt: runtime.Runtime) -> None:
             generate(orig_model, tokenizer, many, Batching(1, rt), end_ids=[10**6], max_new_tokens=8)
         return {}, []
 
-    with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"])) as tracker:
+    with Tracker(folder, cfg.log, rt, {}, step=resumed["step"]) as tracker:
         trained = train(cfg, rt, engine, batches, TrainServices(evaluate, checkpoints, tracker, resumed))
     write_summary(folder, trained, rt)
     weights = {name: value.double().sum().item() for name, value in orig_model.state_dict().items()}

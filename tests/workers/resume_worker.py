@@ -39,7 +39,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import is_open
-from sftkit.tracking.tracker import ResumePoint, Tracker
+from sftkit.tracking.tracker import Tracker
 from sftkit.train.assemble import lay_out, make_engine
 from sftkit.train.loop import train
 from sftkit.train.parts import EncodedDocuments, TrainServices
@@ -106,7 +106,7 @@ def run(
     ModelWithLoss.forward = broken  # type: ignore[method-assign]
     rt.stopping.stop_requested = lambda: at[0] == stop_at and rt.is_main  # type: ignore[method-assign]
     try:
-        with Tracker(folder, cfg.log, rt, {}, ResumePoint(resumed["step"], open_window=is_open(resumed))) as tracker:
+        with Tracker(folder, cfg.log, rt, {}, step=resumed["step"], open_window=is_open(resumed)) as tracker:
             train(cfg, rt, engine, batches, TrainServices(lambda _: ({}, []), checkpoints, tracker, resumed))
     finally:
         ModelWithLoss.forward = forward  # type: ignore[method-assign]

@@ -1,6 +1,5 @@
-"""Find out from a run's files alone whether it has nothing left to do, so that a resumed chain skips it at once.
-
-base -> mid -> chat SFT -> evaluate on one folder of recipes, and the summary at its end. Reads only files.
+"""The chain base -> mid -> chat SFT -> evaluate on one folder of recipes: its stages, which of them have nothing left
+to do, and the summary at its end. Reads only files.
 """
 
 from __future__ import annotations
@@ -43,8 +42,10 @@ def finished(cfg: Config) -> str | None:
         return None
     try:
         # From the cheapest question to the dearest: the last one reads every byte of the checkpoint.
-        summary, newest = json.loads((run_dir / SUMMARY).read_text()), latest_checkpoint(run_dir)
-        step, total_steps = summary["step"], summary["total_steps"]
+        summary = json.loads((run_dir / SUMMARY).read_text())
+        newest = latest_checkpoint(run_dir)
+        step = summary["step"]
+        total_steps = summary["total_steps"]
         if newest is None or newest.name != step_name(total_steps) or step != total_steps or summary["stopped"]:
             return None
         if _recipe(to_yaml(cfg)) != _recipe((newest / RECIPE).read_text()):
@@ -88,7 +89,7 @@ def read_stages(folder: Path, overrides: Sequence[str]) -> dict[str, Config]:
             f"{folder}: no such folder{similar_paths(str(folder)) or '.'} The chain takes one with "
             f"{', '.join(f'{stage}.yaml' for stage in CHAIN_SCRIPTS)}, such as {', '.join(map(str, complete))}"
         )
-    # With one directory each stage would set aside the run before it, and start from an earlier chain's.
+    # If stages shared a directory, each would set aside the run before it, and start from an earlier chain's.
     if word := next((word for word in overrides if word.startswith("run.dir=")), None):
         files = ", ".join(str(folder / f"{stage}.yaml") for stage in CHAIN_SCRIPTS)
         raise ConfigError(
@@ -133,7 +134,7 @@ def is_evaluated(run: RunConfig, eval: EvalConfig) -> bool:
     """Return whether evaluate_command has scored the bytes of this checkpoint before, on as many instances."""
     run_dir = Path(run.dir)
     try:
-        # By the manifest, which stands for the bytes of the checkpoint: its name alone is the same
+        # The manifest decides, which stands for the bytes of the checkpoint: its name alone is the same
         # after another training.
         settings = json.loads((run_dir / FINAL / RESULTS).read_text())[0]["settings"]
         manifest = digest(newest) if (newest := latest_checkpoint(run_dir)) is not None else None
@@ -164,6 +165,11 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
     # None: not made, such as that of a resume in a run that did not resume.
     proofs = [[row.get("ok") for row in read_object(run_dir / PROOF).get("rows", [])] for run_dir in runs.values()]
 
+    questions = []
+    for sample in trained["sft"]["samples"]:
+        questions += [f"  {line}" for line in sample["prompt"].splitlines()]
+        questions += [f"    -> {sample['answer']}", ""]
+
     # A table with a column for each stage, then scores and samples of the last one, and where things are.
     checkpoint = trained["sft"]["checkpoint"]
     lines = [
@@ -179,7 +185,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         row("seconds in steps", lambda s: "-" if s["train_seconds"] is None else f"{s['train_seconds']:.0f}"),
         row("seconds of warm-up", lambda s: f"{s['warm_up_seconds']:.0f}"),
         row("graphs / recompiles", lambda s: "{compile/graphs:.0f} / {compile/recompiles:.0f}".format(**s["metrics"])),
-        f"  {'checks passed / failed':<28}" + "".join(f"{checks(found):>12}" for found in proofs),
+        f"  {'checks passed / failed':<28}" + "".join(f"{f'{p.count(True)} / {p.count(False)}':>12}" for p in proofs),
         f"  {'checks not made':<28}" + "".join(f"{found.count(None):>12}" for found in proofs),
         "",
         f"  held-out accuracy, mean of families, {families['examples']} instances:",
@@ -188,7 +194,7 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         *(f"    {name.removeprefix('acc/'):<26}{families['metrics'][name]:6.3f}" for name in accuracies),
         *nothing_learned(families, trained["sft"]["evals_at_start"]),
         "",
-        *sample_lines(trained["sft"]["samples"]),
+        *questions,
         f"  checkpoint  {checkpoint}",
         f"              {auto_class_in(Path(checkpoint))}.from_pretrained loads it",
         f"  report      {runs['sft'] / REPORT}",
@@ -197,11 +203,6 @@ def summary(runs: dict[str, Path], seconds: float) -> str:
         f"  total       {seconds / 60:.1f} min",
     ]
     return "\n".join(lines)
-
-
-def checks(found: list[bool | None]) -> str:
-    """Return how many of the checks that a run has made of itself passed and failed."""
-    return f"{found.count(True)} / {found.count(False)}"
 
 
 def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[str]:
@@ -219,12 +220,3 @@ def nothing_learned(families: dict[str, Any], before: dict[str, Any]) -> list[st
         "  small a model learns no task in so few steps. A model that learns them, in",
         f"  some minutes: {longer}",
     ]
-
-
-def sample_lines(samples: list[dict[str, str]]) -> list[str]:
-    """Return lines with the questions to and answers of the finished model."""
-    lines = []
-    for sample in samples:
-        lines += [f"  {line}" for line in sample["prompt"].splitlines()]
-        lines += [f"    -> {sample['answer']}", ""]
-    return lines

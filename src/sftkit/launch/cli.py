@@ -93,7 +93,7 @@ def init(words: list[str]) -> None:
         fail(usage)
     folder = Path(expanded(words[0]))
     try:
-        # All of it is looked at before anything is copied: a folder that is half there would be refused the next time.
+        # All of it is looked at before anything is copied: a folder that is half there would be rejected the next time.
         for name in SHIPPED:
             if (folder / name).exists():
                 raise ConfigError(f"{folder / name} is there already: name another folder, or move it away")

@@ -1,6 +1,4 @@
-"""What a launch can use of this machine: GPUs, memory, cores, and which of them are idle. No torch.
-
-Start a script on the hardware that is there: one CPU process, one GPU, or all GPUs. Checks the recipe first.
+"""Start a script on the hardware that is there: one CPU process, one GPU, or all GPUs. Checks the recipe first.
 
 .venv/bin/python -m sftkit.launch SCRIPT RECIPE [key=value ...]
 .venv/bin/python -m sftkit.launch --demo    what processes of a group do together, shown on two of them
@@ -64,7 +62,7 @@ class Hardware:
 
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     """Return this machine's visible GPUs and usable CPU cores."""
-    # By nvidia-smi: torch takes seconds to import, and a context on each GPU.
+    # nvidia-smi is asked, as torch takes seconds to import, and a context on each GPU.
     listing = nvidia_smi("-L")
     names = [line.split(":", 1)[1].split("(UUID")[0].strip() for line in listing if line.startswith("GPU ")]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -74,7 +72,7 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
         return Hardware(0, cpu_cores(), idle_cores=idle_cores())
     in_parts = "MIG-" in (visible or "")  # the query knows whole GPUs only
     mebibytes = [] if in_parts else nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    # Where memory is the host's a GPU answers [N/A].
+    # A GPU whose memory is the host's answers [N/A].
     known = mebibytes and all(line.isdecimal() for line in mebibytes)
     memory = min(map(int, mebibytes)) * 2**20 if known else None
     return Hardware(gpus, cpu_cores(), names[0] if len(set(names)) == 1 else None, memory)
@@ -203,7 +201,7 @@ def choose(
     """Choose how to start: the most GPUs that share the global batch equally; without a GPU one CPU process with a
     thread for each core that is free, as threads that share cores with others wait for each other.
 
-    Several GPUs get replicas (DDP), or shards of the model (FSDP2) where a replica, or the rows beside it, do not fit
+    Several GPUs get replicas (DDP), or shards of the model (FSDP2) where a replica, or the rows next to it, do not fit
     one of them.
 
     Args:
@@ -226,7 +224,9 @@ def choose(
             f"ACCELERATE_USE_CPU=true {start} --num_processes {stages} SCRIPT RECIPE ..."
         )
     if hardware.gpus == 0:
-        name, processes, found = "cpu.yaml", 1, "no GPU"
+        name = "cpu.yaml"
+        processes = 1
+        found = "no GPU"
         free = hardware.cpu_cores if hardware.idle_cores is None else min(hardware.cpu_cores, hardware.idle_cores)
         env["OMP_NUM_THREADS"] = str(max(1, free))  # accelerate launch would set 1
         cores += f" ({hardware.cpu_cores - free} busy)" if free < hardware.cpu_cores else ""
@@ -234,7 +234,8 @@ def choose(
         note = f", {threads} thread" + "s" * (threads != "1")
     else:
         # The most GPUs that leave each the same number of rows; some stay idle where no more of them divide the batch.
-        shared = [n for n in range(1, hardware.gpus + 1) if _shares(global_batch_size, n, stages)]
+        numbers = [n for n in range(1, hardware.gpus + 1) if n % (stages or n) == 0]
+        shared = [n for n in numbers if global_batch_size % (n // (stages or n)) == 0]
         processes = max(shared)
         found = counted(hardware.gpus, "GPU") + (f" ({hardware.gpu_name})" if hardware.gpu_name else "")
         note = f", {processes} processes" if processes > 1 else ""
@@ -252,12 +253,6 @@ def choose(
     return Launch(CONFIGS / name, processes, summary, {key: env[key] for key in env if key not in environ})
 
 
-def _shares(global_batch_size: int, processes: int, stages: int | None) -> bool:
-    """Return whether the processes, or those of each stage, can share the rows of a step equally."""
-    row_ranks, rest = divmod(processes, stages or processes)
-    return rest == 0 and global_batch_size % row_ranks == 0
-
-
 def _sharding_reason(hardware: Hardware, processes: int, needs: Needs) -> str | None:
     """Return why the model has to be sharded over the GPUs; None: a GPU has room for a replica and its rows, as far as
     is known, and the engine trains replicas.
@@ -266,7 +261,8 @@ def _sharding_reason(hardware: Hardware, processes: int, needs: Needs) -> str | 
         ConfigError: weights, gradients and optimizer states are more than the GPUs that are taken hold together; with
             how many it would take.
     """
-    memory, (replica, rows_fit, whole) = hardware.gpu_memory_bytes, needs
+    memory = hardware.gpu_memory_bytes
+    replica, rows_fit, whole = needs
     if replica is None or memory is None or replica.num_bytes <= USABLE * memory:
         if not whole:
             return "train.engine=graph shards weights"
@@ -358,7 +354,7 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         near = difflib.get_close_matches(script, known, n=1)
         hint = f'Did you mean "{near[0]}"?' if near else f"Those that train: {', '.join(known)}"
         raise ConfigError(f"{script}: no such script. {hint}")
-    # All that can be refused without a GPU or torch's seconds of import: recipe, data, model, a run at work.
+    # All that can be rejected without a GPU or torch's seconds of import: recipe, data, model, a run at work.
     rules = [run_dir_can_be_made, *input_rules(stage_of_script(script))]
     cfg = read_config(recipe, overrides, world_size=1, more=rules)
     script = shipped(script)
@@ -368,26 +364,27 @@ def run_script(script: str, recipe: str, overrides: Sequence[str] = ()) -> int:
         return 0
     # What the machine has decides the Accelerate config and the number of processes.
     hardware = find_hardware()
-    needs = needs_of(cfg, hardware)
-    launch = choose(hardware, cfg.train.global_batch_size, os.environ, needs, num_stages(cfg.train))
+    stages = num_stages(cfg.train)
+    launch = choose(hardware, cfg.train.global_batch_size, os.environ, needs_of(cfg, hardware), stages)
     if not launch.config_file.is_file():
         raise ConfigError(
             f"{launch.config_file}: no such file. `sftkit init` copies the whole folder that it belongs to"
         )
     print_text(launch.summary)
-    taken = launch.config_file.name
-    topology = topology_of(launch.config_file, launch.num_processes, num_stages(cfg.train))
+    topology = topology_of(launch.config_file, launch.num_processes, stages)
     read_config(recipe, overrides, lambda _: topology, launch_rules())  # again, as now the processes are known
-    if line := advice(cfg, topology, hardware.gpu_memory_bytes, taken):
+    if line := advice(cfg, topology, hardware.gpu_memory_bytes, launch.config_file.name):
         print_text(line)
     # A run that was stopped has written so itself; of one that was killed only its files and the kernel can tell.
-    earlier, before = newest_start(Path(cfg.run.dir)), oom_kills()
+    earlier = newest_start(Path(cfg.run.dir))
+    before = oom_kills()
     code = call(command(launch, script, [recipe, *overrides]), launch.env | signal_env(os.environ))
     if code == 0 and (number := stopped_by(Path(cfg.run.dir), earlier)) is not None:
         return 128 + number  # several ranks end with 0: torch's launcher takes all else for a failure
     if (number := killed_by(code)) is not None:
-        words, cause = [script, recipe, *overrides], likely_cause(number, before)
-        print_text("\n" + report_killed(Path(cfg.run.dir), number, cause, earlier, words), error=True, level="error")
+        cause = likely_cause(number, before)
+        text = report_killed(Path(cfg.run.dir), number, cause, earlier, [script, recipe, *overrides])
+        print_text(f"\n{text}", error=True, level="error")
     return code
 
 

@@ -1,11 +1,8 @@
-"""Compare on paper the layouts of a model on some GPUs: memory, traffic and speed of each, before anything is
-started. No torch.
+"""Compare on paper the layouts of a model on some GPUs before anything is started: memory, traffic and speed of each;
+and say whether the layout that a start takes has room for a recipe, and which layout has. No torch.
 
 Memory is the estimate of the memory plan (memory.estimate), traffic the formulas that are held against counted bytes
 (memory.traffic). Speed is that of one GPU, less the exchanges that nothing hides and the wait of a pipeline.
-
-What a start says before it: whether the layout that it takes has room for a recipe on paper, and which one has. No
-torch.
 """
 
 from __future__ import annotations
@@ -69,8 +66,8 @@ class OnPaper:
 
     @property
     def config(self) -> str:
-        """Return the accelerate config, and what is set beside it."""
-        t, several = self.setup.topology, self.machines.gpus > self.machines.per_machine
+        """Return the accelerate config, and the settings that go with it."""
+        t = self.setup.topology
         copies = f", dp_replicate_size {t.replicas}"
         if t.stages > 1:
             rest = "fsdp2.yaml" if t.shards > 1 else "pp.yaml"
@@ -80,7 +77,7 @@ class OnPaper:
         if t.ranks_per_row > 1:
             name, size = ("tp", t.tensor) if t.tensor > 1 else ("cp", t.context)
             return f"{name}.yaml, {name}_size {size}{copies * (t.replicas > 1)}"
-        if several:
+        if self.machines.gpus > self.machines.per_machine:
             return f"multi_node.yaml{copies}"
         return "fsdp2.yaml" if t.replicas == 1 else f"hsdp.yaml{copies}"
 
@@ -88,7 +85,8 @@ class OnPaper:
 def topologies(machines: Machines, shape: Shape) -> Iterator[Topology]:
     """Yield the topologies that could be taken, the simplest first: replicas; shards within machines, with copies over
     them; shards over wider groups; rows or matrices split within a machine; layers over machines."""
-    gpus, own = machines.gpus, min(machines.per_machine, machines.gpus)
+    gpus = machines.gpus
+    own = min(machines.per_machine, gpus)
     yield Topology(replicas=gpus)
     # Groups of a whole machine or of several: a group of a part of one would leave fast connections unused.
     widths = [own * 2**i for i in range(20) if own * 2**i <= gpus and gpus % (own * 2**i) == 0]
@@ -112,7 +110,9 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     Args:
         memory: train.memory.
     """
-    shape, t, count = setup.shape, setup.topology, setup.layout.accumulation
+    shape = setup.shape
+    t = setup.topology
+    count = setup.layout.accumulation
     tokens = max(rows * length for rows, length in setup.layout.shapes)
     # Computed again in the backward pass is what the memory budget does not keep: at most one forward pass more, a
     # third of the work.
@@ -120,21 +120,16 @@ def on_paper(setup: EstimateInputs, memory: str, machines: Machines) -> OnPaper:
     work = 6.0 * shape.parameters * tokens / machines.flops / t.ranks_per_row / t.stages  # seconds of a micro-batch
     passes = {"forward": work / 3, "backward": work * (again - 1 / 3)}
     alone, hidden = _exchanging(setup, machines, passes)
-    waits, filled = _pipelined(setup)
+    waits, filled = 0.0, 1.0
+    if t.stages > 1:
+        # A pipeline fills and drains once a step: its processes wait, the head counted, and its exchanges take longer.
+        step_of = PipelineStep(setup.stage_layers, setup.schedule, count, t.stages)
+        waits = bubble(step_of, times_on_paper(*work_of(shape)).of_stages(setup.stage_layers))
+        filled += step_of.filling / count
     step = count * sum(passes.values()) / (1.0 - waits) + filled * alone
     share = hidden / (hidden + alone) if hidden + alone else 1.0
     sent = sum(each.sent for each in traffic(setup))
     return OnPaper(setup, machines, memory, estimate(setup), count * work / step, share, sent)
-
-
-def _pipelined(s: EstimateInputs) -> tuple[float, float]:
-    """Return the share of a step in which a process of a pipeline waits, the head counted, and how many times as long
-    its exchanges take, as it fills and drains once a step; 0.0 and 1.0 without stages."""
-    if s.topology.stages == 1:
-        return 0.0, 1.0
-    step = PipelineStep(s.stage_layers, s.schedule, s.layout.accumulation, s.topology.stages)
-    waits = bubble(step, times_on_paper(*work_of(s.shape)).of_stages(s.stage_layers))
-    return waits, 1.0 + step.filling / step.micro_batches
 
 
 def work_of(shape: Shape) -> tuple[float, float]:
@@ -143,8 +138,8 @@ def work_of(shape: Shape) -> tuple[float, float]:
 
 
 def _exchanging(setup: EstimateInputs, machines: Machines, passes: Mapping[str, float]) -> tuple[float, float]:
-    """Return the seconds of the exchanges of a step for which a GPU waits, and of those that take place
-    while it computes.
+    """Return the seconds of the exchanges of a step for which a GPU waits, and of those that take place while it
+    computes.
 
     Weights are gathered behind forward passes; where they are gathered again for each pass, half of that is behind
     backward passes. Gradients are exchanged behind backward passes: of every micro-batch, or of one where that is done
@@ -155,33 +150,32 @@ def _exchanging(setup: EstimateInputs, machines: Machines, passes: Mapping[str, 
     """
     # What covers an exchange is used up: passes are filled in turn with the seconds of exchanges, and what does not fit
     # is waited for.
-    t, count, room = setup.topology, setup.layout.accumulation, dict(passes)
+    t = setup.topology
+    room = dict(passes)
+    # A group is as wide as the ranks from its first to its last: wider than a machine, it sends over the network. Ranks
+    # of a copy are neighbours, tensor and context ranks are nearest, stages farthest.
+    copy = t.shards * t.ranks_per_row
+    widths = {"tensor": t.tensor, "context": t.context, "shards": copy, "ends": copy, "replicas": t.stage_ranks}
     alone = hidden = 0.0
     for each in traffic(setup):
-        seconds, gathers = each.sent / _speed(each.among, t, machines), each.kind == "all_gather"
+        within = widths.get(each.among, t.world_size) <= machines.per_machine
+        seconds = each.sent / (machines.inside if within else machines.between)
+        gathers = each.kind == "all_gather"
         # Within a layer, or between stages, the next operation needs the result: nothing hides it.
         if each.among in ("tensor", "context", "stages"):
             alone += seconds
             continue
         once = setup.sharding.keep_weights if gathers else setup.sharding.keep_gradients
-        times = 1 if once or not t.sharded or t.stages > 1 else count
+        times = 1 if once or not t.sharded or t.stages > 1 else setup.layout.accumulation
         shares = {"forward": 1.0} if gathers else {"backward": 1.0}
         if gathers and times > 1 and each.among == "shards":
             shares = {"forward": 0.5, "backward": 0.5}
         for which, share in shares.items():
             covered = min(share * seconds, room[which] * times)
             room[which] -= covered / times
-            hidden, alone = hidden + covered, alone + share * seconds - covered
+            hidden += covered
+            alone += share * seconds - covered
     return alone, hidden
-
-
-def _speed(among: str, t: Topology, machines: Machines) -> float:
-    """Return the bytes per second of a group: ranks of a copy are neighbours, tensor and context ranks are
-    nearest, stages farthest."""
-    # A group is as wide as the ranks from its first to its last: wider than a machine, it sends over the network.
-    copy = t.shards * t.ranks_per_row
-    sizes = {"tensor": t.tensor, "context": t.context, "shards": copy, "ends": copy, "replicas": t.stage_ranks}
-    return machines.inside if sizes.get(among, t.world_size) <= machines.per_machine else machines.between
 
 
 def setups(
@@ -199,7 +193,7 @@ def setups(
         if not divides(topology, rows, row_length):
             continue
         share = rows // topology.row_ranks
-        # By the parameters that a token passes, as parallel.balance does for 1f1b.
+        # The parameters that a token passes decide, as in parallel.stages for 1f1b.
         layers = balanced(shape.blocks, *work_of(shape), topology.stages) if topology.stages > 1 else ()
         shardings = SHARDINGS if topology.sharded and topology.stages == 1 else SHARDINGS[:1]
         # Each number of rows once: limits that lead to the same divisor are one layout.
@@ -260,7 +254,8 @@ def shape_of_fields(fields: Mapping[str, Any], parameters: int | None = None) ->
     """
     if (size := of_fields(fields)) is None:
         return None
-    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    hidden = fields["hidden_size"]
+    heads = fields["num_attention_heads"]
     head_dim = fields.get("head_dim") or hidden // heads
     return Shape(
         parameters=parameters or size.parameters,
@@ -295,19 +290,21 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machin
     fields = fields_of(cfg.model)
     if fields is None or memory_bytes is None or topology.world_size == 1 or (row_length := _row_length(cfg)) is None:
         return None
-    size, rows = size_of(cfg.model), cfg.train.global_batch_size
+    size = size_of(cfg.model)
+    rows = cfg.train.global_batch_size
     shape = shape_of_fields(fields, size and size.parameters)
     if shape is None or not divides(topology, rows, row_length):
         return None
-    # Which is refused when the model is there.
+    # This is rejected when the model is loaded.
     if cfg.optim.name != "auto" and OPTIMIZERS[cfg.optim.name].unshardable and topology.partial:
         return None
     machines = Machines(topology.world_size, max(1, topology.world_size // num_machines), memory_bytes)
     own = setups(shape, [topology], rows, row_length, [cfg.train.micro_batch_size])
     if topology.stages > 1:
-        schedule, configured = cfg.train.pipeline_schedule, cfg.train.pipeline_layers
-        # A start is refused for what is wrong with its stages (preflight.launched).
-        if any(split_problems(schedule, configured, topology.stages, fields["model_type"], shape.blocks)):
+        schedule = cfg.train.pipeline_schedule
+        # A start is rejected for what is wrong with its stages (preflight.inputs).
+        of_model = fields["model_type"], shape.blocks
+        if any(split_problems(schedule, cfg.train.pipeline_layers, topology.stages, *of_model)):
             return None
         layers = layers_on_paper(shape, cfg.train, topology.stages)
         own = ((replace(setup, stage_layers=layers, schedule=schedule), memory) for setup, memory in own)
@@ -327,7 +324,7 @@ def _row_length(cfg: Config) -> int | None:
         return length
     if cfg.model.path is None or not Path(cfg.model.path).is_dir():
         return None
-    # A folder without a model, or with a damaged state, is refused where it is read to train.
+    # A folder without a model, or with a damaged state, is rejected when it is read to train.
     with suppress(ConfigError, OSError, ValueError):
         return trained_length(Path(resolve(cfg.model.path)))
     return None
@@ -358,7 +355,8 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     if asked.fitting:
         own = f"train.memory={cfg.train.memory}, optim.name={cfg.optim.name}"
         return f"on paper: {taken} {_takes(asked.fitting[0])}; it does not fit with {own}"
-    rows, positions = cfg.train.global_batch_size, f"rows of {asked.row_length:,} positions"
+    rows = cfg.train.global_batch_size
+    positions = f"rows of {asked.row_length:,} positions"
     micro = largest_divisor(rows // topology.row_ranks, cfg.train.micro_batch_size)
     fewer = range(cfg.train.micro_batch_size, 0, -1)  # as they are, if possible
     found = ways(asked.shape, asked.machines, rows, asked.row_length, fewer)
@@ -387,7 +385,7 @@ def _with_fewer_micro_batches(
         other = replace(cfg, train=replace(cfg.train, pipeline_schedule="1f1b", micro_batch_size=size))
         asked = _asked(other, topology, memory_bytes, num_machines)
         fitting = [*asked.with_its_settings, *asked.fitting] if asked else []
-        # With fewer micro-batches than stages 1f1b is refused (config.engine_rules).
+        # 1f1b is rejected with fewer micro-batches than stages (config/rules.py).
         if fits := next((way for way in fitting if way.setup.layout.accumulation >= topology.stages), None):
             fewer = f", train.micro_batch_size={size}" * (size < cfg.train.micro_batch_size)
             return f"train.pipeline_schedule=1f1b {_takes(fits)}{fewer}"

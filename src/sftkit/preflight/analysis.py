@@ -1,19 +1,17 @@
-"""Make what a run would start from, without a GPU and without weights: tokenizer, sizes of the model,
-examples, memory plan.
+"""Look at what a run will learn and cost before it does: preflight.json, a few lines, and warnings in words.
 
-Look at what a run will learn and cost, before it does: preflight.json, a few lines, and warnings in words.
-
-Training writes it on the main rank; scripts/inspect_data.py shows all of it without a GPU.
+Training writes it on the main rank. scripts/inspect_data.py shows all of it without a GPU and without weights; the
+first functions here make what a run would start from.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from sftkit.data.batches.loader import Batches
 from sftkit.data.batches.pack import Layout
 from sftkit.data.reading import findings
 from sftkit.data.tokens.sources import stage_rule
-from sftkit.data.types import Examples, Finding
+from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
@@ -38,9 +36,7 @@ from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.structure import positions
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
 from sftkit.preflight import costs
-from sftkit.preflight import data as answers
 from sftkit.preflight import data as facts
-from sftkit.preflight import data as turns
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.names import PREFLIGHT
 from sftkit.runtime.hardware import device_name
@@ -80,13 +76,12 @@ def gpu_precision(train: TrainConfig) -> str:
 
 
 def precision_text(train: TrainConfig) -> str:
-    """Return what a run on this machine computes in, beside what sizes are counted in if that is something else."""
-    here, counted = resolve_precision(train.precision), gpu_precision(train)
-    return (
-        here
-        if here == counted
-        else f"{here} on this machine ({counted} on a GPU, as memory and disk below are counted)"
-    )
+    """Return what a run on this machine computes in, and what sizes are counted in if that differs."""
+    here = resolve_precision(train.precision)
+    on_gpu = gpu_precision(train)
+    if here == on_gpu:
+        return here
+    return f"{here} on this machine ({on_gpu} on a GPU, as memory and disk below are counted)"
 
 
 def memory_plan(
@@ -101,7 +96,7 @@ def memory_plan(
     Raises:
         ConfigError: it cannot run like that: see make_plan, and check_row_shard for rows that ranks share.
     """
-    # Needs no model, so it is refused also where the sizes are unknown.
+    # Needs no model, so it is rejected even if the sizes are unknown.
     check_row_shard(layout, row_shard(topology, rank=0))
     if orig_model is None:
         return None
@@ -151,57 +146,43 @@ OVERLAP_PCT = 1.0
 DUPLICATE_PCT = 5.0
 
 
-@dataclass(frozen=True)
-class DataOfRun:
-    """The data of a run, and its batches."""
-
-    examples: Examples
-    validation: dict[str, Examples]
-    layout: Layout
-    epoch: Sequence[GlobalBatch]
-    "the first, of `examples` in `layout`"
-
-
-@dataclass(frozen=True)
-class PlannedModel:
-    """The model for which memory and disk are estimated."""
-
-    orig_model: PreTrainedModel | None = None
-    "on any device, also meta: only its sizes are read; None: memory and disk are unknown"
-    plan: MemoryPlan | None = None
-
-
-UNKNOWN = PlannedModel()
-
-
 def analyse(
     cfg: Config,
     tokenizer: PreTrainedTokenizerBase,
-    data: DataOfRun,
-    model: PlannedModel = UNKNOWN,
+    *,
+    examples: Examples,
+    validation: dict[str, Examples],
+    layout: Layout,
+    epoch: Sequence[GlobalBatch],
+    orig_model: PreTrainedModel | None = None,
+    plan: MemoryPlan | None = None,
     here: tuple[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return what preflight.json holds: counts, shares in percent, sizes in GiB, times in hours; null is unknown.
 
     Args:
+        epoch: the first, of `examples` in `layout`.
+        orig_model: on any device, also meta: only its sizes are read; None: memory and disk are unknown.
+        plan: of its memory.
         here: (device name, processes), to believe only speeds measured on such; None: any.
     """
-    examples, validation, layout, epoch = data.examples, data.validation, data.layout, data.epoch
     conversations = facts.of_conversations(examples)
-    # Of the data, counted; of the machine, estimated; of time, only what an earlier run has measured.
-    sources, lengths = facts.source_facts(examples), examples.lengths
+    # The data is counted, the machine estimated; times are those that an earlier run has measured.
+    template = str(tokenizer.chat_template or "") if conversations.any() else None
+    sources = facts.source_facts(examples)
+    lengths = examples.lengths
     for source, one in zip(cfg.data.train, sources, strict=True):
-        one["split_turns"] = turns.estimate_turns(source, one, cfg.data, tokenizer, layout.max_length)
+        one["split_turns"] = facts.estimate_turns(source, one, cfg.data, tokenizer, layout.max_length)
     tokens, targets = (sum(source[key] for source in sources) for key in ("tokens", "targets"))
     speeds = costs.measured_speeds(cfg, here)
     layouts = costs.layout_facts(cfg.data, cfg.train, layout, epoch, lengths)
     for row in layouts:
         row["tok_per_sec"] = speeds[row["layout"]].tok_per_sec if row["layout"] in speeds else None
     time = costs.time_facts(cfg.train, len(epoch), int(lengths.sum()), speeds.get(layout.kind))
-    memory = costs.memory_facts(model.plan, layout, cfg.data, cfg.compile, cfg.optim)
-    if memory and model.plan and model.plan.setup and model.orig_model:
-        work = costs.work_of_step(model.orig_model, lengths, round(lengths.sum() * targets / tokens), len(epoch))
-        memory["stages"] = costs.stage_facts(model.plan.setup, model.orig_model, work)
+    memory = costs.memory_facts(plan, layout, cfg.data, cfg.compile, cfg.optim)
+    if memory and plan and plan.setup and orig_model:
+        work = costs.work_of_step(orig_model, lengths, round(lengths.sum() * targets / tokens), len(epoch))
+        memory["stages"] = costs.stage_facts(plan.setup, orig_model, work)
     found: dict[str, Any] = {
         "sources": sources,
         "validation": [source for one in validation.values() for source in facts.source_facts(one)],
@@ -209,36 +190,47 @@ def analyse(
         "lengths": facts.length_facts(lengths),
         "target_pct": 100.0 * targets / tokens,
         "end_of_turn_pct": facts.end_of_turn_pct(examples, conversations, tokenizer),
-        "template_sha256": facts.template_hash(tokenizer) if conversations.any() else None,
+        "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
         "roles": facts.roles(examples),
         **facts.duplicate_facts(examples, validation, cfg.data.train),
         "layouts": layouts,
         "memory": memory,
-        "disk": costs.disk_facts(Path(cfg.run.dir), cfg.checkpoint, time["steps"], model.orig_model, model.plan),
+        "disk": costs.disk_facts(Path(cfg.run.dir), cfg.checkpoint, time["steps"], orig_model, plan),
         "time": time,
     }
     return {**found, "warnings": [*data_warnings(found), *machine_warnings(found)]}
 
 
-def data_of_run(batches: Batches, validation: dict[str, Examples]) -> DataOfRun:
-    """Return the data of a run that is about to train."""
-    examples, layout = batches.examples, batches.layout
-    # Of a run whose batch size was changed on the way: an epoch as it is now.
-    epoch = batches.plan(0) if len(batches.segments) == 1 else plan_epoch(examples.lengths, layout, batches.seed, 0)
-    return DataOfRun(examples, validation, layout, epoch)
-
-
-def machine_of(rt: Runtime) -> tuple[str, int]:
-    """Return (device name, processes) of a run."""
-    return device_name(rt.device), rt.world_size
-
-
-def record_preflight(run_dir: Path, rt: Runtime, analysis: dict[str, Any]) -> None:
-    """Write what `analyse` returned to preflight.json, print what was read in a few lines, and warn of data; for
+def record_preflight(
+    cfg: Config,
+    rt: Runtime,
+    run_dir: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Batches,
+    validation: dict[str, Examples],
+    orig_model: PreTrainedModel,
+    plan: MemoryPlan | None,
+) -> None:
+    """Write preflight.json of a run that is about to train, print what was read in a few lines, and warn of data; for
     the main rank.
 
     Memory and disk are in the file alone; the memory plan and the checkpoints print lines of their own.
     """
+    examples = batches.examples
+    layout = batches.layout
+    # If the batch size was changed on the way, the epoch is one of the present size.
+    epoch = batches.plan(0) if len(batches.segments) == 1 else plan_epoch(examples.lengths, layout, batches.seed, 0)
+    analysis = analyse(
+        cfg,
+        tokenizer,
+        examples=examples,
+        validation=validation,
+        layout=layout,
+        epoch=epoch,
+        orig_model=orig_model,
+        plan=plan,
+        here=(device_name(rt.device), rt.world_size),
+    )
     try:
         replace_text(run_dir / PREFLIGHT, json.dumps(analysis, indent=1, ensure_ascii=False))
     except OSError as error:
@@ -256,7 +248,7 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     """Return a table for the console: a line per source, then lengths, roles, layout and time."""
     shown = [f"{'train':<10}{source_text(source)}" for source in analysis["sources"]]
     shown += [f"{'val':<10}{source_text(source)}" for source in analysis["validation"]]
-    shown += [f"{'answers':<10}{line}" for source in analysis["sources"] if (line := answers.answers_line(source))]
+    shown += [f"{'answers':<10}{line}" for source in analysis["sources"] if (line := facts.answers_line(source))]
     lengths = analysis["lengths"]
     shown.append(
         f"{'lengths':<10}mean {lengths['mean']:,.0f}, median {lengths['p50']:,.0f}, p90 {lengths['p90']:,.0f}, p99 "
@@ -265,7 +257,8 @@ def lines(analysis: dict[str, Any]) -> list[str]:
     if analysis["roles"]:
         roles = ", ".join(f"{count:,} {role}" for role, count in analysis["roles"].items())
         shown.append(f"{'roles':<10}{roles} messages")
-        template, share = (analysis["template_sha256"] or "none")[:12], analysis["end_of_turn_pct"]
+        template = (analysis["template_sha256"] or "none")[:12]
+        share = analysis["end_of_turn_pct"]
         end = "none: text only" if share is None else f"{share:.1f} % of conversations"
         shown.append(f"{'chat':<10}template {template}, end of turn learned in {end}")
     own = own_layout(analysis)
@@ -304,22 +297,14 @@ def source_text(source: dict[str, Any]) -> str:
     return f"{source['name']}: {counts}, {share:.1f} % targets{happened}"
 
 
-def finding_lines(analysis: dict[str, Any]) -> list[str]:
-    """Return a line for each reason for which rows of a source were left out, or are odd, and for each column that is
-    not used. The log of a run has them by itself."""
-    sources = [*analysis["sources"], *analysis["validation"]]
-    return [
-        f"{source['name']}: {findings.finding_text(Finding(**one))}" for source in sources for one in source["findings"]
-    ]
-
-
 def time_text(time: dict[str, Any]) -> str:
     """Return steps and epochs, with hours where a speed was measured."""
     text = f"{counted(time['steps'], 'step')}, {time['epochs']:.2f} epochs, {counted(time['tokens'], 'token')}"
     if time["hours"] is None:
         return text
-    minutes, seconds = 60 * time["hours"], 3600 * time["hours"]
-    hours = f"{time['hours']:.1f} h" if minutes >= 60 else f"{minutes:.1f} min" if minutes >= 1 else f"{seconds:.2g} s"
+    minutes = 60 * time["hours"]
+    short = f"{minutes:.1f} min" if minutes >= 1 else f"{60 * minutes:.2g} s"
+    hours = f"{time['hours']:.1f} h" if minutes >= 60 else short
     measured = f"{time['tok_per_sec']:,.0f} tok/s, measured in {time['measured_in']} on {time['measured_on']}"
     return f"{text}; about {hours} at {measured}"
 
@@ -342,7 +327,7 @@ def own_layout(analysis: dict[str, Any]) -> dict[str, Any]:
 def data_warnings(analysis: dict[str, Any]) -> list[str]:
     """Return what is wrong with the data or its layout, and what to do about it."""
     warnings = [text for source in analysis["sources"] for text in _source_warnings(source, analysis["max_length"])]
-    warnings += [text for source in analysis["sources"] for text in answers.answer_warnings(source)]
+    warnings += [text for source in analysis["sources"] for text in facts.answer_warnings(source)]
     if analysis["target_pct"] < TARGET_PCT:
         warnings.append(
             f"only {analysis['target_pct']:.1f} % of all tokens are targets: most of each step's work is wasted. "
@@ -367,12 +352,26 @@ def data_warnings(analysis: dict[str, Any]) -> list[str]:
                 f"validation source {name}: {count:,} of its documents are also trained on, so its loss says little "
                 "about new data. Use another split for data.val, or slices that do not overlap"
             )
-    return [*warnings, *_padding_warning(analysis)]
+    own = own_layout(analysis)
+    if own["padding_pct"] > PADDING_PCT:
+        # Advice by padding alone: whether another layout is faster is in the table, where it was measured.
+        best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
+        advice = f"data.layout={best['layout']} pads {best['padding_pct']:.1f} %"
+        if best["own"]:
+            advice = (
+                "No other layout pads less: lower train.global_batch_size, or data.max_length if it is far above p99"
+            )
+        if own["steps"] == 1:
+            advice = "The data does not fill one global batch: lower train.global_batch_size, or use more data"
+        share = own["padding_pct"]
+        warnings.append(f"{share:.1f} % of the positions are padding in the {own['layout']} layout. {advice}")
+    return warnings
 
 
 def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     # Percentages of rows, as read: a source of bad rows has few documents, or none.
-    rows, found = max(source["rows"], 1), []
+    rows = max(source["rows"], 1)
+    found = []
     skipped = ", ".join(f"{one['rows']:,} {one['reason']}" for one in source["findings"] if one["kind"] == "skipped")
     if 100.0 * source["truncated"] > TRUNCATED_PCT * rows:
         found.append(
@@ -393,24 +392,11 @@ def _source_warnings(source: dict[str, Any], max_length: int) -> list[str]:
     return found
 
 
-def _padding_warning(analysis: dict[str, Any]) -> list[str]:
-    own = own_layout(analysis)
-    if own["padding_pct"] <= PADDING_PCT:
-        return []
-    # Advice by padding alone: whether another layout is faster is in the table, where it was measured.
-    best = min(analysis["layouts"], key=lambda row: row["padding_pct"])
-    if own["steps"] == 1:
-        advice = "The data does not fill one global batch: lower train.global_batch_size, or use more data"
-    elif best["own"]:
-        advice = "No other layout pads less: lower train.global_batch_size, or data.max_length if it is far above p99"
-    else:
-        advice = f"data.layout={best['layout']} pads {best['padding_pct']:.1f} %"
-    return [f"{own['padding_pct']:.1f} % of the positions are padding in the {own['layout']} layout. {advice}"]
-
-
 def machine_warnings(analysis: dict[str, Any]) -> list[str]:
     """Return warnings where the GPU or the disk is too small."""
-    warnings, memory, disk = [], analysis["memory"], analysis["disk"]
+    warnings = []
+    memory = analysis["memory"]
+    disk = analysis["disk"]
     if memory and memory["fits"] is False:
         advice = "; ".join(memory["remedies"]) or "a smaller model or a larger GPU"
         warnings.append(

@@ -22,8 +22,7 @@ from sftkit.memory.estimate import GIB, EstimateInputs, pipeline_estimates
 from sftkit.memory.plan import MemoryPlan, checkpoint_bytes, fits
 from sftkit.memory.remedies import remedies
 from sftkit.models.structure import Work, attention_windows, stage_flops
-from sftkit.reports.values import read_rows
-from sftkit.rundir.files import read_object
+from sftkit.rundir.files import read_metric_rows, read_object
 from sftkit.rundir.names import ARCHIVED, CONFIG, ENVIRONMENT, METRICS_FILE
 
 SAMPLE = 20_000
@@ -55,9 +54,9 @@ def layout_facts(
     """Return shapes, padding, steps and positions of an epoch in each of the four layouts.
 
     `x_dynamic` is positions over those of the dynamic layout. `break_even` is positions over those of an eager loop
-    that pads each micro-batch to its own longest document: the compiled step must be so many times faster per position
-    to win. Both are of the text. `taken_pct` is the share of the places for what an encoder reads that are not empty
-    (None: no encoder).
+    that pads each micro-batch to its own longest document: the compiled step must be that many times faster per
+    position to win. Both are of the text. `taken_pct` is the share of the places for what an encoder reads that are not
+    empty (None: no encoder).
 
     Args:
         layout: the run's own, planned as `epoch`.
@@ -78,33 +77,30 @@ def layout_facts(
     part = plans[-1][: SAMPLE // layout.global_batch_size + 1]  # of dynamic: an epoch is shuffled, so it stands for all
     documents = lengths if every[-1] is layout else some
     eager = positions[-1] * eager_positions(documents, part, every[-1]) / num_positions(part, every[-1])
-    return [
-        {
+    found: list[dict[str, Any]] = []
+    for one, plan, count, scaled in zip(every, plans, positions, scales, strict=True):
+        # Empty rows have places for encoded inputs too.
+        places = sum(one.positions(batch.row_length) // batch.row_length for batch in plan) * one.docs_per_row
+        taken = sum(len(row) for batch in plan for row in batch.rows)
+        row = {
             "layout": one.kind,
             "own": one is layout,
             "shapes": shapes_text(one),
             "padding_pct": 100.0 * (1.0 - float(lengths.sum()) / count),
-            "steps": round(len(plan) * s),
+            "steps": round(len(plan) * scaled),
             "positions": round(count),
             "x_dynamic": count / positions[-1],
             "break_even": count / eager,
-            "taken_pct": _taken_pct(plan, one) if one.encoded else None,
+            "taken_pct": 100.0 * taken / places if one.encoded else None,
         }
-        for one, plan, count, s in zip(every, plans, positions, scales, strict=True)
-    ]
-
-
-def _taken_pct(plan: Sequence[GlobalBatch], layout: Layout) -> float:
-    """Return documents over the places for their encoded inputs in the rows of a plan, in percent. Empty rows
-    have places too."""
-    places = sum(layout.positions(batch.row_length) // batch.row_length for batch in plan) * layout.docs_per_row
-    return 100.0 * sum(len(row) for batch in plan for row in batch.rows) / places
+        found.append(row)
+    return found
 
 
 def _other_layout(data: DataConfig, train: TrainConfig, own: Layout, kind: str, lengths: np.ndarray) -> Layout:
     """Return another layout for the same data and processes; settings that only go with one layout hold
     for that one."""
-    # A multiple that goes with the run's own layout may not divide max_length in another, which would be refused.
+    # A multiple that goes with the run's own layout may not divide max_length in another, which would be rejected.
     asked = data.pad_multiple or PAD_MULTIPLE
     multiple = asked if own.max_length % asked == 0 else 1
     data = replace(data, layout=kind, pad_multiple=multiple)  # type: ignore[arg-type]
@@ -155,7 +151,7 @@ def measured_speeds(cfg: Config, here: tuple[str, int] | None) -> dict[str, Spee
 
 def _speed(metrics: Path) -> Speed | None:
     """Return the speed that a metrics file has logged; None: it has none."""
-    rates = [rate for line in read_rows(metrics, []) if (rate := line.get("perf/tok_per_sec"))]
+    rates = [rate for line in read_metric_rows(metrics) if (rate := line.get("perf/tok_per_sec"))]
     if not rates:
         return None
     where = read_object(metrics.with_name(ENVIRONMENT))
@@ -266,7 +262,10 @@ def disk_facts(
     folder = next(each for each in (absolute, *absolute.parents) if each.exists())
     free = shutil.disk_usage(folder).free
     size = None if orig_model is None or plan is None else checkpoint_bytes(orig_model, plan)
-    count = checkpoints_at_once(checkpoint, steps)
+    # On disk together: those kept, the best, and the one being written. One save more than by the
+    # interval: a run ends with a checkpoint.
+    saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
+    count = min(checkpoint.keep + 1 + bool(checkpoint.best), saves)
     return {
         "folder": str(folder),
         "free_gib": free / GIB,
@@ -275,10 +274,3 @@ def disk_facts(
         "needed_gib": None if size is None else count * size / GIB,
         "fits": None if size is None else count * size <= free,
     }
-
-
-def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
-    """Return the most checkpoints that are on disk together: those kept, the best, and the one being written."""
-    # One more than by the interval: a run ends with a checkpoint.
-    saves = (steps // checkpoint.every if checkpoint.every else 0) + 1
-    return min(checkpoint.keep + 1 + bool(checkpoint.best), saves)

@@ -1,13 +1,10 @@
-"""Estimate what data.split_turns=true would cost if it is off, from a sample of the first conversations of a source.
-
-In words: what is learned of the answers of conversations, what is not, and why.
-
-Count tokenized data before training: sources, roles, lengths, ends of turns, duplicates.
+"""Count tokenized data before training: sources, roles, lengths, ends of turns, duplicates; say what is learned of
+the answers of conversations, what is not, and why; and estimate from a sample what data.split_turns=true would
+cost.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -107,7 +104,7 @@ def _several_answers(source: SourceConfig) -> list[tuple[Row, int]]:
 
 def _added(row: Row, tokenize: Callable[..., Tokenized], learning: chat.Learning) -> tuple[int, int, int] | None:
     """Return (answers left out now, tokens that would be added, documents that would be added) of a conversation; None:
-    it leaves out none, or would be refused."""
+    it leaves out none, or would be rejected."""
     excluded = _excluded_count_name(learning.targets)
     try:
         off = tokenize(row, learning=replace(learning, split_turns=False))
@@ -283,12 +280,6 @@ def end_of_turn_pct(examples: Examples, chosen: np.ndarray, tokenizer: PreTraine
     return 100.0 * float(np.isin(last, chat.end_of_turn_ids(tokenizer)).mean())
 
 
-def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the sha256 of the chat template; None without one."""
-    template = tokenizer.chat_template
-    return hashlib.sha256(str(template).encode()).hexdigest() if template else None
-
-
 def duplicate_facts(
     training: Examples, validation: dict[str, Examples], sources: Sequence[SourceConfig]
 ) -> dict[str, Any]:
@@ -299,7 +290,7 @@ def duplicate_facts(
         duplicate_pct, of the training documents; validation_in_train, by source how many documents occur in training.
     """
     seen = _fingerprints(training, _first_passes(training, sources))
-    # By 64-bit hashes: two documents of millions that agree by chance do not change a percentage.
+    # The hashes have 64 bits: two documents of millions that agree by chance do not change a percentage.
     distinct = set(seen)
     found = {
         name: sum(print_ in distinct for print_ in _fingerprints(examples, np.arange(len(examples))))

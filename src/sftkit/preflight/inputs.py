@@ -1,19 +1,11 @@
-"""Check before a run starts that one of its evaluations will write the metric that checkpoint.best names. No torch.
+"""Check before a run starts, without torch, that what its recipe names exists and fits: data with columns that the
+stage learns from, the model, the run before, the metric that checkpoint.best names, and an engine that can run on
+the processes of the launch. Also the flags of scripts/inspect_data.py.
 
-Check that a recipe's inputs exist: data with columns that its stage learns from, the model, the run before. No
-torch.
-
-Launcher, chain and scripts read a recipe with these rules, so that whatever is missing stands in one report with
-whatever is wrong in the recipe. They look at first records and file names; what shows only when it is loaded is found
-by the run.
-
-Refuse what the engine of a recipe cannot do on the processes of a launch, or with a model of this config, before
-anything is loaded. No torch.
-
-What the config leaves to the defaults of transformers, and a model whose config is not there yet, is left to the
-engines, which ask the same rules (config.launch_rules).
-
-The flags of scripts/inspect_data.py, besides recipe and key=value. No torch.
+Launcher, chain and scripts read a recipe with these rules, so that one report has all that is missing and all that
+is wrong. They look at first records and file names; a run finds what shows only when it is loaded. What the config
+leaves to the defaults of transformers, and a model whose config is not there yet, is left to the engines, which ask
+the same rules (config/rules.py).
 """
 
 from __future__ import annotations
@@ -31,21 +23,10 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from sftkit.config import rules as recipe_rules
 from sftkit.config.commands import Parser, path_or_id, similar_paths, whole_number
 from sftkit.config.load import read_command_line
-from sftkit.config.rules import (
-    STEP_PATH,
-    Get,
-    OfLaunch,
-    Problem,
-    Rule,
-    Unusable,
-    graph_mesh_problems,
-    no_experts,
-    passes_off_gpu,
-    split_problems,
-    unshared_experts,
-)
+from sftkit.config.rules import Get, OfLaunch, Problem, Rule
 from sftkit.config.schema import Config, ModelConfig, SourceConfig, TrainConfig, num_stages, source_label
 from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS, stage_of_recipe
 from sftkit.config.terminal import print_text
@@ -69,26 +50,27 @@ OF_CAPTIONS = tuple(f"eval/captions/{metric}" for metric in ("exact_match", "tok
 
 
 def best(get: Get, stage: str | None) -> Iterator[Problem]:
-    """Refuse a run that names, in checkpoint.best, a metric which it never writes: it would train to its end and keep
+    """Reject a run that names, in checkpoint.best, a metric which it never writes: it would train to its end and keep
     no best checkpoint."""
-    wanted, tasks = get("checkpoint.best"), get("eval.tasks")
+    wanted = get("checkpoint.best")
+    tasks = get("eval.tasks")
     validation = get("data.val")
     if wanted is None or get("eval.every") is None or not (tasks or validation):  # the last two have rules of their own
         return
-    names = validation_metrics(validation)
+    # As evals.validation.validate names the values of validation sources, those of all together first.
+    prefixes = ["val", *(f"val/{source_label(SourceConfig(**one))}" for one in validation)] if validation else []
+    names = [f"{prefix}/{metric}" for prefix in prefixes for metric in ("loss", "bpb")]
     of_others = get("eval.backend") == "lm_eval" and tasks  # whose names are known when it has run
     names += [] if of_others else task_metrics(tasks, get("eval.format"))
     if stage == "caption" and validation:
         names += OF_CAPTIONS
     if wanted not in names and not (of_others and wanted.startswith("eval/")):
-        yield "checkpoint.best", _unknown(wanted, names)
-
-
-def validation_metrics(sources: Sequence[dict]) -> list[str]:
-    """Return the names that evals.validation.validate gives the values of validation sources, those of
-    all together first."""
-    prefixes = ["val", *(f"val/{source_label(SourceConfig(**source))}" for source in sources)] if sources else []
-    return [f"{prefix}/{metric}" for prefix in prefixes for metric in ("loss", "bpb")]
+        near = difflib.get_close_matches(wanted, names, n=1)
+        meant = f' Did you mean "{near[0]}"?' if near else ""
+        yield (
+            "checkpoint.best",
+            f'"{wanted}" is no metric that an evaluation of this run writes: {first_of(names, 8)}.{meant}',
+        )
 
 
 def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
@@ -100,12 +82,6 @@ def task_metrics(tasks: Sequence[str], format: str) -> list[str]:
         if task == "families":
             names += [f"eval/{family}/{metric}" for family in FAMILIES for metric in metrics]
     return [*names, "eval/centred_mean"] if tasks else []
-
-
-def _unknown(wanted: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(wanted, names, n=1)
-    meant = f' Did you mean "{near[0]}"?' if near else ""
-    return f'"{wanted}" is no metric that an evaluation of this run writes: {first_of(names, 8)}.{meant}'
 
 
 FIRST_ROWS = 100
@@ -136,7 +112,7 @@ REQUIRED: dict[str | None, Callable[[Row], object]] = {
     "caption": rows.require_source_and_texts,
     None: _readable,
 }
-"Stage -> what refuses a row that it cannot learn from."
+"Stage -> the function that rejects a row that the stage cannot learn from."
 
 
 def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Rule]:
@@ -178,14 +154,14 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
 
     Args:
         part: the key of their list.
-        require: refuses a row that is not learned from; None: of any row the text is read.
+        require: rejects a row that cannot be learned from; None: only the text of a row is read.
     """
     skips = get("data.on_bad_row") == "skip"
     # One by one, as another source of the list may be one that cannot be read.
     for i in itertools.count():
         try:
             values = get(f"{part}.{i}")
-        except Unusable as gone:
+        except recipe_rules.Unusable as gone:
             # The whole list cannot be read; else only this source, which has its own problem, is skipped.
             if f"{part}.".startswith(f"{gone}."):
                 return
@@ -196,7 +172,7 @@ def _sources(get: Get, part: str, require: Callable[[Row], object] | None) -> It
 
 
 def _check_source(source: SourceConfig, require: Callable[[Row], object] | None, *, skips: bool) -> None:
-    """Find a source and look at its first rows. Rows that the run would skip are refused where they are all that there
+    """Find a source and look at its first rows. Rows that the run would skip are rejected where they are all that there
     is, or where the columns of all of the first are wrong in the same way.
 
     Raises:
@@ -219,7 +195,7 @@ def _check_source(source: SourceConfig, require: Callable[[Row], object] | None,
         # Where a bad row ends the run others are looked for, unless none can be used for their columns.
         if (seen == FIRST_ROWS and (skips or not bad or _alike(bad, seen))) or (not skips and bad.enough(raw[0])):
             break
-    # Of small files, whose beginning has no row, the whole part that is asked for is read.
+    # Small files whose beginning has no row are read to their end.
     small = origin.num_bytes is not None and origin.num_bytes <= SMALL_BYTES
     if not seen and small and next(origin.rows(), None) is None:
         raise readers.no_rows(source)
@@ -310,7 +286,7 @@ def _chat_template(get: Get) -> Iterator[Problem]:
 
 def _resume(get: Get) -> Iterator[Problem]:
     path = get("train.resume")
-    if path not in (None, "auto") and STEP_PATH.search(path):  # other words have a rule of their own
+    if path not in (None, "auto") and recipe_rules.STEP_PATH.search(path):  # other words have a rule of their own
         yield from _as_problem("train.resume", _check_checkpoint, path)
 
 
@@ -354,11 +330,11 @@ def _pipeline(get: Get, topology: Topology) -> Iterator[Problem]:
     if get("train.engine") != "pipeline" or topology.stages == 1:
         return
     fields = _text_config(get)
-    # A model with an encoder is refused for more than its stages, when it is loaded.
+    # A model with an encoder is rejected for more than its stages, when it is loaded.
     if "model_type" not in fields or fields.get("is_encoder_decoder") or "encoder" in fields:
         return
     layers = fields.get("num_hidden_layers")
-    yield from split_problems(
+    yield from recipe_rules.split_problems(
         get("train.pipeline_schedule"),
         get("train.pipeline_layers"),
         topology.stages,
@@ -372,12 +348,12 @@ def _graph(get: Get, topology: Topology, *, here: bool) -> Iterator[Problem]:
         return
     topology = replace(topology, on_cpu=topology.on_cpu or (here and not may_have_gpu()))
     if topology.on_cpu:
-        yield from passes_off_gpu(get("graph.passes"), get("attention.backend"), "cpu")
-    yield from graph_mesh_problems(topology)
+        yield from recipe_rules.passes_off_gpu(get("graph.passes"), get("attention.backend"), "cpu")
+    yield from recipe_rules.graph_mesh_problems(topology)
     if get("graph.token_dispatcher") != "alltoall":
         return
     model_type = _text_config(get).get("model_type")
-    yield from no_experts(model_type) if model_type in GATED else unshared_experts(topology)
+    yield from recipe_rules.no_experts(model_type) if model_type in GATED else recipe_rules.unshared_experts(topology)
 
 
 def _text_config(get: Get) -> Mapping[str, Any]:

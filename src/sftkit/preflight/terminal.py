@@ -1,12 +1,11 @@
-"""The output of `scripts/inspect_data.py`: the preflight analysis on the terminal, and samples with their masks.
-
-The preflight as one HTML file: no network, no script, everything from the data escaped.
+"""The output of `scripts/inspect_data.py`, on the terminal and as an HTML page: the preflight analysis, and samples
+with their masks.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,13 +19,13 @@ from transformers import PreTrainedTokenizerBase
 
 from sftkit.config.tables import STAGE_SCRIPTS
 from sftkit.config.terminal import visible
+from sftkit.data.reading.findings import finding_text
 from sftkit.data.tokens.template import special_tokens_of
-from sftkit.data.types import Examples
+from sftkit.data.types import Examples, Finding
 from sftkit.preflight import analysis as preflight
 from sftkit.reports import details
-from sftkit.reports.components import headline_tiles, section
-from sftkit.reports.page import html_document
-from sftkit.reports.values import NONE, Html, el, join
+from sftkit.reports.components import headline_tiles, html_document, macros, section
+from sftkit.reports.values import NONE, el, join
 from sftkit.runtime.script import VisibleConsole, counted
 
 BAR_WIDTH = 40
@@ -36,15 +35,6 @@ _SHAPES = "shapes (rows x positions)"
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TextSpan:
-    """Neighbouring tokens of a document that are all learned or not, and all special or not."""
-
-    text: str
-    target: bool
-    special: bool
 
 
 _SIDE = 40
@@ -60,32 +50,30 @@ class Preview:
     tokens: int
     "positions of rows that it takes, as tokens are counted everywhere: the last token shown is only ever a target"
     targets: int
-    spans: tuple[TextSpan, ...]
+    spans: Sequence[tuple[str, bool, bool]]
+    "(text, whether it is a target, whether it is special) of neighbouring tokens"
     encoder_source: str = ""
     "what an encoder reads for it: the file of a picture, or a text, both ends of a long one"
 
 
 def previews(examples: Examples, tokenizer: PreTrainedTokenizerBase, num_samples: int) -> list[Preview]:
     """Return `num_samples` documents spread over the data, or all of them if there are fewer."""
-    special = tokenizer.convert_tokens_to_ids(special_tokens_of(tokenizer))
-    chosen = np.linspace(0, len(examples) - 1, num=min(num_samples, len(examples)), dtype=int)
-    return [_preview(examples, int(i), tokenizer, np.asarray(special)) for i in chosen]
-
-
-def _preview(examples: Examples, document: int, tokenizer: PreTrainedTokenizerBase, special: np.ndarray) -> Preview:
-    example = examples[document]
-    is_special = np.isin(example.ids, special)
-    spans = []
-    # Two flags in one number, so that a run ends where either changes.
-    for start, end in runs(2 * example.is_target.astype(int) + is_special):
-        text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
-        spans.append(TextSpan(text, bool(example.is_target[start]), bool(is_special[start])))
-    name = examples.source_names[examples.source[document]]
-    encoder_source = " ".join(examples.encoder_sources[document].split()) if examples.encoder_sources else ""
-    if len(encoder_source) > 2 * _SIDE:
-        encoder_source = f"{encoder_source[:_SIDE]}...{encoder_source[-_SIDE:]}"
-    counts = int(examples.lengths[document]), int(example.is_target.sum())
-    return Preview(name, document, *counts, tuple(spans), encoder_source)
+    special = np.asarray(tokenizer.convert_tokens_to_ids(special_tokens_of(tokenizer)))
+    found = []
+    for document in np.linspace(0, len(examples) - 1, num=min(num_samples, len(examples)), dtype=int).tolist():
+        example = examples[document]
+        is_special = np.isin(example.ids, special)
+        spans = []
+        # Two flags in one number, so that a run ends where either changes.
+        for start, end in runs(2 * example.is_target.astype(int) + is_special):
+            text = visible(str(tokenizer.decode(example.ids[start:end].tolist())))
+            spans.append((text, bool(example.is_target[start]), bool(is_special[start])))
+        name = examples.source_names[examples.source[document]]
+        read = " ".join(examples.encoder_sources[document].split()) if examples.encoder_sources else ""
+        read = f"{read[:_SIDE]}...{read[-_SIDE:]}" if len(read) > 2 * _SIDE else read
+        tokens = int(examples.lengths[document])
+        found.append(Preview(name, document, tokens, int(example.is_target.sum()), spans, read))
+    return found
 
 
 def runs(values: np.ndarray) -> list[tuple[int, int]]:
@@ -112,15 +100,12 @@ def preview_text(preview: Preview, *, brackets: bool) -> Text:
     """
     text = Text(f"\n--- {preview_title(preview)}\n", style="bold")
     inside = False
-    for span in preview.spans:
-        if brackets and span.target != inside:
-            text.append("[[" if span.target else "]]", style="not bold")
-            inside = span.target
-        style = "green underline" if span.target else "dim"
-        words = span.text
-        if span.special:
-            style, words = f"{style} reverse", f"<{words}>" if brackets else words
-        text.append(words, style=f"not bold {style}")
+    for words, target, special in preview.spans:
+        if brackets and target != inside:
+            text.append("[[" if target else "]]", style="not bold")
+            inside = target
+        style = f"not bold {'green underline' if target else 'dim'}{' reverse' if special else ''}"
+        text.append(f"<{words}>" if special and brackets else words, style=style)
     return text.append("]]" if inside else "", style="not bold")
 
 
@@ -140,7 +125,10 @@ def print_preflight(console: Console, analysis: dict[str, Any], samples: Sequenc
     costs = [f"{'memory':<10}{memory_text(analysis)}", f"{'disk':<10}{disk_text(analysis)}"]
     if analysis["time"]["hours"] is None:
         costs.insert(0, f"{'':<10}how long they take is told here once a run in run.dir has measured its speed")
-    rows = [f"{'rows':<10}{line}" for line in preflight.finding_lines(analysis)]
+    # Why rows of a source were left out, or are odd, and which columns are not used; a run logs them by itself.
+    rows = []
+    for source in (*analysis["sources"], *analysis["validation"]):
+        rows += [f"{'rows':<10}{source['name']}: {finding_text(Finding(**one))}" for one in source["findings"]]
     for line in (*preflight.lines(analysis), *costs, *rows):
         console.print(line, markup=False, soft_wrap=True)
     for warning in analysis["warnings"]:
@@ -198,7 +186,8 @@ def disk_text(analysis: dict[str, Any]) -> str:
 
 def _histogram(lengths: dict[str, Any]) -> str:
     """Return the number of documents by length, in powers of two, as bars."""
-    lines, highest = ["document length in positions"], max(lengths["counts"])
+    lines = ["document length in positions"]
+    highest = max(lengths["counts"])
     for (start, end), count in zip(pairwise(lengths["edges"]), lengths["counts"], strict=True):
         bar = "█" * round(BAR_WIDTH * count / highest)
         lines.append(f"  {start:>7,} .. {end - 1:<7,} {count:>9,}  {bar}".rstrip())
@@ -260,24 +249,27 @@ LAYOUT_NOTES = (
 )
 
 
-_CSS = """
-.headline { grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); margin-bottom: 16px; }
-.doc { margin: 14px 0; }
-.doc pre { margin-top: 6px; max-height: 28rem; overflow: auto; color: var(--soft); }
-.t { color: var(--good); background: var(--good-back); text-decoration: underline; }
-.s { border: 1px solid currentColor; border-radius: 4px; padding: 0 3px; }
-@media print { .doc pre { max-height: none; } }
-"""
-
-
 def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> str:
     """Return a whole HTML document.
 
     Args:
         analysis: what preflight.analysis.analyse returned.
     """
+    own = preflight.own_layout(analysis)
+    time = analysis["time"]
+    # What a person looks at first: what it is, its value, and what belongs to it.
+    tiles = [
+        ("documents", f"{sum(source['documents'] for source in analysis['sources']):,}", ""),
+        ("tokens", f"{sum(source['tokens'] for source in analysis['sources']):,}", ""),
+        ("targets", _percent(analysis["target_pct"]), "of tokens"),
+        ("end of turn", _percent(analysis["end_of_turn_pct"]), "of answers learn it"),
+        ("padding", _percent(own["padding_pct"]), own["layout"]),
+        ("step" if time["steps"] == 1 else "steps", f"{time['steps']:,}", f"{time['epochs']:.2f} epochs"),
+    ]
+    if analysis["memory"]:
+        tiles.append(("memory", preflight.size_text(analysis["memory"]["estimated_gib"]), "of a step"))
     name = el("div", el("h1", title), class_="title")
-    header = el("header", el("div", name, details.warnings_section(analysis), headline_tiles(_tiles(analysis))))
+    header = el("header", el("div", name, details.warnings_section(analysis), headline_tiles(tiles)))
     notes = (
         f"Layouts: {layout_notes(analysis)}",
         f"Memory: {memory_text(analysis)}",
@@ -287,34 +279,11 @@ def page(title: str, analysis: dict[str, Any], samples: Sequence[Preview]) -> st
     small = [el("p", note, class_="soft small") for note in notes]
     parts = [section("data", "Data", details.data_tables(analysis), small)]
     if samples:
-        legend = (el("span", "learned", class_="t"), " · context · ", el("span", "special token", class_="s"))
-        parts.append(section("samples", "Samples", el("p", legend, class_="soft"), list(map(_sample, samples))))
-    # Of the whole page: names of files and texts of data may hold control characters.
-    return visible(html_document(title, join(header, el("main", parts)), _CSS))
-
-
-def _tiles(analysis: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield what a person looks at first: what it is, its value, and what belongs to it."""
-    own, time = preflight.own_layout(analysis), analysis["time"]
-    yield "documents", f"{sum(source['documents'] for source in analysis['sources']):,}", ""
-    yield "tokens", f"{sum(source['tokens'] for source in analysis['sources']):,}", ""
-    yield "targets", _percent(analysis["target_pct"]), "of tokens"
-    yield "end of turn", _percent(analysis["end_of_turn_pct"]), "of answers learn it"
-    yield "padding", _percent(own["padding_pct"]), own["layout"]
-    yield "step" if time["steps"] == 1 else "steps", f"{time['steps']:,}", f"{time['epochs']:.2f} epochs"
-    if analysis["memory"]:
-        yield "memory", preflight.size_text(analysis["memory"]["estimated_gib"]), "of a step"
+        documents = [(preview_title(preview), preview.spans) for preview in samples]
+        parts.append(section("samples", "Samples", macros.documents(documents)))
+    # The whole page is escaped: names of files and texts of data may hold control characters.
+    return visible(html_document(title, join(header, el("main", parts)), macros.documents_style()))
 
 
 def _percent(value: float | None) -> str:
     return NONE if value is None else f"{value:.1f} %"
-
-
-def _sample(preview: Preview) -> Html:
-    """Return a document with what is learned and what is special marked."""
-    return el("div", el("b", preview_title(preview)), el("pre", list(map(_span, preview.spans))), class_="doc")
-
-
-def _span(span: TextSpan) -> str | Html:
-    names = [name for name, on in (("t", span.target), ("s", span.special)) if on]
-    return el("span", span.text, class_=" ".join(names)) if names else span.text

@@ -1,11 +1,11 @@
-"""README.md beside an exported model: a Hugging Face model card from the run's files."""
+"""README.md next to an exported model: a Hugging Face model card from the run's files."""
 
 from __future__ import annotations
 
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 
 from sftkit.models.files import CAPTIONS, TEXT_TO_TEXT
 from sftkit.reports.collect import EVALUATION_COLUMNS, is_part, latest_evaluations
-from sftkit.reports.components import columns, value_text
+from sftkit.reports.components import columns, templates, value_text
 from sftkit.reports.details import SOURCES
 from sftkit.reports.values import (
     NONE,
@@ -43,7 +43,7 @@ LICENCE = ("license", "license_name", "license_link")
 def licence(card: Path) -> dict[str, str]:
     """Return what the header of an earlier card says of the licence; empty without one that can be read."""
     try:
-        # Of the header alone; the rest of the card may hold lines of dashes too.
+        # Only the header counts: the rest of the card may hold lines of dashes too.
         _, header, _ = card.read_text(encoding="utf-8").split("---\n", 2)
         found = mapping(yaml.safe_load(header))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -57,19 +57,45 @@ def model_card(report: Report, kept: Mapping[str, Any]) -> str:
     Args:
         kept: what `licence` has read from the card that this one replaces.
     """
-    usage = _use(report["run"]["auto_class"], drawable_number(report["preflight"].get("max_length")))
-    found = [section(report) for section in (_training, _data, _settings, _proof, _results, _environment)]
-    parts = [f"# {md(report['run']['name'])}", _what(report), usage, *found, _licence(kept)]
-    return f"---\n{_header(report, kept)}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _licence(kept: Mapping[str, str]) -> str:
-    """Return the section on the licence."""
-    if kept:
-        return "## Licence\n\n" + ", ".join(code(text) for text in kept.values())
-    return (
-        "## Licence\n\nNone is stated here. The licences of the base model and of the training data apply; "
-        "state yours as `license:` in the header of this file, which a later report keeps."
+    status = report["status"]
+    summary = report["summary"]
+    training = [["status", md(status.get("status"))]]
+    training.append(["optimizer steps", format_value(drawable_number(status.get("step")))])
+    sums = (("tokens", "tokens", format_value), ("time in steps", "train_seconds", duration))
+    training += [[name, words(summary[key])] for name, key, words in sums if drawable_number(summary.get(key))]
+    known = [row for row in report["headline"] if row["value"] is not None]
+    training += [[f"{row['name']} ({row['how']})", row["text"]] for row in known]
+    # Sources as preflight has found them where there is one, as it counts; else of the recipe, which names them.
+    head, cells = columns(dicts(report["preflight"].get("sources")), SOURCES)
+    data = (head, [[md(value) for value in row] for row in cells], range(1, len(head)))
+    if not cells:
+        sources = dicts(mapping(report["config"].get("data")).get("train"))
+        data = (["source", "split"], [[code(one.get("path")), md(one.get("split"))] for one in sources], range(0))
+    checks = [
+        [_WORDS[passed(row)] if applies(row) else DOES_NOT_APPLY]
+        + [md(row.get(key)) for key in ("name", "found", "expected")]
+        for row in report["proof"]
+    ]
+    results = []
+    for row in _scores(report):
+        value, *others = (format_value(row[key]) for key in ("value", "chance", "examples", "step"))
+        results.append([md(row["task"]), md(row["metric"]), value, format_interval(row) or NONE, *others])
+    found = report["environment"]
+    flat = {key: value for key, value in found.items() if not isinstance(value, dict | list)}
+    machine = flat | mapping(found.get("packages"))
+    return template.render(
+        report=report,
+        kept=kept,
+        header=_header(report, kept),
+        limit=drawable_number(report["preflight"].get("max_length")),
+        captions=CAPTIONS,
+        training=training,
+        data=data,
+        settings=[[code(row[key]) for key in ("key", "value", "default")] for row in report["config_changed"]],
+        checks=checks,
+        columns=EVALUATION_COLUMNS,
+        results=results,
+        environment=[[md(key.replace("_", " ")), md(value)] for key, value in machine.items()],
     )
 
 
@@ -97,7 +123,7 @@ def _header(report: Report, kept: Mapping[str, Any]) -> str:
         base_model=report["run"]["base_model"],
         datasets=report["run"]["datasets"] or None,
         tags=["sftkit"],
-        # ModelCardData refuses results without a name, and a name without results says nothing.
+        # ModelCardData rejects results without a name, and a name without results says nothing.
         model_name=name if results else None,
         eval_results=results or None,
         **kept,
@@ -130,104 +156,5 @@ def block(text: str) -> str:
     return f"{fence}\n{text}\n{fence}"
 
 
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Return a Markdown table of cells that are Markdown already; `right`: indices of right-aligned columns."""
-    marks = ["---:" if index in right else "---" for index in range(len(head))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [list(head), marks, *rows])
-
-
-def _what(report: Report) -> str:
-    """Return the first sentence: what the model is, and what it starts from."""
-    run = report["run"]
-    size = f" with {parameters(run['parameters'])} parameters" if run["parameters"] else ""
-    named = md(run["model"] or "a model that its settings do not name")
-    start = f"`{run['base_model']}`" if run["base_model"] else named
-    return f"A language model{size}, trained with sftkit. It starts from {start}."
-
-
-def _use(auto_class: str | None, max_length: float | None = None) -> str:
-    """Return the section with the code that loads the model.
-
-    Args:
-        auto_class: the class of transformers that loads it; None: unknown, so there is no such section.
-        max_length: the most positions of a caption; without a limit transformers writes 20 tokens.
-    """
-    if auto_class is None:
-        return ""
-    pictures = auto_class == CAPTIONS
-    limit = f", max_new_tokens={max_length:.0f}" if max_length else ""
-    lines = (
-        *["from PIL import Image"] * pictures,
-        f"from transformers import {auto_class}{', AutoImageProcessor' * pictures}, AutoTokenizer",
-        "",
-        'path = "."  # this folder, or its id on the hub',
-        "tokenizer = AutoTokenizer.from_pretrained(path)",
-        *["processor = AutoImageProcessor.from_pretrained(path)  # needs torchvision"] * pictures,
-        f"model = {auto_class}.from_pretrained(path)",
-        *['pixels = processor(Image.open("picture.png").convert("RGB"), return_tensors="pt").pixel_values'] * pictures,
-        *[f"print(tokenizer.decode(model.generate(pixels{limit})[0], skip_special_tokens=True))"] * pictures,
-    )
-    return "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
-
-
-def _training(report: Report) -> str:
-    """Return the section on steps, time and speed, with the command."""
-    status, summary = report["status"], report["summary"]
-    steps = format_value(drawable_number(status.get("step")))
-    rows = [["status", md(status.get("status"))], ["optimizer steps", steps]]
-    sums = (("tokens", "tokens", format_value), ("time in steps", "train_seconds", duration))
-    rows += [[name, words(summary[key])] for name, key, words in sums if drawable_number(summary.get(key))]
-    rows += [[f"{row['name']} ({row['how']})", row["text"]] for row in report["headline"] if row["value"] is not None]
-    command = f"\n\n{block(report['command'])}" if report["command"] else ""
-    return f"## Training\n\n{grid(['', ''], rows, right=(1,))}{command}"
-
-
-def _data(report: Report) -> str | None:
-    """Return the section on the sources; None where they are unknown."""
-    # Of what preflight has found where there is one, as it counts; else of the recipe, which names the sources.
-    found = dicts(report["preflight"].get("sources"))
-    if found:
-        head, cells = columns(found, SOURCES)
-        rows = [[md(value) for value in row] for row in cells]
-        return _table("Training data", head, rows, right=range(1, len(head)))
-    sources = dicts(mapping(report["config"].get("data")).get("train"))
-    rows = [[code(source.get("path")), md(source.get("split"))] for source in sources]
-    return _table("Training data", ["source", "split"], rows)
-
-
-def _settings(report: Report) -> str | None:
-    """Return the section on settings that differ from the defaults; None without any."""
-    rows = [[code(row["key"]), code(row["value"]), code(row["default"])] for row in report["config_changed"]]
-    return _table("Settings\n\nWhat differs from the defaults.", ["setting", "value", "default"], rows)
-
-
-def _proof(report: Report) -> str | None:
-    """Return the section on the run's checks of itself; None without any."""
-    keys = ("name", "found", "expected")
-    rows = [
-        [_WORDS[passed(row)] if applies(row) else DOES_NOT_APPLY, *(md(row.get(key)) for key in keys)]
-        for row in report["proof"]
-    ]
-    return _table("Checks that the run made of itself", ["", "check", "found", "expected"], rows)
-
-
-def _results(report: Report) -> str | None:
-    """Return the section on evaluations; None without any."""
-    rows = []
-    for row in _scores(report):
-        value, *others = (format_value(row[key]) for key in ("value", "chance", "examples", "step"))
-        rows.append([md(row["task"]), md(row["metric"]), value, format_interval(row) or NONE, *others])
-    return _table("Results", EVALUATION_COLUMNS, rows, right=range(2, 7))
-
-
-def _environment(report: Report) -> str | None:
-    """Return the section on machine and packages; None where it is unknown."""
-    found = report["environment"]
-    flat = {key: value for key, value in found.items() if not isinstance(value, dict | list)}
-    rows = [[md(key.replace("_", " ")), md(value)] for key, value in (flat | mapping(found.get("packages"))).items()]
-    return _table("Environment", ["", ""], rows)
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str | None:
-    """Return a section that is a table; None without rows."""
-    return f"## {title}\n\n{grid(head, rows, right)}" if rows else None
+templates.filters |= {"md": md, "code": code, "block": block, "size": parameters}
+template = templates.get_template("card.md.jinja")

@@ -14,7 +14,7 @@ Point = tuple[float, float | None]
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 34.0
 "Margins of a chart, in the units of its view box."
 _MAX_TITLES = 60
-"Maximum number of points of a line, besides its last, that show their value when pointed at."
+"Maximum number of points of a line, apart from its last, that show their value when pointed at."
 _FEW = 20
 "Maximum number of points of a line that are all drawn."
 _LOG_RATIO = 20.0
@@ -136,7 +136,8 @@ def _grid(x: Axis, y: Axis, width: float, height: float) -> Html:
 
 def _levels(y: Axis, width: float) -> list[Html]:
     """Draw horizontal lines with their values."""
-    parts, values = [], y.ticks(4)
+    parts = []
+    values = y.ticks(4)
     for value, text in zip(values, axis_texts(values), strict=True):
         parts.append(_line(LEFT, y(value), width - RIGHT, y(value), "grid"))
         parts.append(el("text", text, x=LEFT - 6, y=y(value) + 4, class_="tick", text_anchor="end"))
@@ -201,7 +202,11 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
         at = 6 + pitch * (index + 0.5)
         name = str(row["name"])
         short = name if len(name) <= 20 else name[:19] + "…"
-        drawn = [el("title", interval_text(row)), el("text", short, x=left - 8, y=at + 4, text_anchor="end")]
+        # `arc_easy: 0.431, 95 % interval 0.401 to 0.461, chance 0.25`
+        bounds = f", 95 % interval {format_interval(row)}" if format_interval(row) else ""
+        chance = f", chance {row['chance']:.3g}" if row.get("chance") is not None else ""
+        said = f"{name}: {row['value']:.4g}{bounds}{chance}"
+        drawn = [el("title", said), el("text", short, x=left - 8, y=at + 4, text_anchor="end")]
         if format_interval(row):
             drawn.append(_line(clamped(row["low"]), at, clamped(row["high"]), at, "bar"))
         if row.get("chance") is not None:
@@ -210,13 +215,6 @@ def interval_chart(rows: Sequence[dict[str, Any]], label: str, width: float = 40
         number = el("text", f"{row['value']:.3f}", x=width - 4, y=at + 4, class_="number", text_anchor="end")
         parts.append(el("g", drawn, dot, number, class_="s0"))
     return _drawing(width, height, label, parts)
-
-
-def interval_text(row: dict[str, Any]) -> str:
-    """Return `arc_easy: 0.431, 95 % interval 0.40 to 0.46, chance 0.25`."""
-    ends = f", 95 % interval {format_interval(row)}" if format_interval(row) else ""
-    chance = f", chance {row['chance']:.3g}" if row.get("chance") is not None else ""
-    return f"{row['name']}: {row['value']:.4g}{ends}{chance}"
 
 
 def histogram(

@@ -1,9 +1,5 @@
-"""Reads the settings of a run, compares them with the defaults or another run's, and finds
-where its model comes from.
-
-Reads the evaluations of a run from its files: values of tasks by step, and sample answers.
-
-Everything that report.html shows, as one dictionary: report.json.
+"""Everything that report.html shows, as one dictionary: report.json. It is read from a run's files: settings, and
+how they differ from the defaults or another run's; evaluations and samples; curves; where the model comes from.
 """
 
 from __future__ import annotations
@@ -48,16 +44,17 @@ _DATA_FILE = re.compile(r"\.(jsonl|json|parquet|csv|txt)(\.gz)?$")
 def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return config.yaml as a nested dictionary; what cannot be read is said in `notes`, never raised."""
     try:
-        # By the parser of recipes, which has limits: a config.yaml may come from anybody.
+        # The parser of recipes has limits, and a config.yaml may come from anybody.
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         notes.append(f"{path.name} is not there")
         return {}
     problems: list[str] = []
+    settings = {}
     try:
         settings = mapping(clean(parse(text, path.name, problems).plain()))
     except RecursionError:
-        settings, problems = {}, ["nested too deeply"]
+        problems = ["nested too deeply"]
     notes.extend(f"{path.name}: {problem}" for problem in problems[:3])
     return settings
 
@@ -92,7 +89,8 @@ def changed(settings: dict[str, Any]) -> Rows:
 
 def differences(settings: dict[str, Any], other: dict[str, Any]) -> Rows:
     """Return the settings of two runs that differ, as {"key", "value", "other"}; run.dir is left out."""
-    mine, its = dict(_flat(settings)), dict(_flat(other))
+    mine = dict(_flat(settings))
+    its = dict(_flat(other))
     keys = [key for key in dict.fromkeys([*mine, *its]) if key != "run.dir"]
     return [
         {"key": key, "value": mine.get(key), "other": its.get(key)}
@@ -107,9 +105,9 @@ def _text(value: Any) -> str:
 
 
 def origin(settings: dict[str, Any]) -> str | None:
-    """Return the hub model that this run, or the run that it goes on from, started with; None: it was made from scratch
+    """Return the hub model that this run, or the run that it continues, started with; None: it was made from scratch
     or from a local folder."""
-    # Runs go on from runs: ten back at most, as a folder may name itself.
+    # A run may continue another one, which continues another: ten at most, because a folder may name itself.
     for _ in range(10):
         path = mapping(settings.get("model")).get("path")
         if not isinstance(path, str):
@@ -158,7 +156,7 @@ def evaluations(run_dir: Path, rows: Rows, notes: list[str]) -> Rows:
                 continue
             if (step, task, metric) in told or (not metric and any(known[:2] == (step, task) for known in table)):
                 continue
-            # low and high stand beside a task, not beside a metric: with several metrics nobody could say
+            # low and high belong to a task, not to a metric: with several metrics nobody could say
             # whose they are.
             alone = sum(key.startswith(f"eval/{task}/") and key.split("/")[2] not in _BOUNDS for key in row) < 2
             bounds = {key: row.get(f"eval/{task}/{key}") for key in _BOUNDS} if alone else {}
@@ -277,7 +275,7 @@ def machine_name(environment: Mapping[str, Any]) -> str:
 
 
 def check_run(run_dir: Path) -> None:
-    """Refuse a folder that holds no run.
+    """Reject a folder that holds no run.
 
     Raises:
         ConfigError: it names runs nearby.
@@ -306,7 +304,9 @@ def _runs_near(run_dir: Path) -> str:
 def runs_in(root: Path, levels: Sequence[str] = ("**/",)) -> list[Path]:
     """Return the runs under a folder, the last written first; `levels` are glob patterns of where."""
     marks = [f"{level}{name}" for level in levels for name in MARKS_OF_A_RUN[1:]]  # wandb writes config.yaml too
-    paths = [path for mark in marks for path in root.glob(mark) if not _is_left_over(path.relative_to(root))]
+    # Not those of archived runs, nor of a dashboard's own folder.
+    found = [(path, path.relative_to(root)) for mark in marks for path in root.glob(mark)]
+    paths = [path for path, inside in found if not (names.is_archived(inside) or "wandb" in inside.parts)]
     return list(dict.fromkeys(path.parent for path in sorted(paths, key=lambda path: -path.stat().st_mtime)))
 
 
@@ -319,11 +319,6 @@ def newest_run_under(root: Path) -> Path:
     if found := runs_in(root):
         return found[0]
     raise ConfigError(f"{root}/: no run there; {first_run()}, or name a run directory")
-
-
-def _is_left_over(path: Path) -> bool:
-    """Return whether a file is of an archived run, or in a dashboard's own folder."""
-    return names.is_archived(path) or "wandb" in path.parts
 
 
 def run_of(folder: Path) -> Path | None:
@@ -351,6 +346,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     folder = checkpoint(run_dir)
     full = curves_of(metrics) | curves_of(evals)
     last = {name: points[-1][1] for name, points in full.items()}
+    state = mapping(read_json(folder / names.TRAINING_STATE, [], optional=True)) if folder else {}
     world_size = drawable_number(environment.get("world_size"))
     saved = names.step_of(folder.name) if folder else None
     last_step = float(saved) if saved is not None else drawable_number(status.get("step")) or 0.0
@@ -368,7 +364,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "world_size": int(world_size) if world_size else None,
         },
         "status": status,
-        "identity": saved_identity(folder),
+        "identity": mapping(state.get("identity")),
         "summary": _sums(summary, full, last),
         "compiling": compiling(summary, full, dicts(proof.get("rows")), settings),
         "command": _command(status.get("resume")),
@@ -400,23 +396,18 @@ def _sums(summary: dict[str, Any], curves: Mapping[str, Curve], last: Mapping[st
     """
     found = {key: value for key, value in summary.items() if not isinstance(value, dict | list)}
     logged = {"tokens": last.get("train/tokens"), "train_seconds": last.get("train/seconds")}
-    ended, newest = drawable_number(summary.get("step")), max(known(curves, "train/tokens"), default=-1.0)
+    ended = drawable_number(summary.get("step"))
+    newest = max(known(curves, "train/tokens"), default=-1.0)
     if ended is None or newest >= ended:
         found |= {key: value for key, value in logged.items() if value is not None}
     return found
-
-
-def saved_identity(folder: Path | None) -> dict[str, Any]:
-    """Return what the checkpoint of a run says of its model, tokenizer and data; empty without one."""
-    state = mapping(read_json(folder / names.TRAINING_STATE, [], optional=True)) if folder else {}
-    return mapping(state.get("identity"))
 
 
 def parent_report(run_dir: Path, settings: dict[str, Any]) -> str | None:
     """Return where the report of the run that this one started from lies, relative to this one's;
     None: there is none here."""
     path = mapping(settings.get("model")).get("path")
-    # By resolved paths on both sides, so that the link also holds where runs/ is a link to another disk.
+    # Both paths are resolved, so the link also holds if runs/ is a link to another disk.
     page = Path(path) / names.REPORT if isinstance(path, str) else None
     return os.path.relpath(page.resolve(), run_dir.resolve()) if page is not None and page.is_file() else None
 
@@ -437,7 +428,7 @@ def compiling(summary: dict[str, Any], curves: dict[str, Curve], checks: Rows, s
     """
     metrics = ("perf/step_seconds", "compile/cache_hits", "compile/seconds")
     windows, hits, inside = (list(known(curves, metric).values()) for metric in metrics)
-    # Where no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
+    # If no line has seconds in the compiler, the whole warm-up counts, with its checks and eager passes.
     spent = inside[-1] if inside else drawable_number(summary.get("warm_up_seconds"))
     # Only Inductor makes faster code; nothing that an eager or debugging backend spends can pay.
     generated = mapping(settings.get("compile")).get("backend", "inductor") == "inductor"
@@ -492,7 +483,8 @@ def thin(points: Curve) -> Curve:
 def _headline(curves: dict[str, Curve], last: dict[str, float | None], *, cpu: bool) -> Rows:
     """Return the numbers that people ask for first, as {"name", "value", "text", "how"}."""
     each, memory = ("process", "most of the process, resident") if cpu else ("GPU", "most that tensors took")
-    mfu, speed = steady(curves, "perf/mfu"), steady(curves, "perf/tok_per_sec_per_gpu")
+    mfu = steady(curves, "perf/mfu")
+    speed = steady(curves, "perf/tok_per_sec_per_gpu")
     percent = round(100 * mfu, 1) if mfu is not None else None
     peak = max(known(curves, "mem/peak_gib").values(), default=None)
     rows = [

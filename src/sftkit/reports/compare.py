@@ -1,6 +1,5 @@
-"""The time that compiling costs, and how long a run must be for it to pay. Functions of seconds.
-
-Compares two runs: losses at steps that both have, or why they cannot be compared; speeds; peak memory.
+"""Compare two runs: losses at steps that both have, or why they cannot be compared; speeds; peak memory. And the
+time that compiling costs, and how long a run must be for it to pay.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from sftkit.reports.values import dicts, duration, format_value, mapping
 
 LITTLE = 1.3
-"""An example where compiling pays a little: an eager step takes so many times a compiled one;
+"""An example where compiling pays a little: an eager step takes this many times as long as a compiled one;
 the other example is twice."""
 
 
@@ -64,7 +63,7 @@ def pays_from(eager_step_seconds: float, compiled_step_seconds: float, compile_s
 def own_words(
     compile_seconds: float | None, step_seconds: Sequence[float], cache_hits: float, *, resumed: bool
 ) -> str | None:
-    """Return what a compiled run can say without an eager one beside it: its compile in steps of its own, and when it
+    """Return what a compiled run can say without an eager one next to it: its compile in steps of its own, and when it
     pays for two possible speeds of an eager step. None where seconds are not known.
 
     Args:
@@ -116,8 +115,11 @@ def incomparable(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
         mine, other: as collect.read_run returns them.
     """
     ours, its = mapping(mine["config"].get("data")), mapping(other["config"].get("data"))
-    scripts = [_script(run["status"]) for run in (mine, other)]
-    both, data = [], {"train/loss": "training", "val/loss": "validation"}
+    # The script says what a run learns; it stands in the command that resumes the run.
+    commands = [str(run["status"].get("resume") or "").split() for run in (mine, other)]
+    scripts = [next((w.rpartition("/")[2] for w in words if w.endswith(".py")), None) for words in commands]
+    both = []
+    data = {"train/loss": "training", "val/loss": "validation"}
     # Another tokenizer makes other targets of the same text; bits per byte could be compared.
     for name, words in (("tokenizer", "another tokenizer"), ("chat_template", "another chat template")):
         if mine["identity"].get(name, 0) != other["identity"].get(name, 0) and mine["identity"] and other["identity"]:
@@ -138,12 +140,6 @@ def incomparable(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
         if ours.get(section) != its.get(section) or (all(counts) and counts[0] != counts[1]):
             reasons[metric].append(f"other {kind} data")
     return reasons
-
-
-def _script(status: Mapping[str, Any]) -> str | None:
-    """Return the script of a run, which says what it learns, from the command in run_status.json; None: unknown."""
-    words = str(status.get("resume") or "").split()
-    return next((word.rpartition("/")[2] for word in words if word.endswith(".py")), None)
 
 
 def compare_curves(

@@ -1,109 +1,23 @@
-"""The small parts that sections are made of: badges, tables, figures, lists of facts."""
+"""What the HTML pages share: the macros of page.html.jinja as functions, and figures of charts with their legends.
+
+A macro returns markup, takes markup or text of any origin, and escapes the text.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from sftkit.reports.charts import PLAIN_AXIS, WIDE, Series, ValueAxis, is_log, line_chart, line_class
 from sftkit.reports.values import NONE, Html, Rows, applies, drawable_number, el, format_value, join, passed
-from sftkit.rundir.names import DOES_NOT_APPLY
 
-_ICONS = {True: "M2 6.5 5 9.5 10.5 3", False: "M2.5 2.5 9.5 9.5M9.5 2.5 2.5 9.5", None: "M2.5 6H9.5"}
-_WORDS = {True: "PASS", False: "FAIL", None: "not checked"}
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _MAX_VALUES = 12
-_KINDS = {True: "badge pass", False: "badge fail", None: "badge"}
-
-
-def badge(text: str | None = None, *, ok: bool | None) -> Html:
-    """Return a word with an icon: colour alone says nothing."""
-    icon = el("svg", el("path", d=_ICONS[ok]), viewBox="0 0 12 12", aria_hidden="true")
-    return el("span", icon, text or _WORDS[ok], class_=_KINDS[ok])
-
-
-def section(name: str, title: str, *parts: Any, lead: str | None = None) -> Html:
-    """Return a part of the page with a heading; the navigation links to `name`."""
-    head = join(el("h2", title, id=f"{name}-title"), el("p", lead, class_="soft") if lead else None)
-    return el("section", head, *parts, id=name, aria_labelledby=f"{name}-title")
-
-
-def html_table(
-    head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str | None = None, text: Sequence[int] = (), **css: str
-) -> Html:
-    """Return a table: the first cell of a row is its header, numbers are right-aligned, columns in `text` never are.
-
-    Args:
-        css: further attributes of the table, such as class_.
-    """
-    left = {0, *text}
-
-    def cell(index: int, value: Any) -> Html:
-        if index == 0:
-            return el("th", value, scope="row", class_="any")
-        # A cell of markup is a badge or code: it is read from the left, as text is.
-        if index in left or isinstance(value, Html):
-            return el("td", value if isinstance(value, Html) else value_text(value), class_="any")
-        return el("td", value_text(value), class_="num")
-
-    titles = [el("th", title, scope="col", class_=None if i in left else "num") for i, title in enumerate(head)]
-    body = [el("tr", [cell(i, value) for i, value in enumerate(row)]) for row in rows]
-    parts = el("caption", caption) if caption else None, el("thead", el("tr", titles)) if head else None
-    return scroll(el("table", parts, el("tbody", body), **css))
-
-
-def check_table(checks: Rows, titles: tuple[str, str, str] = ("Check", "Found", "Expected")) -> Html:
-    """Return a table of what passed and what did not; on a narrow screen a row is a block with labels.
-
-    Args:
-        checks: {"name", "found", "expected", "how", "ok"}, values of any kind. `how` stands below the name.
-        titles: of the columns behind the badges.
-    """
-    # Roles are written out, because on a narrow screen the style makes blocks of rows and cells, and browsers then no
-    # longer tell screen readers that they are a table's.
-    head = [el("th", title, scope="col", role="columnheader") for title in ("", *titles)]
-    body = [_check_row(check, titles) for check in checks]
-    parts = el("thead", el("tr", head, role="row"), role="rowgroup"), el("tbody", body, role="rowgroup")
-    return scroll(el("table", parts, class_="proof", role="table"))
-
-
-def _check_row(check: dict[str, Any], titles: tuple[str, str, str]) -> Html:
-    """Return the row of a check."""
-    how = el("span", value_text(check["how"]), class_="how") if check.get("how") else None
-    return el(
-        "tr",
-        el("td", badge(None if applies(check) else DOES_NOT_APPLY, ok=passed(check)), class_="state", role="cell"),
-        el("th", value_text(check.get("name")), how, scope="row", class_="name any", role="rowheader"),
-        # The style shows data-label before the cell on a narrow screen, where the head of the table is hidden.
-        el("td", el("span", value_text(check.get("found"))), class_="any", data_label=titles[1], role="cell"),
-        el("td", el("span", value_text(check.get("expected"))), class_="any", data_label=titles[2], role="cell"),
-        role="row",
-    )
-
-
-def headline_tiles(tiles: Iterable[tuple[str, str, str]]) -> Html:
-    """Return the tiles under a title, of (what it is, value, how it was found)."""
-    found = (
-        [el("dt", name), el("dd", value, class_="value"), el("dd", how, class_="how")] for name, value, how in tiles
-    )
-    return el("dl", [el("div", parts) for parts in found], class_="headline")
-
-
-def scroll(content: Html) -> Html:
-    """Return something wide in a box that scrolls, instead of widening the page."""
-    return el("div", content, class_="scroll")
-
-
-def folded(title: str, *parts: Any) -> Html:
-    """Return parts that a click on the title shows."""
-    return el("details", el("summary", title), *parts)
-
-
-def facts(values: dict[str, Any], caption: str | None = None) -> Html | None:
-    """Return names and values in two columns; values may be of any kind."""
-    rows = [[name, value_text(value)] for name, value in values.items()]
-    return html_table((), rows, caption, text=(1,), class_="facts-table") if rows else None
 
 
 def value_text(value: Any) -> str:
@@ -115,6 +29,25 @@ def value_text(value: Any) -> str:
     if isinstance(value, dict | list):
         return json.dumps(value, ensure_ascii=False)
     return format_value(value)
+
+
+templates = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=lambda name: str(name).endswith(".html.jinja"),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+templates.filters |= {"text": value_text, "flat": join}
+templates.globals |= {"applies": applies, "passed": passed, "POLICY": POLICY}
+macros: Any = templates.get_template("page.html.jinja").module
+badge, section, html_table, check_table = macros.badge, macros.section, macros.html_table, macros.check_table
+headline_tiles, folded, facts = macros.headline_tiles, macros.folded, macros.facts
+
+
+def html_document(title: str, body: Html, more_style: str = "") -> str:
+    """Return a page that loads nothing and runs nothing."""
+    return str(macros.html_document(title, body, more_style))
 
 
 def setting(value: Any) -> Html:
@@ -134,36 +67,18 @@ def figure(
         return None
     # An axis that begins at 0 cannot be logarithmic.
     axis = replace(axis, log=not axis.zero and is_log(shown))
-    label = f"{title}{f' in {unit}' if unit else ''} over steps: " + "; ".join(map(_last, shown))
+    last = [next(value for _, value in reversed(one.points) if value is not None) for one in shown]
+    lasts = [f"{one.label}, last {format_value(value)}" for one, value in zip(shown, last, strict=True)]
+    label = f"{title}{f' in {unit}' if unit else ''} over steps: {'; '.join(lasts)}"
     drawing = line_chart(shown, label, axis)
-    # Drawn twice, and the style shows one: a single wide drawing would shrink its text on a narrow screen.
     if wide:
-        wider = line_chart(shown, label, axis, WIDE)
-        drawing = join(el("div", wider, class_="wide"), el("div", drawing, class_="narrow"))
+        drawing = macros.both_widths(line_chart(shown, label, axis, WIDE), drawing)
     words = ", ".join(word for word in (unit, "logarithmic" if axis.log else "") if word)
-    caption = el("figcaption", title, el("span", words, class_="soft") if words else None, _legend(shown, axis.level))
-    return el("figure", caption, drawing)
-
-
-def _last(one: Series) -> str:
-    """Return the label of a line with its last value."""
-    return f"{one.label}, last {format_value(next((v for _, v in reversed(one.points) if v is not None), None))}"
-
-
-def _legend(series: Sequence[Series], level: float | None) -> Html | None:
-    """Return what each line is; an empty legend where there is but one."""
-    # Empty, it keeps its height, so that charts side by side begin at the same one.
-    if len(series) < 2 and level is None:
-        return el("div", class_="legend", aria_hidden="true")
-    lines = [_key(one.label, el("polyline", points="1,4 25,4"), line_class(one, series)) for one in series]
-    if level is not None:
-        lines.append(_key(f"chance {format_value(level)}", el("line", x1=1, y1=4, x2=25, y2=4, class_="level")))
-    return el("div", lines, class_="legend")
-
-
-def _key(label: str, line: Html, kind: str | None = None) -> Html:
-    """Return a line of a chart beside what it is."""
-    return el("span", el("svg", line, viewBox="0 0 26 8", aria_hidden="true", class_=kind), label)
+    keys: list[tuple[str, Html, str | None]]
+    keys = [(one.label, el("polyline", points="1,4 25,4"), line_class(one, shown)) for one in shown]
+    if axis.level is not None:
+        keys.append((f"chance {format_value(axis.level)}", el("line", x1=1, y1=4, x2=25, y2=4, class_="level"), None))
+    return macros.framed(drawing, title, words, macros.legend(keys))
 
 
 def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any]]]:
@@ -174,6 +89,6 @@ def columns(rows: Rows, names: dict[str, str]) -> tuple[list[str], list[list[Any
 
 def plain_numbers(values: Any) -> list[float]:
     """Return the numbers of a list, none if any item is no number."""
-    # All or nothing: numbers with gaps would no longer go with the edges or layers beside them.
+    # All or nothing: numbers with gaps would no longer match their edges or layers.
     found = [drawable_number(value) for value in values] if isinstance(values, list) else []
     return [value for value in found if value is not None] if None not in found else []

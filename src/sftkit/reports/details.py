@@ -1,8 +1,4 @@
-"""Draws the load of experts, a row for each layer: which get more than an even share of the
-tokens, and which next to none.
-
-Sections of the page on data, compiler, events, settings and machine.
-"""
+"""Sections of the page on data, compiler, events, settings and machine, and the drawing of the load of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sftkit.reports.charts import histogram
-from sftkit.reports.components import columns, facts, html_table, plain_numbers, section, setting, value_text
+from sftkit.reports.components import columns, facts, html_table, macros, plain_numbers, section, setting, value_text
 from sftkit.reports.values import Html, Report, Rows, dicts, drawable_number, el, format_value, mapping, moment
 
 LEFT, WIDTH, MAX_CELL_HEIGHT = 30.0, 960.0, 20.0
@@ -29,49 +25,39 @@ def load_of(content: dict[str, Any]) -> dict[str, Any]:
     return {"step": drawable_number(content.get("step")), "load": rows}
 
 
-def experts(report: dict[str, Any]) -> Html | None:
-    """Draw the loads; None for a run without experts."""
+def experts(report: Report) -> Html | None:
+    """Draw the load of experts, a row for each layer: which get more than an even share of the tokens, and which next
+    to none. None for a run without experts."""
     if not (found := mapping(report.get("experts"))):
         return None
-    # Sizes: as wide as the page, cells no higher than they need to be.
+    # The drawing is as wide as the page, its cells no higher than they need to be.
     rows: list[list[float]] = found["load"]
     count = len(rows[0])
     across = (WIDTH - LEFT) / count
     down = min(MAX_CELL_HEIGHT, max(across, 8.0))
     height = len(rows) * down + 22
-    # The cells, which say their value when pointed at, unless they are too many.
-    told = count * len(rows) <= _MAX_TITLES
-    cells = [
-        el(
-            "rect",
-            el("title", f"layer {layer + 1} of those with experts, expert {expert}: {format_value(load)}")
-            if told
-            else None,
-            x=round(LEFT + expert * across, 1),
-            y=round(layer * down, 1),
-            width=round(across, 1),
-            height=round(down, 1),
-            class_="load",
-            fill_opacity=round(min(load / FULL, 1.0), 2),
-        )
-        for layer, row in enumerate(rows)
-        for expert, load in enumerate(row)
-    ]
-    # The words around them.
+    # Each cell says its value when pointed at, unless there are too many.
+    titled = count * len(rows) <= _MAX_TITLES
+    cells = []
+    for layer, row in enumerate(rows):
+        for expert, load in enumerate(row):
+            text = f"layer {layer + 1} of those with experts, expert {expert}: {format_value(load)}"
+            place = {"x": round(LEFT + expert * across, 1), "y": round(layer * down, 1)}
+            size = {"width": round(across, 1), "height": round(down, 1)}
+            opacity = round(min(load / FULL, 1.0), 2)
+            title = el("title", text) if titled else None
+            cells.append(el("rect", title, **place, **size, class_="load", fill_opacity=opacity))
     ends = f"most {format_value(max(map(max, rows)))}, least {format_value(min(map(min, rows)))}"
     label = f"Load of {count} experts in {len(rows)} layers: {ends} of an even share"
-    words = (
-        f"as of step {format_value(found['step'])}; a row for each layer that has some, half dark at an even "
-        f"share; {ends}"
-    )
-    caption = el("figcaption", "Load of the experts", el("span", words, class_="soft"))
+    step = format_value(found["step"])
+    words = f"as of step {step}; a row for each layer that has some, half dark at an even share; {ends}"
     names = [
         el("text", layer, x=LEFT - 6, y=down * (layer - 0.5) + 4, class_="tick", text_anchor="end")
         for layer in sorted({1, len(rows)})
     ]
     names.append(el("text", f"experts 0 to {count - 1}", x=LEFT, y=height - 4, class_="axis"))
     drawing = el("svg", cells, names, viewBox=f"0 0 {WIDTH:g} {height:g}", role="img", aria_label=label)
-    return el("figure", caption, drawing)
+    return macros.framed(drawing, "Load of the experts", words)
 
 
 SOURCES = {
@@ -133,7 +119,8 @@ def data(report: Report) -> Html:
     found: dict[str, Any] = report["preflight"]
     lead = None if found else "This run has no preflight.json: its data was not looked at."
     tables = [*warnings_section(found), *data_tables(found)] if found else []
-    return section("data", "Data", tables, _logged_data(report), lead=lead)
+    counted = {n.removeprefix("data/"): v for n, v in sorted(report["last"].items()) if n.startswith("data/")}
+    return section("data", "Data", tables, facts(_leaves(counted), "Counted in training, last line"), lead=lead)
 
 
 def warnings_section(preflight: dict[str, Any]) -> list[Html]:
@@ -142,7 +129,7 @@ def warnings_section(preflight: dict[str, Any]) -> list[Html]:
     return [el("p", value_text(text), class_="warning") for text in texts]
 
 
-def data_tables(preflight: dict[str, Any]) -> list[Any]:
+def data_tables(preflight: dict[str, Any]) -> list[Html | None]:
     """Return the rest of preflight.json: lengths, masks, sources, answers, findings, layouts and costs."""
     roles = [f"{format_value(count)} {role}" for role, count in mapping(preflight.get("roles")).items()]
     masks = {
@@ -155,21 +142,34 @@ def data_tables(preflight: dict[str, Any]) -> list[Any]:
     # Files of older versions, and of runs that ended early, lack keys: what is not there is left out, never an error.
     overlap = mapping(preflight.get("validation_in_train"))
     masks |= {f"{name}: validation rows in training": count for name, count in overlap.items()}
+    known = facts({name: value for name, value in masks.items() if value is not None}, "Masks and rows")
     validation = dicts(preflight.get("validation"))
     held_out = [source | {"name": f"{source.get('name')} (validation)"} for source in validation]
     sources = [*dicts(preflight.get("sources")), *held_out]
-    memory, *others = [facts(dict(_leaves(preflight.get(key))), key.capitalize()) for key in ("memory", "disk", "time")]
-    known = facts({name: value for name, value in masks.items() if value is not None}, "Masks and rows")
+    answers = [mapping(source["answers"]) | {"name": source.get("name")} for source in sources if source.get("answers")]
+    # Most runs lose answers for one or two reasons of ten: a column of zeros for each other would hide them.
+    reasons = {key: name for key, name in _ANSWERS.items() if any(row.get(key) for row in answers)}
+    findings = [row | {"name": source.get("name")} for source in sources for row in dicts(source.get("findings"))]
+    layouts = [
+        row | {"layout": f"{row.get('layout')}{' (this run)' if row.get('own') else ''}"}
+        for row in dicts(preflight.get("layouts"))
+    ]
+    memory, *others = [facts(_leaves(preflight.get(key)), key.capitalize()) for key in ("memory", "disk", "time")]
     return [
         el("div", _lengths(mapping(preflight.get("lengths"))), known, class_="two"),
-        _table(preflight.get("sources"), SOURCES, "Sources"),
+        _table(dicts(preflight.get("sources")), SOURCES, "Sources"),
         _table(validation, SOURCES, "Validation sources"),
         _table([one for one in sources if one.get("files")], FILES, "Files of folders", text=(1,)),
-        _answers(sources),
-        _findings(sources),
-        _layouts(preflight.get("layouts")),
+        _table(answers, {key: _ANSWERS[key] for key in ("name", "answers", "answers_learned")} | reasons, "Answers"),
+        _table(findings, FINDINGS, "Rows left out or odd, and columns not used", text=(1, 3, 4)),
+        _table(layouts, _LAYOUTS, "Layouts"),
         el("div", memory, el("div", others), class_="two"),
     ]
+
+
+def _table(rows: Rows, names: dict[str, str], caption: str, text: tuple[int, ...] = ()) -> Html | None:
+    """Return a table of the columns that any row has; None without rows."""
+    return html_table(*columns(rows, names), caption, text) if rows else None
 
 
 def _percent(value: Any) -> str | None:
@@ -177,22 +177,27 @@ def _percent(value: Any) -> str | None:
     return format_value(value, "%") if drawable_number(value) is not None else None
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield values of nested mappings with the words on the way to them; unknown values are left out."""
-    for key, item in mapping(value).items():
-        # Keys may end in units, which are words of a label: peak_gib becomes "peak GiB".
-        words = f"{name} {key}".strip().replace("_", " ").split()
-        label = " ".join(_UNITS.get(word, word) for word in words)
-        if isinstance(item, dict):
-            yield from _leaves(item, label)
-        elif item is not None and item != []:
-            yield label, item
+def _leaves(value: Any) -> dict[str, Any]:
+    """Return the values of nested mappings, named by the words on the way to them; unknown values are left out."""
+
+    def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+        for key, item in mapping(value).items():
+            # Keys may end in units, which are words of a label: peak_gib becomes "peak GiB".
+            words = f"{name} {key}".strip().replace("_", " ").split()
+            label = " ".join(_UNITS.get(word, word) for word in words)
+            if isinstance(item, dict):
+                yield from leaves(item, label)
+            elif item is not None and item != []:
+                yield label, item
+
+    return dict(leaves(value))
 
 
 def _lengths(lengths: dict[str, Any]) -> Html | None:
     """Draw the lengths of documents, or say them where there is no histogram."""
     marks = {name: value for key, name in _MARKS.items() if (value := drawable_number(lengths.get(key))) is not None}
-    edges, counts = plain_numbers(lengths.get("edges")), plain_numbers(lengths.get("counts"))
+    edges = plain_numbers(lengths.get("edges"))
+    counts = plain_numbers(lengths.get("counts"))
     drawing = histogram(edges, counts, marks, "tokens", "Number of documents by their length in tokens")
     known = {"mean": lengths.get("mean"), **marks, "longest": lengths.get("max")}
     found = {name: value for name, value in known.items() if drawable_number(value) is not None}
@@ -200,44 +205,7 @@ def _lengths(lengths: dict[str, Any]) -> Html | None:
     # Without bins nothing can be drawn, but mean and percentiles still say something.
     if drawing is None:
         return el("p", f"Lengths: {words}") if words else None
-    caption = el("figcaption", "Document lengths", el("span", words, class_="soft"))
-    return el("figure", caption, drawing)
-
-
-def _table(rows: Any, names: dict[str, str], caption: str, text: tuple[int, ...] = ()) -> Html | None:
-    """Return a table of the columns that any row has; None without rows."""
-    if not (found := dicts(rows)):
-        return None
-    return html_table(*columns(found, names), caption, text)
-
-
-def _answers(sources: Rows) -> Html | None:
-    """Return a table of how many answers each source with conversations has, how many are
-    learned, and why others are not; without the reasons that no answer has."""
-    found = [source for source in sources if source.get("answers")]
-    rows = [mapping(source["answers"]) | {"name": source.get("name")} for source in found]
-    # Most runs lose answers for one or two reasons of ten: a column of zeros for each other would hide them.
-    shown = {key: name for key, name in _ANSWERS.items() if any(row.get(key) for row in rows)}
-    return _table(rows, {"name": "source", "answers": "answers", "answers_learned": "learned"} | shown, "Answers")
-
-
-def _findings(sources: Rows) -> Html | None:
-    """Return a table of why rows were left out, what is odd in them, and what of them is not used, with the first
-    example of each."""
-    rows = [finding | {"name": source.get("name")} for source in sources for finding in dicts(source.get("findings"))]
-    return _table(rows, FINDINGS, "Rows left out or odd, and columns not used", text=(1, 3, 4))
-
-
-def _layouts(rows: Any) -> Html | None:
-    """Return a table of the layouts; this run's is marked."""
-    marked = [row | {"layout": f"{row.get('layout')}{' (this run)' if row.get('own') else ''}"} for row in dicts(rows)]
-    return _table(marked, _LAYOUTS, "Layouts")
-
-
-def _logged_data(report: Report) -> Html | None:
-    """Return what the run itself counted: shares of sources and rows left out."""
-    counted = {n.removeprefix("data/"): v for n, v in sorted(report["last"].items()) if n.startswith("data/")}
-    return facts(dict(_leaves(counted)), "Counted in training, last line")
+    return macros.framed(drawing, "Document lengths", words)
 
 
 def compiler(report: Report) -> Html:
@@ -307,7 +275,7 @@ def environment_section(report: Report) -> Html:
     """Return the section on versions, machine, git state and the exact command."""
     found = dict(report["environment"])
     packages = mapping(found.pop("packages", None))
-    tables = el("div", facts(dict(_leaves(found)), "Machine"), facts(packages, "Versions"), class_="two")
+    tables = el("div", facts(_leaves(found), "Machine"), facts(packages, "Versions"), class_="two")
     command = [el("h3", "Command"), el("pre", report["command"])] if report["command"] else None
     lacking = el("ul", [el("li", note) for note in report["notes"]])
     notes = [el("h3", "What this page lacks"), lacking] if report["notes"] else None

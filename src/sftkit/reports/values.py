@@ -1,8 +1,8 @@
-"""Read what a run left behind: files may be missing, cut short by a kill, or written by another version.
+"""What all parts of a report use: values as people read them, readers of a run's files, and markup.
 
-Formats numbers for people: four significant digits, thousands set apart, times in hours and minutes.
-
-Builds HTML and SVG. What is not markup already is escaped, so text from data can never become markup.
+Files may be missing, cut short by a kill, or written by another version. Numbers get four significant digits, with
+thousands set apart, and times hours and minutes. Text that is not markup already is escaped, so text from data can
+never become markup.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from html import escape
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from sftkit.errors import ConfigError
 from sftkit.models.files import num_elements
@@ -218,13 +219,8 @@ def axis_texts(values: Sequence[float]) -> list[str]:
     return [plain(f"{value / size:.6g}") + (suffix if value else "") for value in values]
 
 
-_VOID = ("meta", "br", "col")
-
-
-class Html(str):
-    """Markup made by `el`, which leaves it as it is; every other text is escaped there."""
-
-    __slots__ = ()
+Html = Markup
+"Markup made by `el` or a template, which leave it as it is; every other text is escaped there."
 
 
 def el(name: str, /, *children: Any, **attributes: Any) -> Html:
@@ -235,22 +231,11 @@ def el(name: str, /, *children: Any, **attributes: Any) -> Html:
     """
     # Names of attributes come from this package alone; values may come from data, and are escaped.
     found = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
-    words = [name, *(f'{key}="{escape(str(value))}"' for key, value in found.items())]
-    opening = f"<{' '.join(words)}>"
-    return Html(opening) if name in _VOID else Html(f"{opening}{join(*children)}</{name}>")
+    opening = " ".join([name, *(f'{key}="{escape(str(value))}"' for key, value in found.items())])
+    return Html(f"<{opening}>" if name == "br" else f"<{opening}>{join(*children)}</{name}>")
 
 
 def join(*children: Any) -> Html:
     """Return several children as one element of markup."""
-    return Html("".join(_markup(child) for child in children))
-
-
-def _markup(child: Any) -> str:
-    """Return a child as markup, escaped unless it is markup."""
-    if child is None:
-        return ""
-    if isinstance(child, Html):
-        return child
-    if isinstance(child, list | tuple):
-        return join(*child)
-    return escape(str(child))
+    flat = (join(*child) if isinstance(child, list | tuple) else child for child in children if child is not None)
+    return Html().join(flat)

@@ -1,8 +1,6 @@
-"""Spikes: losses and gradient norms far above those of earlier steps, found on the device before the update.
-
-The load of experts: the share of positions that each expert of each layer is given, between two logged lines.
-
-Numbers that must not pass unnoticed: losses and gradient norms that are not finite, and spikes.
+"""Numbers that must not pass unnoticed: losses and gradient norms that are not finite, spikes (values far above
+those of earlier steps, found on the device before the update), and the share of positions that each expert is
+given.
 """
 
 from __future__ import annotations
@@ -146,7 +144,7 @@ class ExpertLoad:
         """
         if self._routing is None:
             return {}
-        # Of this rank's own rows. The sum over ranks is a collective, so it comes before any `if` on the rank.
+        # These are this rank's own rows. The sum over ranks is a collective, so it comes before any `if` on the rank.
         found = self._routing.take_load()
         assert found is not None, "a line is logged after a step"
         counts = self._rt.sum(found.double())  # [L, E]; every position has the same number of experts

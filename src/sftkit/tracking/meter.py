@@ -1,6 +1,7 @@
-"""The steps since the last logged line, kept in checkpoints: a resumed run logs the lines that it would have logged.
+"""Speed, utilisation, memory, shapes and data of the steps between two logged lines, a window. Names, units and
+formulas: docs/metrics.md.
 
-Speed, utilisation, memory, shapes and data between two logged lines. Names, units and formulas: docs/metrics.md.
+An open window is kept in checkpoints, so a resumed run logs the lines that it would have logged without the stop.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def own_values(rt: Runtime, rows: list[list[float | None]], *, same_ranks: bool)
     """Return this rank's part of what `by_rank` returned, so that the parts add up to the same: fp64 [n], on the CPU.
 
     Args:
-        same_ranks: each takes what it had, so that sums go on bit for bit; else the main rank takes the sums over
+        same_ranks: each takes what it had, so that sums continue bit for bit; else the main rank takes the sums over
             ranks, which make sense only for what adds up.
     """
     table = torch.tensor([[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64)
@@ -77,7 +78,8 @@ def resume_window(resumed: Mapping[str, Any], meter: Meter, health: Health, rt: 
         a line to print where the first logged line has fewer steps than it would have had.
     """
     # Progress by itself, as versions before open windows kept nothing else.
-    step, window = resumed["step"], resumed.get(WINDOW)
+    step = resumed["step"]
+    window = resumed.get(WINDOW)
     meter.resume(progress_of(resumed))
     since = step // log_every * log_every
     shorter = f"the first logged line has the steps from {step + 1} on, not those from {since + 1} on"
@@ -109,7 +111,9 @@ class Meter:
 
     def __init__(self, orig_model: PreTrainedModel, objective: Objective, batches: Batches, rt: Runtime) -> None:
         """Begin a window; find out what can be counted for this model."""
-        self._orig_model, self._objective, self._rt = orig_model, objective, rt
+        self._orig_model = orig_model
+        self._objective = objective
+        self._rt = rt
         self._examples = batches.examples
         self._windows = attention_windows(orig_model)
         encodes = batches.examples.encoder_inputs is not None
@@ -189,7 +193,10 @@ class Meter:
         if self._rt.has_loss:
             self._own_divisor += sum(map(self._objective.count, step_batches.micro_batches))
         self._positions += step_batches.num_positions
-        self._pairs += self._layer_pairs(step_batches)
+        # (query, key) pairs that the layers' windows allow, summed over layers; 0 where those are unknown.
+        lengths = np.asarray(step_batches.document_lengths, np.int64)
+        for (window, chunked), count in (self._windows or {}).items():
+            self._pairs += count * int(causal_pairs(lengths, window, chunked=chunked).sum())
         self._encoded += len(step_batches.document_lengths) if self._encoder_positions else 0
         self._skew += step_batches.rank_skew - 1.0
         self._divisor += step_batches.divisor
@@ -197,13 +204,6 @@ class Meter:
         usable = torch.where(outcome.flags.skipped > 0, 0.0, outcome.sums.vector)
         self._sums.add_(Totals(outcome.sums.names, usable))
         self._grad_norm = outcome.grad_norm
-
-    def _layer_pairs(self, step_batches: StepBatches) -> int:
-        """Return the (query, key) pairs that the layers' windows allow, summed over layers; 0
-        where those are unknown."""
-        lengths = np.asarray(step_batches.document_lengths, np.int64)
-        kinds = (self._windows or {}).items()
-        return sum(n * int(causal_pairs(lengths, window, chunked=chunked).sum()) for (window, chunked), n in kinds)
 
     def add_skipped(self, divisor: int) -> None:
         """Exclude steps of this window that were skipped from the means. `divisor`: their sum."""
@@ -225,6 +225,9 @@ class Meter:
         flops = train_flops(self._orig_model, work)
         peak = self._peak * self._rt.world_size if self._peak else None
         p50, p95 = percentiles(self._clock.read())
+        total = max(int(self._source_tokens.sum()), 1)
+        counts = zip(self._examples.source_names, self._source_tokens.tolist(), strict=True)
+        shares = {f"data/share/{name}": count / total for name, count in counts}
         encoded = {"data/encoded": self._encoded, "perf/encoded_per_sec": self._encoded / seconds}
         values: dict[str, float | None] = {
             **self._objective.metrics(means),
@@ -245,7 +248,7 @@ class Meter:
             "data/padding_pct": 100.0 * (1.0 - self._tokens / max(self._positions, 1)),
             "data/target_pct": 100.0 * self._targets / max(self._tokens, 1),
             **(encoded if self._encoder_positions else {}),
-            **self._source_shares(),
+            **(shares if len(shares) > 1 else {}),
             **skipped_rows(self._examples),
             **self.shapes.values(),
             "health/rank_skew_pct": 100.0 * self._skew / max(self._steps, 1),
@@ -322,19 +325,14 @@ class Meter:
         self.seen_targets += round(sum(targets))
         return known[:count], waits, peaks
 
-    def _source_shares(self) -> dict[str, float | None]:
-        """Return data/share/<source> of the window; nothing where there is one source."""
-        names, total = self._examples.source_names, max(int(self._source_tokens.sum()), 1)
-        shares = zip(names, (self._source_tokens / total).tolist(), strict=True)
-        return {f"data/share/{name}": share for name, share in shares} if len(names) > 1 else {}
-
 
 class ShapeCounts:
     """Counts the shapes of the micro-batches that reach the compiled model, against those that the layout declares."""
 
     def __init__(self, layout: Layout, parts: int) -> None:
         """Begin to count. `parts`: processes that share a row."""
-        self.layout, self._parts = layout, parts
+        self.layout = layout
+        self._parts = parts
         self.seen: Counter[tuple[int, int]] = Counter()
         "(rows, row length) -> micro-batches of this rank since the start of the run"
         self.undeclared = 0

@@ -1,11 +1,6 @@
-"""A check that a run makes of itself; proof.json and the report show them.
-
-The outcome of a step, on the device.
-
-The progress of a run since its first step, over all its starts: curves can be drawn over it as over `step`.
-
-Every name in metrics.jsonl and evals.jsonl: its unit, and which value stands for a whole run.
-Formulas: docs/metrics.md.
+"""What a step and a run have to show: a check that the run made of itself, the outcome of a step on the device, the
+progress over all starts of the run, and every name in metrics.jsonl and evals.jsonl with its unit and the value
+that stands for a whole run. Formulas: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -107,7 +102,7 @@ class Progress:
     seconds: float = 0.0
     "time in steps, without evaluation, checkpoints and warm-up"
     is_whole: bool = True
-    "False: it goes on from a checkpoint of an earlier version, which has only the tokens"
+    "False: it continues a checkpoint of an earlier version, which has only the tokens"
     encoded: int = 0
     "inputs of an encoder"
 
@@ -134,10 +129,10 @@ class Progress:
 
 
 def progress_of(resumed: Mapping[str, Any]) -> Progress:
-    """Return how far a run was at the checkpoint that it goes on from; `resumed`: what Checkpoints.resume returned."""
+    """Return how far a run was at the checkpoint that it continues; `resumed`: what Checkpoints.resume returned."""
     if PROGRESS in resumed:
         return Progress(**resumed[PROGRESS])
-    # Of an earlier version: it has the tokens alone, so the counts are whole only where no step was done.
+    # A checkpoint of an earlier version has only the tokens, so the counts are whole only if no step was done.
     return Progress(tokens=resumed.get("tokens", 0), is_whole=resumed["step"] == 0)
 
 

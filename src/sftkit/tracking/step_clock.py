@@ -1,6 +1,5 @@
-"""Measures how long single steps take on the device, and how often the host waits for it inside them.
-
-A trace of three steps: what host and device did when, and how much of the communication ran beside computing.
+"""Measure how long single steps take on the device and how often the host waits for it; and trace three steps: what
+host and device did when, and how much of the communication took place next to computing.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class StepClock:
         return seconds
 
     def so_far(self) -> list[float]:
-        """Return the same without starting anew. Before a pause this waits for the last step, as the
+        """Return the same without starting again. Before a pause this waits for the last step, as the
         pause itself does."""
         for before, after in pairwise(self._marks):
             if isinstance(after, float):

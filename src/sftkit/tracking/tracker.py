@@ -1,5 +1,5 @@
-"""Writes metrics.jsonl, the record, and copies it to the console and a dashboard. Rank 0 only;
-it never fails training."""
+"""Write metrics.jsonl, the record of a run, and copy it to the console and a dashboard. Only rank 0 writes, and nothing
+that fails here fails training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -67,21 +66,6 @@ _WANTED = ("step", "loss", "tok/s", "lr", "grad", "mfu", "s/step", "wait", "mem"
 "Columns of a step's line, the most important first."
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a tracker goes on after the checkpoint that is resumed."""
-
-    step: int = 0
-    "rows after it are dropped"
-    run_id: str | None = None
-    "of the run on the dashboard that is continued"
-    open_window: bool = False
-    "drop the line of that step too: a stop asked for it, and the next line has its steps as well"
-
-
-NO_RESUME = ResumePoint()
-
-
 class Tracker:
     """Writes one line per logged step, evaluation and event: file, console, dashboard.
 
@@ -89,16 +73,31 @@ class Tracker:
     """
 
     def __init__(
-        self, run_dir: Path, config: LogConfig, rt: Runtime, settings: dict[str, Any], resume: ResumePoint = NO_RESUME
+        self,
+        run_dir: Path,
+        config: LogConfig,
+        rt: Runtime,
+        settings: dict[str, Any],
+        *,
+        step: int = 0,
+        run_id: str | None = None,
+        open_window: bool = False,
     ) -> None:
         """Keep what the files and the dashboard need.
 
         Args:
             settings: the recipe, and what was resolved, for the dashboard: see train/assemble.py.
+            step: of the checkpoint that is resumed; rows after it are dropped.
+            run_id: of the run on the dashboard that is continued.
+            open_window: drop the line of that step too: a stop asked for it, and the next line has its steps as well.
         """
-        self._rt, self._run_dir, self._step = rt, run_dir, resume.step
-        self._config, self._settings, self._open_window = config, settings, resume.open_window
-        self.run_id = resume.run_id
+        self._rt = rt
+        self._run_dir = run_dir
+        self._step = step
+        self._config = config
+        self._settings = settings
+        self._open_window = open_window
+        self.run_id = run_id
         "id of the run on the dashboard, None without one; on the main rank"
         self._dashboard: DashboardWriter | None = None
         self._bar: TrainingBar | None = None
@@ -197,7 +196,7 @@ class Tracker:
             values: val/* and eval/*, for evals.jsonl. Intervals and chance of tasks are in
                 evals/step-NNNNNN/results.json.
             samples: prompt, reference, answer and stop of each sample, for samples.jsonl.
-            axes: what the dashboard can draw the values over beside `step`; metrics.jsonl has them of its own lines.
+            axes: what the dashboard can draw the values over, next to `step`; metrics.jsonl has them of its own lines.
         """
         if not self._rt.is_main:
             return
@@ -207,7 +206,7 @@ class Tracker:
             self._rt.print(f"  evaluation at step {step}: {eval_line(values, results)}")
         if samples:
             self._write(SAMPLES, [{"step": step, **sample} for sample in samples])
-            # The whole table is sent anew each time: a dashboard shows the newest table only.
+            # The whole table is sent each time: a dashboard shows the newest table only.
             newest = read_metric_rows(self._run_dir / SAMPLES)[-TABLE_ROWS:]
             self._table(step, "samples", SAMPLE_COLUMNS, newest)
         if results:
@@ -254,7 +253,7 @@ class Tracker:
         return True
 
     def _append(self, name: str, step: int, values: dict[str, float | None], axes: Mapping[str, Any]) -> None:
-        """Append a line to a file; the dashboard gets it with `axes` beside it."""
+        """Append a line to a file; the dashboard gets it with `axes`."""
         if not self._rt.is_main:
             return
         # The disk has room again: events that waited are written now.

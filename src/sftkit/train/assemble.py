@@ -45,9 +45,6 @@ from sftkit.models.routing import coefficient
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
-from sftkit.preflight import analysis as preflight
-from sftkit.preflight.analysis import PlannedModel
-from sftkit.reports.page import try_report
 from sftkit.rundir.files import read_object, replace_text
 from sftkit.rundir.manifest import write_provenance
 from sftkit.rundir.names import CONFIG, ENVIRONMENT, RECIPE
@@ -57,8 +54,8 @@ from sftkit.runtime.open import open_run
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.meter import is_open
-from sftkit.tracking.tracker import ResumePoint, Tracker
-from sftkit.train.end import prompt_check, write_summary
+from sftkit.tracking.tracker import Tracker
+from sftkit.train.end import prompt_check, write_run_page, write_summary
 from sftkit.train.loop import train
 from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
 from sftkit.verify.counts import validation_check
@@ -106,7 +103,7 @@ def start_run(cfg: Config, stage: str) -> Iterator[Run]:
             damaged.
     """
     set_environment(cfg)
-    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), try_report) as rt:
+    with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), write_run_page) as rt:
         resume = effective_resume(cfg.train.resume, cfg.run.dir)
         folder = open_run(cfg.run.dir, resume, to_yaml(cfg), rt)
         if rt.is_main and (warning := write_provenance(folder, cfg, resumes=rt.resumes)):
@@ -223,9 +220,10 @@ def build_engine(run: Run, loaded: LoadedModel, objective: Objective, data: Data
     def record(plan: MemoryPlan | None) -> None:
         if not run.rt.is_main:
             return
-        learned, model = preflight.data_of_run(data.batches, data.validation), PlannedModel(loaded.orig_model, plan)
-        found = preflight.analyse(run.cfg, loaded.tokenizer, learned, model, preflight.machine_of(run.rt))
-        preflight.record_preflight(run.dir, run.rt, found)
+        from sftkit.preflight.analysis import record_preflight
+
+        learned = data.batches, data.validation
+        record_preflight(run.cfg, run.rt, run.dir, loaded.tokenizer, *learned, loaded.orig_model, plan)
 
     training = Training(loaded.orig_model, objective, data.batches.layout, run.cfg.model, run.resume.folder)
     cfg = with_layers(run.cfg, earlier_layers(run))
@@ -302,11 +300,12 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
     # Weights and optimizer states are loaded into the engine's own tensors, as they are sharded by now.
     checkpoints = open_checkpoints(run, loaded, data, engine)
     resumed = checkpoints.resume(run.resume, cfg.train.resume_changes)
-    check_steps_left(run, data.batches, resumed["step"])
+    step = resumed["step"]
+    check_steps_left(run, data.batches, step)
     # a new run that starts from the checkpoint of another one is a run of its own on the dashboard
-    point = ResumePoint(resumed["step"], resumed.get("tracker") if rt.resumes else None, is_open(resumed))
+    run_id = resumed.get("tracker") if rt.resumes else None
     about = about_run(run, loaded.orig_model, data.batches, engine.setup)
-    with Tracker(run_dir, cfg.log, rt, about, point) as tracker:
+    with Tracker(run_dir, cfg.log, rt, about, step=step, run_id=run_id, open_window=is_open(resumed)) as tracker:
         check = partial(validation_check, engine.model, data.validation, data.batches.layout, tokenizer, rt)
         prompts = [prompt_check(data.prompted_targets)]
         services = TrainServices(suite.evaluate, checkpoints, tracker, resumed, prompts, check)

@@ -21,6 +21,7 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from sftkit.config.terminal import print_text
 from sftkit.data.batches.loader import Batches
 from sftkit.data.batches.pack import Layout
 from sftkit.data.tokens.chat import PromptedTargets
@@ -33,7 +34,6 @@ from sftkit.models.structure import inference, positions, vocab_size
 from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.pipeline import stagewise
 from sftkit.parallel.tensor import without_sequence_parallel
-from sftkit.reports.page import try_report
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.manifest import check_loadable
 from sftkit.rundir.names import LATEST, MANIFEST, PROOF, SUMMARY
@@ -91,6 +91,13 @@ def _seconds(trained: Trained) -> str:
     return own if whole <= trained.start_train_seconds + 0.5 else f"{whole:.0f} s, {own} of them in this start"
 
 
+def write_run_page(run_dir: Path, print_line: Callable[[str], None] = print_text) -> None:
+    """Write the report of a run that has ended; imported here, as only the end of a run needs reports."""
+    from sftkit.reports.page import try_report
+
+    try_report(run_dir, print_line)
+
+
 def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     """Write summary.json and the report, and print the closing lines."""
     if not rt.is_main:
@@ -114,7 +121,7 @@ def write_summary(run_dir: Path, trained: Trained, rt: Runtime) -> None:
     rt.print(f"checkpoint: {where}")
     if trained.stopped:
         rt.print(f"resume with: {resume_command(sys.argv)}")
-    try_report(run_dir, rt.print)
+    write_run_page(run_dir, rt.print)
 
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,7 @@
-"""The sections and panels of the wandb workspace, and which of them a run has. workspace.py
-builds the panels themselves.
+"""The project's wandb workspace as code, and a wandb report that compares two runs: the speed-up as a number, losses at
+equal steps, what differs, every curve.
 
-The project's wandb workspace as code. Only `save_view` asks a server.
-
-A wandb report that compares two runs: the speed-up as a number, losses at equal steps, what differs, every curve.
+Sections and panels are a table here, of which a run is shown what it has. Only `save_view` asks a server.
 """
 
 from __future__ import annotations
@@ -22,19 +20,9 @@ from sftkit.errors import ConfigError
 from sftkit.reports.collect import check_run, curves_of, machine_name, read_run
 from sftkit.reports.compare import Curves, compare_curves, speed_words
 from sftkit.reports.values import format_value
+from sftkit.rundir import names as files
 from sftkit.rundir.files import read_metric_rows, read_object
-from sftkit.rundir.names import (
-    EVALS,
-    EVALUATIONS,
-    METRICS_FILE,
-    RESULTS,
-    SAMPLES,
-    STEP_DIRS,
-    TRAINING_STATE,
-    VALIDATION,
-    is_archived,
-    latest_checkpoint,
-)
+from sftkit.rundir.names import METRICS_FILE, is_archived, latest_checkpoint
 from sftkit.tracking.dashboard.remote import first_line, run_name
 from sftkit.tracking.dashboard.services import preflight_of, proof_of
 from sftkit.tracking.names import METRICS, RUN_VALUES, TABLES, regex, summary_of
@@ -85,9 +73,14 @@ class Section:
 
     title: str
     panels: tuple[Panel, ...]
-    is_open: bool = False
-    one_row: bool = False
+    is_open: bool
+    one_row: bool
     "all panels side by side; else three columns"
+
+    @classmethod
+    def of(cls, title: str, *panels: Panel, is_open: bool = False, one_row: bool = False) -> Section:
+        """Return a section with these panels."""
+        return cls(title, panels, is_open, one_row)
 
 
 def curve(name: str, title: str | None = None) -> LinePlot:
@@ -106,17 +99,12 @@ def _number(name: str, threshold: str | None = None) -> Number:
     return Number((name,), f"{name}: {threshold}" if threshold else name)
 
 
-def _section(title: str, *panels: Panel, is_open: bool = False, one_row: bool = False) -> Section:
-    """Return a section with these panels."""
-    return Section(title, panels, is_open, one_row)
-
-
 _MUST_BE_ZERO = (
     *("proof/failed", "compile/recompiles", "compile/fallbacks", "compile/graph_breaks", "shape/undeclared"),
     *("health/nonfinite_steps", "health/skipped_steps", "mem/ooms"),
 )
 PANEL_SECTIONS = (
-    _section(
+    Section.of(
         "Speed",
         curve("perf/tok_per_sec"),
         LinePlot(
@@ -126,7 +114,7 @@ PANEL_SECTIONS = (
         curve("perf/data_wait_pct"),
         is_open=True,
     ),
-    _section(
+    Section.of(
         "Loss",
         LinePlot(("train/loss", "val/loss"), "training and validation loss (nats per target)"),
         over("train/tokens", "tokens"),
@@ -136,7 +124,7 @@ PANEL_SECTIONS = (
         curve("train/grad_norm"),
         is_open=True,
     ),
-    _section(
+    Section.of(
         "Evaluation",
         LinePlot(("eval/centred_mean", "eval/families/acc"), "means over tasks"),
         curve("eval/<task>/<metric>"),
@@ -145,8 +133,8 @@ PANEL_SECTIONS = (
         Shown(("samples",)),
         is_open=True,
     ),
-    _section("Proof", *(_number(name, "0 is right") for name in _MUST_BE_ZERO), is_open=True, one_row=True),
-    _section(
+    Section.of("Proof", *(_number(name, "0 is right") for name in _MUST_BE_ZERO), is_open=True, one_row=True),
+    Section.of(
         "Compiled against eager: make validate",
         _number("validate/speedup", "1.3 or more"),
         _number("validate/failed", "0 is right"),
@@ -155,32 +143,32 @@ PANEL_SECTIONS = (
         Shown(("validate/verdicts",)),
         Shown(("validate/speed",)),
     ),
-    _section(
+    Section.of(
         "Checks that the run made of itself", Shown(("proof",)), _number("proof/passed"), _number("proof/not_checked")
     ),
-    _section(
+    Section.of(
         "Training",
         *(curve(f"train/{name}") for name in ("lr", "epoch", "objective", "token_accuracy", "entropy")),
         *(curve(f"train/{name}") for name in ("aux_loss", "expert_load_max", "expert_load_min")),
         *(_number(f"train/{name}") for name in ("tokens", "flops", "seconds")),
         _number("health/spikes"),
     ),
-    _section("Validation by source", curve("val/<source>/loss"), curve("val/<source>/bpb")),
-    _section(
+    Section.of("Validation by source", curve("val/<source>/loss"), curve("val/<source>/bpb")),
+    Section.of(
         "Speed in detail",
         *(curve(f"perf/{name}") for name in ("tok_per_sec_per_gpu", "target_tok_per_sec")),
         *(curve(f"perf/{name}") for name in ("target_tok_per_sec_per_gpu", "encoded_per_sec", "host_syncs")),
         curve("health/rank_skew_pct"),
         _number("perf/pipeline_bubble_pct"),
     ),
-    _section("Memory", *(curve(f"mem/{name}") for name in ("peak_gib", "reserved_gib", "alloc_retries"))),
-    _section(
+    Section.of("Memory", *(curve(f"mem/{name}") for name in ("peak_gib", "reserved_gib", "alloc_retries"))),
+    Section.of(
         "Compiler",
         *(_number(f"compile/{name}") for name in ("graphs", "cuda_graphs", "cache_hits", "seconds")),
         curve("compile/seconds/<phase>"),
     ),
-    _section("Shapes", curve("shape/<rows>x<length>"), curve("shape/id")),
-    _section(
+    Section.of("Shapes", curve("shape/<rows>x<length>"), curve("shape/id")),
+    Section.of(
         "Data",
         *(curve(f"data/{name}") for name in ("padding_pct", "target_pct", "encoded", "share/<source>")),
         *(_number(f"data/{name}") for name in ("dropped_rows", "truncated_rows", "unused_columns")),
@@ -189,7 +177,7 @@ PANEL_SECTIONS = (
         *(_number(f"preflight/{name}") for name in ("duplicate_pct", "epochs", "estimated_gib")),
         *(Shown((f"preflight/{name}",)) for name in ("sources", "layouts", "findings", "warnings")),
     ),
-    _section("Checkpoints", *(_number(f"ckpt/{name}") for name in ("block_seconds", "write_seconds", "bytes"))),
+    Section.of("Checkpoints", *(_number(f"ckpt/{name}") for name in ("block_seconds", "write_seconds", "bytes"))),
 )
 
 
@@ -199,20 +187,17 @@ def panel_sections(logged: Collection[str] | None) -> list[Section]:
     Args:
         logged: names of a run; None: not known, then those of every run on a GPU.
     """
-    sections = (
-        replace(section, panels=tuple(shown for panel in section.panels if (shown := _panel_of(panel, logged))))
-        for section in PANEL_SECTIONS
-    )
-    return [section for section in sections if section.panels]
-
-
-def _panel_of(panel: Panel, logged: Collection[str] | None) -> Panel | None:
-    """Return the panel with those of its names that there are; None without any."""
-    names = tuple(name for name in panel.names if has(name, logged))
-    # An axis that was never logged would leave the plot empty although its curves exist.
-    if not names or (isinstance(panel, LinePlot) and not has(panel.x, logged)):
-        return None
-    return panel._replace(names=names)  # type: ignore[arg-type]
+    sections = []
+    for section in PANEL_SECTIONS:
+        shown: list[Panel] = []
+        for panel in section.panels:
+            names = tuple(name for name in panel.names if has(name, logged))
+            # An axis that was never logged would leave the plot empty although its curves exist.
+            if names and not (isinstance(panel, LinePlot) and not has(panel.x, logged)):
+                shown.append(panel._replace(names=names))  # type: ignore[arg-type]
+        if shown:
+            sections.append(replace(section, panels=tuple(shown)))
+    return sections
 
 
 def has(name: str, logged: Collection[str] | None) -> bool:
@@ -251,7 +236,7 @@ _COLUMNS = (
     *("run/state", "train/loss", "val/loss", "val/bpb", "eval/centred_mean", "perf/tok_per_sec", "perf/step_seconds"),
     *("perf/mfu", "mem/peak_gib", "proof/failed", "compile/recompiles"),
 )
-"Columns of the table of runs, beside name and state."
+"Columns of the table of runs, after name and state."
 
 
 def workspace(entity: str, project: str, logged: Collection[str] | None = None) -> workspaces.Workspace:
@@ -265,7 +250,9 @@ def workspace(entity: str, project: str, logged: Collection[str] | None = None) 
             name=section.title,
             panels=[panel_of(panel) for panel in section.panels],
             is_open=section.is_open,
-            layout_settings=layout(section),
+            layout_settings=workspaces.SectionLayoutSettings(
+                columns=len(section.panels) if section.one_row else 3, rows=1 if section.one_row else 2
+            ),
         )
         for section in panel_sections(logged)
     ]
@@ -278,12 +265,6 @@ def workspace(entity: str, project: str, logged: Collection[str] | None = None) 
         settings=workspaces.WorkspaceSettings(x_axis="step", smoothing_weight=0),
         runset_settings=workspaces.RunsetSettings(pinned_columns=["run:displayName", "run:state", *columns]),
     )
-
-
-def layout(section: Section) -> workspaces.SectionLayoutSettings:
-    """Return how many panels of a section stand side by side and one above the other."""
-    columns, rows = (len(section.panels), 1) if section.one_row else (3, 2)
-    return workspaces.SectionLayoutSettings(columns=columns, rows=rows)
 
 
 def panel_of(panel: Panel) -> Any:
@@ -313,13 +294,13 @@ def names_of(run_dir: Path | None) -> set[str] | None:
     if run_dir is None:
         return None
     check_run(run_dir)
-    validated = any(Path("runs/validate").glob(f"*/{VALIDATION}"))
+    validated = any(Path("runs/validate").glob(f"*/{files.VALIDATION}"))
     return logged_by(run_dir) | {name for name in (*RUN_VALUES, *TABLES) if validated and name.startswith("validate/")}
 
 
 def newest_on_wandb(root: Path) -> Path | None:
     """Return the run directory with the newest wandb run in it: those of a validation, which are many, have none."""
-    # By wandb's own folders, not by metrics.jsonl: the panels are for runs that it has.
+    # wandb's own folders decide, not metrics.jsonl: the panels are for runs that wandb has.
     found = [path for path in root.glob("**/wandb/*run-*") if (path.parents[1] / METRICS_FILE).is_file()]
     kept = [path for path in found if not is_archived(path)]
     return max(kept, key=lambda path: path.stat().st_mtime).parents[1] if kept else None
@@ -329,12 +310,13 @@ def logged_by(run_dir: Path) -> set[str]:
     """Return the names that a run has on a dashboard, from its own files: what is in a row and not null,
     tables, values of the run."""
     found = {"run/state"}
-    for name in (METRICS_FILE, EVALS):
+    for name in (METRICS_FILE, files.EVALS):
         found |= {key for row in read_metric_rows(run_dir / name) for key, value in row.items() if value is not None}
     for record in (proof_of(run_dir), preflight_of(run_dir)):
         found |= {table.name for table in record.tables} | record.summary.keys()
-    found |= {"samples"} if read_metric_rows(run_dir / SAMPLES) else set()
-    return found | ({"eval/results"} if any(run_dir.glob(f"{EVALUATIONS}/{STEP_DIRS}/{RESULTS}")) else set())
+    found |= {"samples"} if read_metric_rows(run_dir / files.SAMPLES) else set()
+    evaluated = any(run_dir.glob(f"{files.EVALUATIONS}/{files.STEP_DIRS}/{files.RESULTS}"))
+    return found | ({"eval/results"} if evaluated else set())
 
 
 def spec(view: workspaces.Workspace | reports.Report) -> dict[str, Any]:
@@ -347,7 +329,7 @@ def save_view(view: workspaces.Workspace | reports.Report) -> str:
     """Create the workspace or report on the server and return its address.
 
     Raises:
-        ConfigError: there is no key on this machine, or the server refuses.
+        ConfigError: there is no key on this machine, or the server rejects it.
     """
     # Without a key wandb may ask for one at the terminal, and wait.
     check_key()
@@ -361,7 +343,7 @@ def save_view(view: workspaces.Workspace | reports.Report) -> str:
 
 
 def check_key() -> None:
-    """Refuse to go on where there is no wandb key on this machine.
+    """Raise an error if there is no wandb key on this machine.
 
     Raises:
         ConfigError: there is none.
@@ -400,8 +382,9 @@ def find_run(run: str, entity: str, project: str, *, offline: bool) -> Compared:
     if (run_dir := Path(run)).is_dir():
         # Its newest checkpoint has its id on wandb; its name there is made of the last two folders.
         report, curves = read_run(run_dir)
-        name, folder = run_name(run_dir), latest_checkpoint(run_dir)
-        found = read_object(folder / TRAINING_STATE).get("tracker") if folder else None
+        name = run_name(run_dir)
+        folder = latest_checkpoint(run_dir)
+        found = read_object(folder / files.TRAINING_STATE).get("tracker") if folder else None
         return Compared(name, (str(found),) if found else (name,), curves, machine_name(report["environment"]))
     if not _NAME.fullmatch(run):
         raise ConfigError(

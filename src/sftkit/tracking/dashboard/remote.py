@@ -1,7 +1,5 @@
-"""The name, group, tags and notes by which a run is found on a dashboard.
-
-The dashboard beside metrics.jsonl, wandb or trackio: fed by a thread of its own, so that a
-stuck one delays nothing.
+"""The dashboard of a run, wandb or trackio: the name, group, tags and notes by which the run is found there, and a
+thread that feeds it, so that a dashboard that is stuck delays nothing.
 """
 
 from __future__ import annotations
@@ -45,12 +43,13 @@ class Identity:
     tags: tuple[str, ...]
     notes: str
     settings: Mapping[str, Any]
-    "the recipe by its sections, `resolved` and `environment` beside them: train/assemble.py"
+    "the recipe by its sections, with `resolved` and `environment`: train/assemble.py"
 
 
 def identity(run_dir: Path, settings: Mapping[str, Any]) -> Identity:
     """Return the identity of the run in a directory; wandb's own variables for group, tags and notes come first."""
-    resolved, environment = settings.get("resolved", {}), settings.get("environment", {})
+    resolved = settings.get("resolved", {})
+    environment = settings.get("environment", {})
     found = (environment.get("device"), *(resolved.get(name) for name in ("topology", "attention", "layout")))
     folder = run_dir.parent.name
     tags = dict.fromkeys(str(tag)[:TAG_CHARACTERS] for tag in (*own_tags(), *found) if tag)
@@ -148,47 +147,45 @@ def open_dashboard(
     modes = ["local"] if name == "trackio" else list(dict.fromkeys((wandb_mode(config.wandb), "offline")))
     if modes[0] == "off":
         return None
+    start = _start_trackio if name == "trackio" else _start_wandb
     for mode in modes:
         try:
-            if name == "trackio":
-                return _start_trackio(config.project, run_id, about, accelerator)
-            return _start_wandb(config.project, run_id, about, accelerator, {"mode": mode, "dir": str(run_dir)})
+            return start(config.project, run_dir, run_id, about, accelerator, mode)
         except Exception as error:
             log.warning("%s %s does not start (%s); metrics.jsonl is still written", name, mode, first_line(error))
     return None
 
 
-def _started(name: str, project: str, init: dict[str, Any], settings: dict[str, Any], accelerator: Accelerator) -> Any:
-    """Start a tracker through Accelerate and return the run that it wraps."""
-    accelerator.trackers.clear()  # one that failed to start before would be started again
-    accelerator.init_trackers(project, settings, {name: init})
-    return accelerator.get_tracker(name, unwrap=True)
-
-
 def _start_wandb(
-    project: str, run_id: str | None, about: Identity, accelerator: Accelerator, init_args: dict[str, str]
-) -> Wandb:
-    """Start wandb. `init_args`: its mode and the folder that it writes in."""
+    project: str, run_dir: Path, run_id: str | None, about: Identity, accelerator: Accelerator, mode: str
+) -> Dashboard:
+    """Start wandb through Accelerate."""
     import wandb
 
     # 20 s for a start, where wandb itself waits 90; its capture of stdout is off, as it would replace the stream that
     # the live bar draws on.
     quiet = wandb.Settings(init_timeout=20, console="off", silent=True)
-    init: dict[str, Any] = {**init_args, "name": about.name, "settings": quiet}
+    init: dict[str, Any] = {"mode": mode, "dir": str(run_dir), "name": about.name, "settings": quiet}
     init |= {"group": about.group, "job_type": about.job_type, "tags": about.tags, "notes": about.notes}
-    # "allow" continues the run, or makes it anew if it was deleted on the server; "must" would fail then.
+    # "allow" continues the run, or makes it again if it was deleted on the server; "must" would fail then.
     init |= {"id": run_id, "resume": "allow"} if run_id else {}
-    return Wandb(_started("wandb", project, init, dict(about.settings), accelerator), init_args["mode"])
+    accelerator.trackers.clear()  # one that failed to start before would be started again
+    accelerator.init_trackers(project, dict(about.settings), {"wandb": init})
+    return Wandb(accelerator.get_tracker("wandb", unwrap=True), mode)
 
 
-def _start_trackio(project: str, run_id: str | None, about: Identity, accelerator: Accelerator) -> Trackio:
-    """Start trackio."""
+def _start_trackio(
+    project: str, _: Path, run_id: str | None, about: Identity, accelerator: Accelerator, _mode: str
+) -> Dashboard:
+    """Start trackio through Accelerate."""
     init: dict[str, Any] = {"name": about.name, "group": about.group, "config": dict(about.settings)}
     # "never" keeps a new run from being appended to an earlier one of the same name; no widget, and no threads that
     # log the hardware.
     init |= {"resume": "allow" if run_id else "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
     with redirect_stdout(io.StringIO()):  # it prints nine lines at its start
-        return Trackio(_started("trackio", project, init, {}, accelerator), project)
+        accelerator.trackers.clear()
+        accelerator.init_trackers(project, {}, {"trackio": init})
+        return Trackio(accelerator.get_tracker("trackio", unwrap=True), project)
 
 
 class DashboardWriter:

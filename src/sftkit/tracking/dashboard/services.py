@@ -1,8 +1,5 @@
-"""The end of a run, for a dashboard: its state, an exit code, and why.
-
-proof.json and preflight.json as a dashboard takes them: tables, and the numbers that stand for the run.
-
-The services that show a run while it trains, wandb and trackio, behind the few things that both can do.
+"""What a dashboard gets of a run: how the run ends, proof.json and preflight.json as tables and numbers; and the
+services, wandb and trackio, behind the few methods that both have.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import psutil
 from sftkit.config.commands import program_path
 from sftkit.config.terminal import secret_in
 from sftkit.errors import ConfigError, DataError
-from sftkit.reports.values import applies
 from sftkit.rundir.files import read_object
 from sftkit.rundir.names import DOES_NOT_APPLY, PREFLIGHT, PROOF, STATUS
 from sftkit.rundir.status import RunStatus, describe_error, read_status
@@ -44,7 +40,7 @@ class Ending:
 
 
 def begun(*, resumed: bool) -> dict[str, Any]:
-    """Return what stands for a run while it goes on, and stays if it is killed; of a resumed one
+    """Return what stands for a run while it trains, and stays if it is killed; of a resumed one
     without its earlier end."""
     return {"run/state": "running", **({"run/signal": "", "run/error": ""} if resumed else {})}
 
@@ -66,7 +62,8 @@ def ending_of(run_dir: Path, status: RunStatus | None, error: BaseException | No
         code = 2 if isinstance(error, ConfigError | DataError) else 1
         return Ending("failed", code, {"run/state": "failed", "run/error": text})
     found = read_status(run_dir)
-    state, name = str(found.get("status", "finished")), found.get("signal")
+    state = str(found.get("status", "finished"))
+    name = found.get("signal")
     summary = {"run/state": state, **({"run/signal": name} if name else {})}
     # As a shell has it: 128 + signal. The process itself ends with 0, since it has saved.
     if state not in ("stopped", "preempted"):
@@ -105,17 +102,18 @@ class RunFile:
 
 def proof_of(run_dir: Path) -> RunFile:
     """Return the checks that a run has made of itself, those that failed first, and how many passed."""
+    from sftkit.reports.values import applies  # here, as training loads no reports when it starts
+
     found = read_object(run_dir / PROOF)
     # The sort keeps the order of equals, so within both groups checks stand as in proof.json.
     checks = sorted(found.get("rows", []), key=lambda check: check.get("ok") is not False)
     if not checks:
         return RunFile()
     results = [check.get("ok") for check in checks if applies(check)]
-    verdicts = [VERDICTS[check.get("ok")] if applies(check) else DOES_NOT_APPLY for check in checks]
-    rows = [
-        {**check, "check": check.get("name"), "verdict": verdict}
-        for check, verdict in zip(checks, verdicts, strict=True)
-    ]
+    rows = []
+    for check in checks:
+        verdict = VERDICTS[check.get("ok")] if applies(check) else DOES_NOT_APPLY
+        rows.append({**check, "check": check.get("name"), "verdict": verdict})
     counts = {"passed": results.count(True), "failed": results.count(False), "not_checked": results.count(None)}
     summary = {f"proof/{name}": count for name, count in counts.items()}
     return RunFile([record_table("proof", PROOF_COLUMNS, rows)], summary)
@@ -187,7 +185,7 @@ class Dashboard(Protocol):
         """Add a table of a step."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Set values that stand for the whole run, beside those that follow from its rows."""
+        """Set values that stand for the whole run, in addition to those that follow from its rows."""
 
     def alert(self, title: str, step: int, text: str, level: str) -> None:
         """Tell a person of an event. `level`: INFO, WARN or ERROR."""
@@ -208,7 +206,8 @@ class Wandb:
     name = "wandb"
 
     def __init__(self, run: Any, mode: str) -> None:
-        self._run, self._mode = run, mode
+        self._run = run
+        self._mode = mode
         self.run_id = str(run.id)
         self.folder = Path(run.dir).parent
         self._defined: set[str] = set()
@@ -298,7 +297,8 @@ class Trackio:
     name = "trackio"
 
     def __init__(self, run: Any, project: str) -> None:
-        self._run, self._project = run, project
+        self._run = run
+        self._project = project
         self.run_id = str(run.name)
         self._alerted: dict[str, float] = {}
 
