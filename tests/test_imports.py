@@ -40,7 +40,7 @@ ROOMS = {
     "evals": (*("config", "rundir", "runtime", "data", "ops", "models", "objectives", "parallel", "generation"),),
     "verify": (
         *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel"),
-        *("engine", "evals"),
+        *("compile", "engine", "evals"),
     ),
     "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory"),
     "train": (

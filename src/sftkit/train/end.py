@@ -31,8 +31,8 @@ from sftkit.models import files
 from sftkit.models.kinds import kind_of
 from sftkit.models.structure import inference, positions, vocab_size
 from sftkit.parallel.fsdp import reshard
-from sftkit.parallel.pipeline import stagewise
 from sftkit.parallel.tensor import without_sequence_parallel
+from sftkit.parallel.wrap import as_whole
 from sftkit.reports.page import try_report
 from sftkit.rundir.files import replace_text
 from sftkit.rundir.manifest import check_loadable
@@ -41,6 +41,7 @@ from sftkit.rundir.status import RunStatus, resume_command
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import Meter, ShapeCounts
 from sftkit.tracking.names import Check
+from sftkit.verify.proof import report_checks
 
 
 @dataclass
@@ -204,7 +205,7 @@ def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
     kind, kernel = kind_of(orig_model.config), sdpa_kernel(SDPBackend.MATH)
     try:
         # All that could change a bit is fixed: whole weights, no compiled code, one attention kernel.
-        with stagewise(orig_model), inference(orig_model), kernel, without_sequence_parallel(orig_model):
+        with as_whole(orig_model), inference(orig_model), kernel, without_sequence_parallel(orig_model):
             made_up = kind.made_up_inputs(orig_model, 1, length)
             arrays = {"input_ids": np.array([ids]), **({} if made_up is None else made_up.arrays)}
             given = {name: torch.from_numpy(array).to(orig_model.device) for name, array in arrays.items()}
@@ -283,5 +284,5 @@ def closing_checks(meter: Meter, batches: Batches, engine: Engine, error: BaseEx
     return [
         shapes_check(meter.shapes, batches.layout),
         divisor_check(meter.seen_targets, meter.planned_targets),
-        *engine.report(error).checks,
+        *report_checks(engine.report(error), error),
     ]

@@ -21,8 +21,7 @@ import torch
 
 from sftkit.config.schema import Config, OptimConfig
 from sftkit.data.batches.loader import Batches, StepBatches
-from sftkit.engine.engine import Engine, WarmUp
-from sftkit.engine.replicas import Replicas
+from sftkit.engine.engine import Engine
 from sftkit.optim.protocol import learning_rate
 from sftkit.rundir.names import step_dir
 from sftkit.rundir.status import RunStatus
@@ -49,6 +48,8 @@ from sftkit.train.saves import (
     report_saves,
 )
 from sftkit.verify.counts import FirstWindow, flops_check, rates_check
+from sftkit.verify.proof import WarmUp, verified_warm_up
+from sftkit.verify.replicas import Replicas
 from sftkit.verify.update import FirstUpdate
 
 AHEAD = 2
@@ -139,7 +140,7 @@ def log_window(
     metrics = {**monitor.meter.read(), **values, **loads, **report.metrics}
     metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()} | monitor.health.read()
     tracker.log_metrics(status.step, status.total_steps, metrics)
-    for kind, texts in report.events:
+    for kind, texts in report.events():
         tracker.new_events(kind, status.step, texts)
     return metrics
 
@@ -167,7 +168,7 @@ def warm_up_engine(
         ConfigError: the run cannot work like this.
     """
     status.at(status.step, "warm-up")
-    ready = engine.warm_up(rt.print)
+    ready = verified_warm_up(engine, rt, rt.print)
     checks = [
         *ready.checks,
         *services.data_checks,
