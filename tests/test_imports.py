@@ -39,18 +39,18 @@ ROOMS = {
     ),
     "evals": (*("config", "rundir", "runtime", "data", "ops", "models", "objectives", "parallel", "generation"),),
     "verify": (
-        *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel"),
+        *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel"),
         *("compile", "engine", "evals"),
     ),
     "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory"),
     "train": (
-        *("config", "rundir", "runtime", "data", "models", "objectives", "optim", "tracking", "parallel"),
+        *("config", "rundir", "runtime", "data", "models", "objectives", "optim", "tracking"),
         *("compile", "checkpoint", "memory", "engine", "graph", "evals", "verify", "preflight", "reports"),
     ),
     "launch": ("config", "rundir", "runtime", "data", "models", "memory", "preflight"),
     "experiments": (
         *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "tracking", "reports"),
-        *("compile", "memory", "train", "launch"),
+        *("compile", "memory", "verify", "train", "launch"),
     ),
 }
 "Room -> the rooms that it may import, each of which stands above it; `errors` is everybody's."

@@ -26,7 +26,7 @@ from sftkit.reports.components import check_table
 from sftkit.reports.values import applies
 from sftkit.tracking.meter import Meter, ShapeCounts
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
-from sftkit.train import end as proof
+from sftkit.verify import rows as proof
 from sftkit.verify.documents import DocumentCheck, check_documents, document_checks
 from sftkit.verify.proof import compile_checks, compiled_check
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sftkit.compile.watch import Records
 from sftkit.config.schema import ModelConfig
 from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import StepBatches
@@ -21,6 +20,9 @@ from sftkit.optim.protocol import Optimizer
 from sftkit.tracking.health import Spikes
 from sftkit.tracking.names import StepOutcome
 from sftkit.tracking.tracker import EventKind
+
+if TYPE_CHECKING:
+    from sftkit.compile.watch import Records
 
 Losses = dict[tuple[int, int], float]
 "(rows, row length) of a declared shape -> the objective per target of its worst-case batch"

@@ -1,11 +1,5 @@
-"""Batches on the device before they are needed: copied on a stream of their own, two steps ahead.
-
-Measure and watch the steps, and log lines about them.
-
-The beginning of a start: before its first step, and right after it, when it claims the run directory.
-
-The only training loop. It takes things and functions, never a stage name.
-"""
+"""The only training loop, with what it does before its first step and at each logged line. It takes things and
+functions, never a stage name."""
 
 from __future__ import annotations
 
@@ -16,6 +10,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -47,10 +42,9 @@ from sftkit.train.saves import (
     record_evaluation,
     report_saves,
 )
-from sftkit.verify.counts import FirstWindow, flops_check, rates_check
-from sftkit.verify.proof import WarmUp, verified_warm_up
-from sftkit.verify.replicas import Replicas
-from sftkit.verify.update import FirstUpdate
+
+if TYPE_CHECKING:
+    from sftkit.verify.proof import WarmUp
 
 AHEAD = 2
 
@@ -167,6 +161,10 @@ def warm_up_engine(
     Raises:
         ConfigError: the run cannot work like this.
     """
+    from sftkit.verify import rows
+    from sftkit.verify.counts import flops_check, rates_check
+    from sftkit.verify.proof import verified_warm_up
+
     status.at(status.step, "warm-up")
     ready = verified_warm_up(engine, rt, rt.print)
     checks = [
@@ -175,8 +173,8 @@ def warm_up_engine(
         *services.check_validation(),
         rates_check(status.total_steps or 1, optim),
         flops_check(engine.model),
-        end.mask_check(batches.examples, end.eos_token_ids_of(engine.model.orig_model)),
-        end.resume_check(status.step, services.checkpoints.resumed_from),
+        rows.mask_check(batches.examples, rows.eos_token_ids_of(engine.model.orig_model)),
+        rows.resume_check(status.step, services.checkpoints.resumed_from),
     ]
     # A failed check only warns here: what makes training wrong for certain, the engine has refused. None: not checked.
     end.reported(checks, rt)
@@ -248,6 +246,11 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         CheckpointError: the last checkpoint could not be written.
         WorkerError: a data worker was killed.
     """
+    from sftkit.verify import rows
+    from sftkit.verify.counts import FirstWindow
+    from sftkit.verify.replicas import Replicas
+    from sftkit.verify.update import FirstUpdate
+
     checkpoints, tracker, orig_model = services.checkpoints, services.tracker, engine.model.orig_model
     # The number of steps is known before the first one. All ranks must have planned the same documents.
     step = start_step = services.resumed["step"]
@@ -359,9 +362,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     if due.evaluate:
                         evaluation = evaluate_at(step, status, engine, services.evaluate)
                         trained.evals, trained.samples = evaluation.metrics, evaluation.samples
-                        if (
-                            stopped := evaluation.stopped
-                        ):  # if this step is already saved or being saved, this only waits
+                        stopped = evaluation.stopped
+                        if stopped:  # if this step is already saved or being saved, this only waits
                             trained.checkpoint = str(checkpoints.save(step, state, wait=True))
                         else:
                             record_evaluation(services, step, evaluation, axes)
@@ -373,7 +375,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         checkpoints.finish()
         report_ended_saves()
         rt.check_run_dir(checkpoints.run_dir)
-        logits = end.logits_of(orig_model)
+        logits = rows.logits_of(orig_model)
         checks += closing_checks(None)
         if rt.is_main and not already_done:
             end.write_proof(status.run_dir, checks, logits)

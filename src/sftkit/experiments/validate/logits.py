@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sftkit.rundir.names import PROOF, latest_checkpoint
-from sftkit.train.end import verify_checkpoint
+from sftkit.verify.rows import verify_checkpoint
 
 
 def main(run: Path, out: Path) -> None:
