@@ -33,7 +33,7 @@ from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import Layout
 from sftkit.engine.engine import Engine, Training
-from sftkit.engine.step import MicroBatches, gradients
+from sftkit.engine.step import gradients
 from sftkit.graph.engine import GraphEngine
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import Totals
@@ -181,7 +181,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     first = next(on_device(batches.steps(0, 1), rt.device))
     step_model = engine.captured if isinstance(engine, GraphEngine) else engine.model
     totals = Totals.zeros(engine.model.objective.measured, rt.device)
-    gradients(step_model, parameters, MicroBatches(first.micro_batches, first.divisor), totals, rt)
+    gradients(step_model, parameters, first.micro_batches, first.divisor, totals, rt)
     found = {name: full(p.grad).tolist() for name, p in orig_model.named_parameters()}
     orig_model.zero_grad(set_to_none=True)
     losses = []

@@ -1,7 +1,5 @@
-"""Find the checkpoint from which a start resumes: once, before anything that depends on it is made.
-
-What may differ between the run that wrote a checkpoint and the run that resumes it.
-"""
+"""Find the checkpoint from which a start resumes, before anything depends on it, and check what may differ between the
+two runs."""
 
 from __future__ import annotations
 

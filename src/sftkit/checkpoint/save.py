@@ -1,9 +1,8 @@
-"""Step directories on disk: writing their manifest, publishing by rename, pruning, the BEST and LATEST files.
+"""Step directories on disk: manifest, publishing by rename, pruning, BEST and LATEST, and the background save.
 
-The background half of a save: a thread on every rank writes a snapshot; all of it is published, or nothing.
-
-The ranks agree over a gloo group of their own, never over training's group: two threads may not share one, and on a
-full disk no file could carry the message that it is full.
+A thread on every rank writes a snapshot; all of it is published, or nothing. The ranks agree over a gloo group of
+their own, never over training's group: two threads may not share one, and on a full disk no file could carry the
+message that it is full.
 """
 
 from __future__ import annotations

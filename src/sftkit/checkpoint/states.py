@@ -1,9 +1,9 @@
-"""Optimizer states on disk through torch.distributed.checkpoint: by parameter name, in shards that any layout reads.
+"""Optimizer states and weights of a checkpoint on disk.
 
-torch writes the index of the shards as a pickle. It is read here through an unpickler that knows the index's own
-classes and nothing else, so that no code in a checkpoint ever runs.
-
-Weights of a checkpoint as transformers' safetensors files, from a copy in host memory, gathered tensor by tensor.
+States go through torch.distributed.checkpoint: by parameter name, in shards that any layout reads. torch writes the
+index of the shards as a pickle. It is read here through an unpickler that knows the index's own classes and nothing
+else, so that no code in a checkpoint ever runs. Weights are transformers' safetensors files, from a copy in host
+memory, gathered tensor by tensor.
 """
 
 from __future__ import annotations

@@ -41,15 +41,6 @@ class TrainStep:
     "the gradient is scaled down to this norm; None: it is not clipped"
 
 
-class MicroBatches(NamedTuple):
-    """The micro-batches of a step on this rank, and what their sums are divided by."""
-
-    batches: Sequence[Batch]
-    "on the device"
-    divisor: int
-    "of the global batch"
-
-
 class RankSums(NamedTuple):
     """The values of a rank that are summed over ranks at the end of a step."""
 
@@ -136,7 +127,8 @@ def forward_backward(model: torch.nn.Module, batch: Batch, divisor: int, rt: Run
 def gradients(
     model: torch.nn.Module,
     parameters: Iterable[torch.nn.Parameter],
-    micro_batches: MicroBatches,
+    batches: Sequence[Batch],
+    divisor: int,
     totals: Totals,
     rt: Runtime,
 ) -> torch.Tensor:
@@ -146,7 +138,6 @@ def gradients(
     Returns:
         the loss sum of each micro-batch, [A], on the device.
     """
-    batches, divisor = micro_batches
     if isinstance(model, RunsOwnSchedule):
         return model.gradients(batches, divisor, totals)
     # The last micro-batch adds to the sum of the earlier ones. Replicas exchange gradients in that one only, shards as
@@ -180,7 +171,7 @@ def gradients_of_rank(
     alone = nullcontext() if rt.topology.sharded else gradient_sync(model, rt, sync=False)
     with alone:
         # The factor stands for the exchange, which averages.
-        gradients(model, parameters, MicroBatches(batches, divisor * round(gradient_scale(rt))), totals, rt)
+        gradients(model, parameters, batches, divisor * round(gradient_scale(rt)), totals, rt)
 
 
 def optimizer_step(
@@ -205,8 +196,8 @@ def optimizer_step(
     # update of optim.adamw8bit, and experts that exchange tokens by alltoall (graph/parallel/experts.py).
     parameters = list(parameters_of(optimizer.param_groups))
     totals = Totals.zeros(train_step.objective.measured, rt.device)
-    batches, divisor = step_batches.micro_batches, step_batches.divisor
-    losses = gradients(model, parameters, MicroBatches(batches, divisor), totals, rt)
+    divisor = step_batches.divisor
+    losses = gradients(model, parameters, step_batches.micro_batches, divisor, totals, rt)
     copies = model.copies() if isinstance(model, RunsOwnSchedule) else None
     # Norm and flags of all ranks stay on the device. The update is skipped there: a coefficient of nan changes nothing.
     squared = squared_norm(parameters, rt.world_size, copies)

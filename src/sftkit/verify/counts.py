@@ -1,7 +1,5 @@
-"""Check the validation loss and bits per byte of a few documents by hand.
-
-Check what a run logs: learning rates, the work of a step in FLOPs, and the counts of its first window, each by a way
-of its own.
+"""Check what a run logs, each value by a way of its own: validation loss and bits per byte of a few documents, learning
+rates, the FLOPs of a step, and the counts of the first window.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check before training that our forward pass computes what the plain model does, document by document."""
+"""Check before training that an engine's forward pass computes what the plain model does, document by document."""
 
 from __future__ import annotations
 
