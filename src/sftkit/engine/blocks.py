@@ -12,19 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from sftkit.compile import cache as compile_cache
+from sftkit.compile import modules as compiling
 from sftkit.compile.contract import HookWatch, Ranks, compile_model, step_contract, warm_up
 from sftkit.compile.debug import compiler_logs
-from sftkit.compile.modules import (
-    asynchronous,
-    check_marked,
-    check_options,
-    compile_arguments,
-    compiler_switches,
-    exchanges_hidden,
-    mergeable_products,
-    recording_advice,
-    use_symmetric_memory,
-)
 from sftkit.compile.watch import CompileWatch, RecordsOfRanks, note, records_of, under_way
 from sftkit.config.schema import Config
 from sftkit.data.batches.collate import Batch
@@ -66,7 +56,7 @@ class Blocks:
             ConfigError: the recipe asks for what this model, layout or machine cannot do.
         """
         orig_model, layout = training.orig_model, training.layout
-        check_options(cfg.compile)
+        compiling.check_options(cfg.compile)
         with ExitStack() as stack:  # restores settings if an error is raised
             write_logs = stack.enter_context(compiler_logs(partial(rt.output_dir, run_dir), cfg.compile, rt.rank))
             # What the compiler will see: float8 layers, and attention. Saved compiled code is loaded before attention
@@ -75,8 +65,10 @@ class Blocks:
             self._code_key = compile_cache.code_key(cfg, orig_model, layout, rt)
             compile_cache.restore(cfg.compile, self._code_key, rt)
             choice = choose_backend(cfg.attention.backend, Execution(cfg.compile.enabled), orig_model, layout, rt)
-            check_marked(cfg.compile, choice.backend)
-            if rt.device.type == "cuda" and (advice := recording_advice(cfg.compile, dynamic_layout=layout.dynamic)):
+            compiling.check_marked(cfg.compile, choice.backend)
+            if rt.device.type == "cuda" and (
+                advice := compiling.recording_advice(cfg.compile, dynamic_layout=layout.dynamic)
+            ):
                 rt.print(advice, "warning")
             if cfg.train.engine == "pipeline" and rt.topology.stages == 1:
                 unused = "; train.pipeline_layers has no effect" * (cfg.train.pipeline_layers is not None)
@@ -96,15 +88,15 @@ class Blocks:
             self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective, routing)
             modules = compile_model(orig_model, cfg.compile, dynamic_layout=layout.dynamic, sharded=rt.topology.partial)
             budget, graphs = plan.activation_memory_budget, modules * len(layout.shapes)
-            stack.enter_context(compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
+            stack.enter_context(compiling.compiler_switches(cfg.compile, budget, graphs, dynamic_layout=layout.dynamic))
             wrapped = distribute(model, training.source, plan.sharding, rt, cfg.train)
             if (group := tensor_group(orig_model)) is not None:
-                stack.enter_context(exchanges_hidden())
-                if asynchronous(cfg.compile) and rt.device.type == "cuda":
-                    use_symmetric_memory(group)
-                    stack.enter_context(mergeable_products(cfg.compile))
+                stack.enter_context(compiling.exchanges_hidden())
+                if compiling.asynchronous(cfg.compile) and rt.device.type == "cuda":
+                    compiling.use_symmetric_memory(group)
+                    stack.enter_context(compiling.mergeable_products(cfg.compile))
             # The optimizer comes last: its states belong to the final parameters, DTensors if the model is sharded.
-            arguments = compile_arguments(cfg.compile)
+            arguments = compiling.compile_arguments(cfg.compile)
             self.optimizer: Optimizer = build_optimizer(orig_model, plan.optim, cfg.run.seed, graph=arguments)
             # Nothing went wrong, so what was set outlives this method: `close` puts it back, in the reverse order.
             self._at_close, self._write_logs = stack.pop_all(), write_logs

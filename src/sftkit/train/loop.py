@@ -28,20 +28,9 @@ from sftkit.tracking.health import ExpertLoad, Health
 from sftkit.tracking.meter import Meter, Window, resume_window
 from sftkit.tracking.names import Check, StepOutcome
 from sftkit.tracking.step_clock import Trace
-from sftkit.train import end
+from sftkit.train import end, saves
 from sftkit.train.end import Trained, write_end
 from sftkit.train.parts import TrainServices
-from sftkit.train.saves import (
-    Evaluation,
-    LoopPosition,
-    checkpoint_state,
-    due_after,
-    evaluate_at,
-    finish_checkpoint_on_error,
-    first_evaluation,
-    record_evaluation,
-    report_saves,
-)
 
 if TYPE_CHECKING:
     from sftkit.verify.proof import WarmUp
@@ -184,7 +173,7 @@ def warm_up_engine(
     return ready, checks
 
 
-def start_summary(status: RunStatus, ready: WarmUp, evaluation: Evaluation, run_dir: Path) -> Trained:
+def start_summary(status: RunStatus, ready: WarmUp, evaluation: saves.Evaluation, run_dir: Path) -> Trained:
     """Return the summary of a start before its first step.
 
     Args:
@@ -204,7 +193,7 @@ def start_summary(status: RunStatus, ready: WarmUp, evaluation: Evaluation, run_
 
 
 def begin_writing(
-    rt: Runtime, services: TrainServices, step: int, evaluation: Evaluation, axes: dict[str, float | None]
+    rt: Runtime, services: TrainServices, step: int, evaluation: saves.Evaluation, axes: dict[str, float | None]
 ) -> float:
     """Claim the run directory and begin to write in it, after the first step of this start, or if no step is
     left to do.
@@ -226,7 +215,7 @@ def begin_writing(
     for problem in services.checkpoints.skipped_checkpoints:
         services.tracker.record_event("checkpoint_fallback", step, problem)  # printed when it was found
     if evaluation.metrics or evaluation.samples:
-        record_evaluation(services, step, evaluation, axes)
+        saves.record_evaluation(services, step, evaluation, axes)
     # No rank goes on before the directory is as the main rank leaves it.
     rt.barrier()
     return time.perf_counter() - started
@@ -263,7 +252,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         # go to proof.json.
         ready, checks = warm_up_engine(engine, batches, services, status, rt, cfg.optim)
         # After the warm-up, so that a run that cannot train is refused before it spends time on an evaluation.
-        evaluation = first_evaluation(cfg, status, rt, engine, services)
+        evaluation = saves.first_evaluation(cfg, status, rt, engine, services)
         trained = start_summary(status, ready, evaluation, checkpoints.run_dir)
 
         # What is measured, watched and written; the run directory is claimed when the first step is done.
@@ -273,7 +262,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         update = FirstUpdate(engine, cfg.optim, rt)
         window = FirstWindow(batches.examples, rt, engine.model, start_step, cfg.log.every)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
-        report_ended_saves = partial(report_saves, checkpoints, tracker, status, rt)
+        report_ended_saves = partial(saves.report_saves, checkpoints, tracker, status, rt)
         # Before the progress bar, which has a thread: data workers are forked, which is not safe beside threads
         # (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
@@ -284,7 +273,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         with (
             end.write_proof_on_error(status, rt, checks, closing_checks),
             engine.guarded(),
-            finish_checkpoint_on_error(checkpoints, report_ended_saves),
+            saves.finish_checkpoint_on_error(checkpoints, report_ended_saves),
             batches.workers_named(),
             garbage_collected_between_steps() as collect,
             Trace(cfg.log.trace_at, checkpoints.run_dir, rt) as trace,
@@ -326,7 +315,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     monitor.meter.paused(trace_seconds)
 
                 # What is due after this step. All ranks see a stop request at the same step.
-                due = due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
+                due = saves.due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
                 stopped = monitor.read_flags(wait=due.waits)  # without waiting: only those that have arrived
                 due = due.if_stopped() if stopped else due
                 report_ended_saves()
@@ -352,21 +341,21 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     pausing = time.perf_counter()
                     rt.check_run_dir(checkpoints.run_dir)
                     progress, axes = monitor.meter.progress, monitor.meter.axes()
-                    position = LoopPosition(
+                    position = saves.LoopPosition(
                         step_batches.epoch, total_steps, progress, open_window or monitor.open_window()
                     )
-                    state = checkpoint_state(position, cfg.data, batches, services)
+                    state = saves.checkpoint_state(position, cfg.data, batches, services)
                     if due.save:
                         status.at(step, "checkpoint")
                         trained.checkpoint = str(checkpoints.save(step, state, wait=due.wait_for_save))
                     if due.evaluate:
-                        evaluation = evaluate_at(step, status, engine, services.evaluate)
+                        evaluation = saves.evaluate_at(step, status, engine, services.evaluate)
                         trained.evals, trained.samples = evaluation.metrics, evaluation.samples
                         stopped = evaluation.stopped
                         if stopped:  # if this step is already saved or being saved, this only waits
                             trained.checkpoint = str(checkpoints.save(step, state, wait=True))
                         else:
-                            record_evaluation(services, step, evaluation, axes)
+                            saves.record_evaluation(services, step, evaluation, axes)
                         collect()
                     monitor.meter.paused(time.perf_counter() - pausing)
 
