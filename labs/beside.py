@@ -27,7 +27,7 @@ from sftkit.config.commands import Parser
 from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.config.terminal import print_text
 from sftkit.ops import cross_entropy_kernel as kernel
-from sftkit.ops.linear_cross_entropy import Head, RowLoss, linear_nll
+from sftkit.ops.linear_cross_entropy import Head, linear_nll
 from sftkit.optim.muon import Muon
 from sftkit.runtime.script import script
 
@@ -169,7 +169,7 @@ def kernels() -> dict[str, Any]:
             kernel.WARPS = kernel.PLAIN_WARPS = warps
 
             def entropy(options: LossConfig = options) -> None:
-                kernel.cross_entropy_(logits, targets, sums, RowLoss(options, None), gradients=True)
+                kernel.cross_entropy_(logits, targets, sums, options, None, gradients=True)
 
             found[f"cross entropy, {name}, blocks of {block}, {warps} warps"] = chunks * milliseconds(entropy)
     gradient, factor = torch.randn(vocab, hidden, device="cuda"), torch.tensor(0.37, device="cuda")

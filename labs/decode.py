@@ -33,6 +33,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from sftkit.models.kinds import kind_of
 from transformers import AutoTokenizer, PreTrainedModel
 
 from labs.pages import decode_tables
@@ -42,9 +43,8 @@ from sftkit.data.demo.builtin import PREFIX, picture
 from sftkit.data.tokens import chat
 from sftkit.data.types import EncoderInputs, Row
 from sftkit.generation import decode as rows_of_batches
-from sftkit.generation.decode import Batching, Decoding, Prompts, generate
+from sftkit.generation.decode import Batching, Decoding, generate
 from sftkit.generation.kv_cache import StaticStep, fixed_layers
-from sftkit.models.kinds import kind_of
 from sftkit.models.load import from_scratch
 from sftkit.models.vision import PIXELS, VisionToText
 from sftkit.ops.attention import implementation
@@ -74,8 +74,8 @@ class CompiledStep(StaticStep):
 
     _compiled = torch.compile(StaticStep._compute, fullgraph=True, **COMPILE)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **state: Any) -> None:
+        super().__init__(*args, **state)
         cross = getattr(self._cache, "cross_attention_cache", None)
         layers = [*fixed_layers(self._cache), *(cross.layers if cross else ())]
         kept = [x for layer in layers for x in (layer.keys, layer.values)]
@@ -160,8 +160,11 @@ class Task:
             answers = generate(
                 self.model,
                 self.tokenizer,
-                Prompts(self.prompts[:rows], [-1], new_tokens, encoder_inputs=self.encoder_inputs),
+                self.prompts[:rows],
                 Batching(rows),
+                max_new_tokens=new_tokens,
+                end_ids=[-1],
+                encoder_inputs=self.encoder_inputs,
                 replay=way.step is not None,
             )
         return [answer.ids for answer in answers], times

@@ -235,13 +235,13 @@ def tests(file: Path, out: Path, *words: str) -> None:
 def lengths(recipe: Path, out: Path, count: str = "8000") -> None:
     """Write the lengths of a random sample of a recipe's documents, in random order, as chat SFT would learn them."""
     from sftkit.data.batches.loader import load_examples
-    from sftkit.data.tokens import stages
+    from sftkit.data.tokens.sources import stage_rule
     from sftkit.preflight.analysis import tokenizer_of
 
     cfg = read_config(recipe, [], world_size=1)
     tokenizer = tokenizer_of(cfg.model, cfg.data)
     assert cfg.data.max_length is not None
-    tokenize = stages.sft(cfg.data, tokenizer, cfg.data.max_length)
+    tokenize = stage_rule("sft")(cfg.data, tokenizer, cfg.data.max_length)
     examples, _ = load_examples(cfg.data, tokenize, nullcontext())
     chosen = np.random.default_rng(0).permutation(len(examples))[: int(count)]
     positions = examples.lengths[chosen].tolist()

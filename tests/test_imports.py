@@ -40,12 +40,12 @@ ROOMS = {
     ),
     "evals": (*("config", "rundir", "runtime", "data", "ops", "models", "objectives", "parallel", "generation"),),
     "verify": (
-        *("config", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel"),
-        *("engine", "evals"),
+        *("config", "rundir", "runtime", "data", "ops", "models", "objectives", "optim", "tracking", "parallel"),
+        *("compile", "engine", "evals"),
     ),
     "preflight": ("config", "rundir", "runtime", "data", "models", "reports", "memory"),
     "train": (
-        *("config", "rundir", "runtime", "data", "models", "objectives", "optim", "tracking", "parallel"),
+        *("config", "rundir", "runtime", "data", "models", "objectives", "optim", "tracking"),
         *("compile", "checkpoint", "memory", "engine", "graph", "evals", "verify", "preflight", "reports"),
     ),
     "launch": ("config", "rundir", "runtime", "data", "models", "memory", "preflight"),

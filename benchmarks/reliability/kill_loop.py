@@ -60,7 +60,10 @@ SETTINGS = {
     "eval.tasks": [],  # loading them takes longer than the rest of a start
     "compile.enabled": False,  # a start without compilation is twice as fast
 }
-IMPORTED = ("sftkit.train.assemble", "transformers.models.qwen3.modeling_qwen3", "torch._functorch.aot_autograd")
+IMPORTED = (
+    *("sftkit.train.assemble", "sftkit.engine.blocks", "sftkit.evals.suite", "sftkit.verify.proof"),
+    *("transformers.models.qwen3.modeling_qwen3", "torch._functorch.aot_autograd"),
+)
 ENV = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
 DIFFER = (RECIPE, TRAINING_STATE, f"{STATE}/{ENVIRONMENT}", f"{OPTIMIZER}/.metadata")
 "Files that name the folder, hold clocks or a random id; TRAINING_STATE is compared by its values."

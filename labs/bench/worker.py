@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from sftkit.models.kinds import check_causal, kind_of
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from labs.bench.machine import ClockSamples
 from labs.bench.plan import SYNTHETIC, DataPlan, Job, read_job, read_lengths
 from labs.bench.run import graphs_of, measured_row, over_ranks, run_job
 from sftkit.data.batches.loader import Batches
-from sftkit.data.tokens.stages import DATA_OF_STAGES
+from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.models.kinds import check_causal, kind_of
 from sftkit.models.load import DTYPES, scratch_config
 from sftkit.models.structure import count_parameters, vocab_size
 from sftkit.models.tokenizer import base_tokenizer
@@ -224,8 +224,7 @@ def batches_of(
         assert cfg.data.max_length is not None
         documents = EncodedDocuments(synthetic_documents(job.data, vocab_size(orig_model)), cfg.data.max_length)
         return lay_out(cfg, rt, documents, objective)
-    _, of_stage = DATA_OF_STAGES[stage.name]
-    tokenize = of_stage(cfg.data, tokenizer, stage.max_length)
+    tokenize = stage_rule(stage.name)(cfg.data, tokenizer, stage.max_length)
     loaded = LoadedModel(orig_model, tokenizer, stage.max_length)
     return load_data(Run(cfg, stage.name, rt, job.folder), loaded, tokenize, objective).batches
 

@@ -21,7 +21,7 @@ from labs.explain.run import file_of
 from sftkit.compile.modules import check_marked, check_options
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.data.batches.collate import Batch, collate, warm_up_batch
-from sftkit.data.batches.pack import DocumentLengths, Layout, make_layout
+from sftkit.data.batches.pack import Layout, make_layout
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.models.kind import kind_of
@@ -130,7 +130,7 @@ def of_recipe(cfg: Config, layers: int | None, rt: Runtime, *, of_encoder: bool 
     if length is None:
         raise ConfigError(f"data.max_length: {unresolved_reason(cfg.model.path)}")
     lengths = np.linspace(max(length // 8, 1), length, 64).astype(np.int64)
-    layout = make_layout(cfg.data, cfg.train, DocumentLengths(lengths, length, encoded=encodes))
+    layout = make_layout(cfg.data, cfg.train, lengths, length, encoded=encodes)
     execution = {"compiled": cfg.compile.enabled, "captured": cfg.train.engine == "graph"}
     backend = choose_backend(cfg.attention.backend, orig_model, layout, rt, **execution).backend
     check_marked(cfg.compile, backend)

@@ -40,12 +40,12 @@ AS_ADAMW = tuple(spec.name for spec in OPTIMIZERS.values() if spec.name == DEFAU
 "Optimizers whose update is AdamW's."
 REFERENCE = [
     *("train.engine=reference", "train.precision=fp32", "train.memory=speed", f"optim.name={DEFAULT}"),
-    *("attention.backend=auto", "model.gradient_checkpointing=false"),
+    "attention.backend=auto",
 ]
 "Settings of the reference run: each document alone, plain fp32."
 _SWITCHED_OFF = [
     *("train.epochs=null", "train.resume=null", "log.wandb=off", "log.tracker=none", "compile.cache=null"),
-    *("compile.debug=[]", "checkpoint.every=null", "checkpoint.best=null", "checkpoint.pin_every=null"),
+    *("compile.debug=[]", "checkpoint.every=null", "checkpoint.best=null"),
     *("eval.every=null", "eval.at_start=false"),
 ]
 "What a recipe may have that no run of a validation does."
@@ -399,7 +399,7 @@ def check_logits(run: Path, out: Path) -> None:
     Raises:
         FileNotFoundError: the run has no checkpoint.
     """
-    from sftkit.train.end import verify_checkpoint
+    from sftkit.verify.rows import verify_checkpoint
 
     folder, recorded = latest_checkpoint(run), json.loads((run / PROOF).read_text())["logits"]
     if folder is None:

@@ -144,7 +144,14 @@ def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str 
     # torch comes with these, and is not needed before all runs are done
     from accelerate import Accelerator
 
-    from sftkit.tracking.dashboard.remote import DashboardWriter, Identity, dashboard_name, open_dashboard, run_name
+    from sftkit.tracking.dashboard.remote import (
+        DashboardWriter,
+        Identity,
+        dashboard_name,
+        open_dashboard,
+        own_tags,
+        run_name,
+    )
     from sftkit.tracking.dashboard.services import Ending, RunFile, record_table
 
     # Asked first: without a dashboard neither torch's Accelerator nor a thread is needed.
@@ -160,10 +167,10 @@ def send_result(result: Mapping[str, Any], out: Path, config: LogConfig) -> str 
     ]
     about = Identity(
         name=run_name(out),
-        group=config.group,
+        group=os.environ.get("WANDB_RUN_GROUP"),
         job_type="validate",
-        tags=config.tags,
-        notes=config.notes or criteria_passed(dict(result)),
+        tags=tuple(own_tags()),
+        notes=os.environ.get("WANDB_NOTES") or criteria_passed(dict(result)),
         settings={"plan": result["plan"], "environment": result["environment"]},
     )
     dashboard = open_dashboard(config, out, None, about, Accelerator(cpu=True, log_with=name))

@@ -25,7 +25,7 @@ from sftkit.data.tokens.template import render_conversation, template_of, with_a
 from sftkit.data.types import Row, TokenizedExample
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.tokenizer import load_tokenizer
-from sftkit.train.end import prompt_check
+from sftkit.verify.rows import prompt_check
 
 SPECIALS = {
     "qwen3": [],

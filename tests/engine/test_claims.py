@@ -32,23 +32,26 @@ from sftkit.config.schema import (
 )
 from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import Batches, StepDataset
-from sftkit.engine import blocks, gradient_check, step
-from sftkit.engine.checks import gradients_check
+from sftkit.engine import step
 from sftkit.engine.engine import Engine, Training
-from sftkit.engine.gradient_check import (
-    GradientCheck,
-    GradientDifference,
-    RoundingLimits,
-    Roundings,
-    largest,
-    limits,
-    rounded_at_random,
-)
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops import attention
 from sftkit.tracking.names import Check
 from sftkit.train.assemble import make_engine
+from sftkit.verify import gradients as gradient_check
+from sftkit.verify import proof
+from sftkit.verify.gradients import (
+    GradientCheck,
+    GradientDifference,
+    RoundingLimits,
+    Roundings,
+    gradients_check,
+    largest,
+    limits,
+    rounded_at_random,
+)
+from sftkit.verify.proof import report_checks, verified_warm_up
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 COMPILED = CompileConfig(backend="eager", fullgraph=True)
@@ -99,7 +102,7 @@ def engine_with(
 
 def warm(engine: Engine) -> dict[str, Check]:
     """The checks of its warm-up, after which nothing was compiled."""
-    checks = {check.name: check for check in engine.warm_up(lambda _: None).checks}
+    checks = {check.name: check for check in verified_warm_up(engine, cpu_runtime(), lambda _: None).checks}
     assert engine.report().metrics["compile/recompiles"] == 0
     return checks
 
@@ -128,7 +131,7 @@ def test_a_hook_that_the_step_does_not_run_is_found_with_its_module(tmp_path: Pa
         assert found in after.found
         assert "before the engine is built" in after.found
         assert "compile.enabled=false" in after.found
-        assert dict(engine.report().events)["hook"] == [after.found]
+        assert dict(engine.report().events())["hook"] == [after.found]
         handle.remove()
         assert row(engine, HOOKS).ok
 
@@ -211,7 +214,7 @@ def test_hooks_that_parallelism_puts_on_such_modules_are_no_fault(tmp_path: Path
 
 
 def row(engine: Engine, name: str) -> Check:
-    (found,) = [check for check in engine.report().checks if check.name == name]
+    (found,) = [check for check in report_checks(engine.report()) if check.name == name]
     return found
 
 
@@ -331,7 +334,7 @@ def test_a_run_computes_the_same_bits_whether_its_gradients_were_checked_or_not(
     results, nothing = [], GradientCheck(GradientDifference(0.0, ""), None, "left out")
     for checked in (True, False):
         if not checked:
-            monkeypatch.setattr(blocks, "check_gradients", lambda *_, **__: nothing)
+            monkeypatch.setattr(proof, "check_gradients", lambda *_, **__: nothing)
         torch.manual_seed(7)
         orig_model = tiny_llama()
         engine, batches = engine_with(tmp_path, orig_model)
@@ -409,7 +412,7 @@ def sensitive_llama() -> PreTrainedModel:
 def test_of_a_model_that_roundings_move_far_they_are_measured_and_a_wrong_attention_still_fails(
     tmp_path: Path, monkeypatch, scaling: float
 ) -> None:
-    right, rounds_otherwise = attention.attend, gradient_check.gradients
+    right, rounds_otherwise = attention.attend, step.gradients
 
     def attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return right(module, *args, **kwargs | {"scaling": kwargs["scaling"] * scaling})
@@ -419,8 +422,8 @@ def test_of_a_model_that_roundings_move_far_they_are_measured_and_a_wrong_attent
             rounds_otherwise(wrapped, *args)
 
     monkeypatch.setattr(attention, "attend", attend)
-    monkeypatch.setattr(gradient_check, "gradients", gradients)
-    monkeypatch.setattr(blocks, "limits", lambda *_, **__: RoundingLimits(0.05, 0.015, 0.002))
+    monkeypatch.setattr(step, "gradients", gradients)
+    monkeypatch.setattr(proof, "limits", lambda *_, **__: RoundingLimits(0.05, 0.015, 0.002))
     engine, _ = engine_with(tmp_path, sensitive_llama(), compile=EAGER)
     check = warm(engine)[GRADIENTS]
     assert "roundings alone" in check.found
@@ -532,7 +535,7 @@ def test_a_run_with_sdpa_has_its_own_attention_checked(tmp_path: Path, monkeypat
         return right(self, batch, backend)
 
     engine, _ = engine_with(tmp_path, tiny_llama(), kind=kind, compile=EAGER, attention_backend="sdpa")
-    monkeypatch.setattr(blocks, "check_documents", documents_with(blocks.check_documents, used))
+    monkeypatch.setattr(proof, "check_documents", documents_with(proof.check_documents, used))
     monkeypatch.setattr(ModelWithLoss, "sums", sums)
     check = warm(engine)[GRADIENTS]
     assert used == {"sdpa"}

@@ -26,7 +26,6 @@ from sftkit.data.batches.collate import OF_TOKENS, Batch, collate, documents
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import BatchShape, make_layout
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import TrainStep, has_dropout, optimizer_step, worst_case_batch
 from sftkit.errors import ConfigError, DataError
 from sftkit.memory.estimate import EstimateInputs, estimate, kept_elements
@@ -40,6 +39,7 @@ from sftkit.objectives.next_token import Caption
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import unsupported_reason
 from sftkit.optim.build import build_optimizer, parameter_groups
+from sftkit.verify.documents import check_documents
 
 MODELS: dict[str, dict[str, Any]] = {
     "ViT and GPT-2": CAPTIONER,

@@ -26,10 +26,7 @@ from sftkit.data.batches import collate as collating
 from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.pack import Layout
 from sftkit.data.types import Examples
-from sftkit.engine import gradient_check, self_check
 from sftkit.engine.engine import Training
-from sftkit.engine.plain import PlainModel, Start
-from sftkit.engine.self_check import limits_of
 from sftkit.errors import ConfigError
 from sftkit.models.load import full_model
 from sftkit.models.structure import output_projection
@@ -38,6 +35,11 @@ from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.tracking.names import Check
 from sftkit.train.assemble import make_engine
+from sftkit.verify import documents as document_check
+from sftkit.verify import gradients as gradient_check
+from sftkit.verify.documents import limits_of
+from sftkit.verify.plain import PlainModel, Start
+from sftkit.verify.proof import verified_warm_up
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 WEIGHTS, LOGITS = "Weights are those of the files", "Same logits as the plain model"
@@ -60,7 +62,7 @@ def warmed(
         cfg, cpu_runtime(), folder, Training(orig_model, NextToken(LossConfig()), layout, **of_training)
     )
     try:
-        return {check.name: check for check in built.warm_up(lambda _: None).checks}
+        return {check.name: check for check in verified_warm_up(built, cpu_runtime(), lambda _: None).checks}
     finally:
         built.close()
 
@@ -219,22 +221,24 @@ def all_learned(examples: Examples, *args: Any, **kwargs: Any) -> Batch:
 RIGHT = collating.collate
 
 
-def test_the_reference_engine_has_its_weights_and_its_loss_compared_too(tmp_path: Path, monkeypatch) -> None:
+def test_the_reference_engine_has_all_compared_that_others_have(tmp_path: Path, monkeypatch) -> None:
     source = saved(tiny_llama(), tmp_path / "start")
     found = warmed(tmp_path, tiny_llama(), engine="reference", source=source)
     assert (found[WEIGHTS].ok, found[LOSS].ok) == (True, True), found
-    found = warmed(tmp_path, tiny_llama(seed=1), engine="reference", source=source)
-    assert (found[WEIGHTS].ok, found[LOSS].ok) == (False, False), found
-    monkeypatch.setattr(gradient_check, "collate", unshifted)
+    assert (found[LOGITS].ok, found[GRADIENTS].ok) == (True, True), found
+    with pytest.raises(ConfigError, match="not those of the files"):
+        warmed(tmp_path, tiny_llama(seed=1), engine="reference", source=source)
+    for owner in (document_check, gradient_check):
+        monkeypatch.setattr(owner, "collate", unshifted)
     found = warmed(tmp_path, tiny_llama(), engine="reference", source=source)
-    assert (found[WEIGHTS].ok, found[LOSS].ok) == (True, False), found
+    assert (found[WEIGHTS].ok, found[LOSS].ok, found[GRADIENTS].ok) == (True, False, False), found
 
 
 @pytest.mark.parametrize("wrong", [unshifted, masked_late, all_learned])
 def test_a_collation_with_other_targets_than_the_documents_have_turns_rows_red(
     tmp_path: Path, monkeypatch, wrong: Any
 ) -> None:
-    for owner in (self_check, gradient_check):
+    for owner in (document_check, gradient_check):
         monkeypatch.setattr(owner, "collate", wrong)
     found = warmed(tmp_path, tiny_llama())
     assert found[GRADIENTS].ok is False

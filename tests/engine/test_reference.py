@@ -42,6 +42,7 @@ from sftkit.engine.engine import Engine, Training
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
 from sftkit.train.assemble import make_engine
+from sftkit.verify.proof import verified_warm_up
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 2
 MODELS = {"llama": tiny_llama, "qwen3 with windows": tiny_qwen3_with_windows, "gemma2": tiny_gemma2}
@@ -67,7 +68,7 @@ def steps(
     layout = make_layout_of(kind, examples.lengths)
     batches = Batches(StepDataset(examples, layout), seed=0)
     engine = make_engine(cfg, cpu_runtime(), Path(cfg.run.dir), Training(orig_model, NextToken(cfg.loss), layout))
-    engine.warm_up(lambda _: None)
+    verified_warm_up(engine, cpu_runtime(), lambda _: None)
     rows = []
     with engine.guarded():
         for step in batches.steps(0, 4):

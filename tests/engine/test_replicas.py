@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sftkit.engine.replicas import CHECKSUM_COLUMNS, checksum, holders, kept_buffers, parted
+from sftkit.verify.replicas import CHECKSUM_COLUMNS, checksum, holders, kept_buffers, parted
 
 
 def some(dtype: torch.dtype, size: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from sftkit.config.schema import CompileConfig, Config, DataConfig, LossConfig, ModelConfig, RunConfig, TrainConfig
 from sftkit.config.topology import StageTimes, Topology
-from sftkit.engine import blocks
+from sftkit.engine import stage_times
 from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.parallel.stages import layers_of_stages
@@ -32,7 +32,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel | None = No
     rt.topology = replace(Topology(), stages=2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     layout = make_layout_of("packed", make_examples([30, 4, 25]).lengths)
-    return blocks.measured_layers(
+    return stage_times.measured_layers(
         CONFIG.compile,
         CONFIG.train,
         Training(model or tiny_llama(layers=12), NextToken(LossConfig()), layout),
@@ -43,7 +43,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel | None = No
 
 def test_what_was_timed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     times = [StageTimes(each / 2, each / 2) for each in (3.0, 1.0, 5.0)]  # embedding 2, layer 1, head 4
-    monkeypatch.setattr(blocks, "_times", lambda *_, **__: times)
+    monkeypatch.setattr(stage_times, "_times", lambda *_, **__: times)
     assert measured(monkeypatch) == (7, 5)
 
 
@@ -51,7 +51,7 @@ def test_layers_are_spread_by_parameters_where_nothing_can_be_timed(monkeypatch:
     def fails(*_: Any) -> list[StageTimes]:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(blocks, "_times", fails)
+    monkeypatch.setattr(stage_times, "_times", fails)
     assert measured(monkeypatch) == layers_of_stages(tiny_llama(layers=12), CONFIG.train, 2)
 
 
@@ -60,11 +60,13 @@ def test_a_layer_the_embedding_and_the_head_are_timed_and_nothing_is_left_behind
     monkeypatch: pytest.MonkeyPatch, kind: type[LlamaConfig | Qwen3Config]
 ) -> None:
     seen: list[list[StageTimes]] = []
-    timed = blocks._times
-    monkeypatch.setattr(blocks, "_times", lambda *args, **_: seen.append(timed(*args)) or seen[-1])  # type: ignore[func-returns-value]
+    timed = stage_times._times
+    monkeypatch.setattr(stage_times, "_times", lambda *args, **_: seen.append(timed(*args)) or seen[-1])  # type: ignore[func-returns-value]
     states: list[torch.Tensor] = []
-    made = blocks.layers_of_stages
-    monkeypatch.setattr(blocks, "layers_of_stages", lambda *args: states.append(torch.get_rng_state()) or made(*args))  # type: ignore[func-returns-value]
+    made = stage_times.layers_of_stages
+    monkeypatch.setattr(
+        stage_times, "layers_of_stages", lambda *args: states.append(torch.get_rng_state()) or made(*args)
+    )  # type: ignore[func-returns-value]
     assert sum(measured(monkeypatch, tiny(kind))) == 2  # a model of fewer layers than are timed
     assert torch.equal(torch.get_rng_state(), states[0])
     assert len(seen[0]) == 3

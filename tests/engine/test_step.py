@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sftkit.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from sftkit.data.batches.loader import Batches, StepBatches, StepDataset
-from sftkit.engine.self_check import check_documents
 from sftkit.engine.step import TrainStep, forward_backward, optimizer_step
 from sftkit.errors import ConfigError
 from sftkit.objectives.next_token import NextToken
@@ -29,6 +28,7 @@ from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import document_mask, plain_attention
 from sftkit.optim.build import build_optimizer
 from sftkit.runtime import start as runtime
+from sftkit.verify.documents import check_documents
 
 MODELS = {"llama": tiny_llama, "qwen3 with sliding windows": tiny_qwen3_with_windows}
 

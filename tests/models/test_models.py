@@ -14,10 +14,10 @@ from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.collate import Batch
-from sftkit.engine.self_check import check_documents
 from sftkit.models.structure import inference
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
+from sftkit.verify.documents import check_documents
 
 COMMON = {
     "vocab_size": VOCAB_SIZE,

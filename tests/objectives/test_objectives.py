@@ -27,6 +27,7 @@ from sftkit.ops.linear_cross_entropy import Head
 from sftkit.tracking.meter import Meter
 from sftkit.train.assemble import lay_out, make_engine
 from sftkit.train.parts import EncodedDocuments
+from sftkit.verify.proof import verified_warm_up
 
 EVERYTHING = LossConfig(z_loss=1e-3, label_smoothing=0.1, token_metrics=True)
 
@@ -105,7 +106,7 @@ def test_another_objective_needs_no_change_elsewhere_and_its_own_divisor_divides
     rt, objective, orig_model = cpu_runtime(), PerDocument(), tiny_llama()
     batches = lay_out(cfg, rt, EncodedDocuments(make_examples([30, 4, 25, 8, 16, 9]), 32), objective)
     built = make_engine(cfg, rt, tmp_path, Training(orig_model, objective, batches.layout))
-    built.warm_up(lambda _: None)
+    verified_warm_up(built, rt, lambda _: None)
     meter = Meter(orig_model, objective, batches, rt)
     (step,) = batches.steps(0, 1)
     assert step.divisor == len(step.documents) < step.num_targets

@@ -12,7 +12,7 @@ from made_run import make_run
 from sftkit.reports.collect import RESUMED, gather_report
 from sftkit.reports.compare import own_words, pays, pays_from
 from sftkit.reports.page import write_report
-from sftkit.train.end import resume_check
+from sftkit.verify.rows import resume_check
 
 
 def test_savings_and_break_even_are_those_worked_by_hand() -> None:

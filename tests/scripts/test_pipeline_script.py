@@ -16,7 +16,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sftkit.rundir.names import CONFIG, METRICS_FILE, PROOF, RECIPE
-from sftkit.train.end import verify_checkpoint
+from sftkit.verify.rows import verify_checkpoint
 
 ENV = {
     **os.environ,

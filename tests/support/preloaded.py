@@ -35,7 +35,9 @@ FORKS = sys.platform == "linux"
 PRELOADED = (
     *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._functorch.aot_autograd"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")),
-    *("accelerate", "datasets", "sftkit.train.assemble", "sftkit.train.loop", "sftkit.evals.suite"),
+    *("accelerate", "datasets", "sftkit.train.assemble", "sftkit.engine.blocks", "sftkit.evals.suite"),
+    *("sftkit.checkpoint.checkpoint", "sftkit.verify.proof", "sftkit.verify.counts", "sftkit.verify.update"),
+    *("sftkit.preflight.analysis", "sftkit.reports.page"),
 )
 PASSED_ON = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP, signal.SIGQUIT),

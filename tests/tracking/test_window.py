@@ -20,7 +20,7 @@ from sftkit.objectives.objective import LOSS, Totals
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.meter import WINDOW, Meter, resume_window
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
-from sftkit.train.end import shapes_check
+from sftkit.verify.rows import shapes_check
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29] * 4
 OUTCOME = StepOutcome(

@@ -18,8 +18,6 @@ from sftkit.compile.watch import CompileWatch, records_of
 from sftkit.config.schema import CompileConfig, LossConfig
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.types import Finding
-from sftkit.engine.checks import compile_checks, compiled_check, document_checks
-from sftkit.engine.self_check import DocumentCheck, check_documents
 from sftkit.errors import RecompileError
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
@@ -28,7 +26,9 @@ from sftkit.reports.components import check_table
 from sftkit.reports.values import applies
 from sftkit.tracking.meter import Meter, ShapeCounts
 from sftkit.tracking.names import NUM_FLAGS, Flags, StepOutcome
-from sftkit.train import end as proof
+from sftkit.verify import rows as proof
+from sftkit.verify.documents import DocumentCheck, check_documents, document_checks
+from sftkit.verify.proof import compile_checks, compiled_check
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29]
 NAMES = (LOSS, *NextToken.measured)

@@ -16,9 +16,9 @@ from sftkit.config.schema import (
     EvalConfig,
     LossConfig,
 )
-from sftkit.engine.replicas import Replicas
 from sftkit.errors import RecompileError
 from sftkit.train.saves import first_evaluation_due
+from sftkit.verify.replicas import Replicas
 
 
 def losses(folder: Path) -> list[float]:

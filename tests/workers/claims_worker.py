@@ -23,7 +23,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches.epoch import RankRows
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.engine.engine import Training
-from sftkit.engine.gradient_check import Sides, check_gradients, limits
+from sftkit.engine.step import gradients_of_rank
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.parallel.fsdp import Sharding, fsdp_modules
@@ -31,6 +31,8 @@ from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.train.assemble import make_engine
+from sftkit.verify.gradients import Sides, check_gradients, limits
+from sftkit.verify.proof import report_checks, verified_warm_up
 
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
 
@@ -47,7 +49,11 @@ def shared_gradients(rt: runtime.Runtime, factor: float, keep_gradients: bool) -
     trained = list(orig_model.parameters())
     return asdict(
         check_gradients(
-            Sides(model, wrapped, trained, rt), layout, "reference", limits(torch.float32, 2), compiled=False
+            Sides(model, partial(gradients_of_rank, wrapped, trained, model.objective, rt), trained, rt),
+            layout,
+            "reference",
+            limits(torch.float32, 2),
+            compiled=False,
         )
     )
 
@@ -65,7 +71,7 @@ def one_rank_alone(rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
     layout = make_layout_of("packed", examples.lengths, world_size=2)
     orig_model = tiny_llama()
     engine = make_engine(cfg, rt, folder, Training(orig_model, NextToken(LossConfig()), layout))
-    engine.warm_up(rt.print)
+    verified_warm_up(engine, rt, rt.print)
     before = engine.report()
     if rt.rank == 1:
         orig_model.model.layers[0].eval()
@@ -76,7 +82,13 @@ def one_rank_alone(rt: runtime.Runtime, folder: Path) -> dict[str, Any]:
         logged = engine.report()
     failed = engine.report(RuntimeError("ranks do not wait for each other")) if rt.is_main else None
     found = {
-        name: asdict(report) for name, report in (("before", before), ("logged", logged), ("failed", failed)) if report
+        name: {
+            "metrics": report.metrics,
+            "events": report.events(),
+            "checks": [asdict(check) for check in report_checks(report)],
+        }
+        for name, report in (("before", before), ("logged", logged), ("failed", failed))
+        if report
     }
     engine.close()
     return found

@@ -34,7 +34,7 @@ from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import Layout
 from sftkit.engine.engine import Engine, Training
-from sftkit.engine.step import MicroBatches, gradients
+from sftkit.engine.step import gradients
 from sftkit.graph.engine import GraphEngine
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import Totals
@@ -43,6 +43,7 @@ from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
 from sftkit.train.assemble import make_engine
 from sftkit.train.loop import on_device
+from sftkit.verify.proof import report_checks, verified_warm_up
 
 STEPS = 3
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 4
@@ -176,12 +177,12 @@ def made(rt: runtime.Runtime, model: str, cfg: Config) -> tuple[Engine, Batches]
 def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
     """Every gradient of the first step, then some steps and the weights that come out."""
     engine, batches = made(rt, model, cfg)
-    checks = engine.warm_up(lambda _: None).checks
+    checks = verified_warm_up(engine, rt, lambda _: None).checks
     orig_model, parameters = engine.model.orig_model, list(parameters_of(engine.optimizer.param_groups))
     first = next(on_device(batches.steps(0, 1), rt.device))
     step_model = engine.captured if isinstance(engine, GraphEngine) else engine.model
     totals = Totals.zeros(engine.model.objective.measured, rt.device)
-    gradients(step_model, parameters, MicroBatches(first.micro_batches, first.divisor), totals, rt)
+    gradients(step_model, parameters, first.micro_batches, first.divisor, totals, rt)
     found = {name: full(p.grad).tolist() for name, p in orig_model.named_parameters()}
     orig_model.zero_grad(set_to_none=True)
     losses = []
@@ -206,7 +207,7 @@ def train(rt: runtime.Runtime, model: str, cfg: Config) -> dict[str, Any]:
         "weights": {name: float(full(p).double().square().sum()) for name, p in orig_model.named_parameters()},
         "names": list(orig_model.state_dict()),
         "local_elements": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in orig_model.parameters()),
-        "checks": {check.name: check.ok for check in [*checks, *report.checks]},
+        "checks": {check.name: check.ok for check in [*checks, *report_checks(report)]},
         "metrics": report.metrics,
         "attention": engine.setup.attention,
         "stages": [{**asdict(s), "counts": s.counts._asdict()} for each in stages.values() for s in each],

@@ -31,9 +31,7 @@ from sftkit.config.topology import Topology
 from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import Layout
-from sftkit.engine.gradient_check import Sides, check_gradients, limits
-from sftkit.engine.self_check import check_documents
-from sftkit.engine.step import TrainStep, optimizer_step, shape_runner
+from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner
 from sftkit.evals.suite import validate
 from sftkit.models.structure import decoder
 from sftkit.objectives.next_token import NextToken
@@ -44,6 +42,8 @@ from sftkit.parallel.pipeline import SCHEDULES, stagewise
 from sftkit.parallel.wrap import distribute
 from sftkit.runtime import start as runtime
 from sftkit.runtime.script import script
+from sftkit.verify.documents import check_documents
+from sftkit.verify.gradients import Sides, check_gradients, limits
 from sftkit.verify.update import FirstUpdate
 
 
@@ -158,7 +158,11 @@ def train(
         watch.warm_up_done()
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         same = check_gradients(
-            Sides(model, wrapped, trained, rt), layout, "reference", limits(torch.float32, 2), compiled=True
+            Sides(model, partial(gradients_of_rank, wrapped, trained, model.objective, rt), trained, rt),
+            layout,
+            "reference",
+            limits(torch.float32, 2),
+            compiled=True,
         )
         for number, step in enumerate(batches.steps(0, STEPS)):
             engine: Any = SimpleNamespace(model=model, optimizer=optimizer, setup=SimpleNamespace(optimizer=optim))

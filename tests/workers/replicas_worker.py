@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from sharded_worker import Job, start
 
-from sftkit.engine.replicas import Replicas
 from sftkit.errors import ReplicaError
 from sftkit.ops.tensors import local
 from sftkit.runtime.script import script
+from sftkit.verify.replicas import Replicas
 
 WEIGHT = "model.layers.0.input_layernorm.weight"
 

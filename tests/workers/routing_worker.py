@@ -33,6 +33,7 @@ from sftkit.tracking.health import ExpertLoad
 from sftkit.tracking.names import Check
 from sftkit.train.assemble import lay_out, make_engine
 from sftkit.train.parts import EncodedDocuments
+from sftkit.verify.proof import verified_warm_up
 
 WEIGHT = 0.5
 LENGTHS = [30, 4, 25, 8, 31, 3, 17, 29, 12, 5, 6, 31, 2, 20] * 2
@@ -81,7 +82,7 @@ def trained(
     objective, orig_model = NextToken(cfg.loss), orig_model or experts()
     batches = lay_out(cfg, rt, EncodedDocuments(make_examples(LENGTHS, target_share=0.4), 32), objective)
     engine = make_engine(cfg, rt, folder, Training(orig_model, objective, batches.layout))
-    checks: list[Check] = engine.warm_up(lambda _: None).checks
+    checks: list[Check] = verified_warm_up(engine, rt, lambda _: None).checks
     load, rows = ExpertLoad(engine.model.routing, rt), []
     with engine.guarded():
         for step in batches.steps(0, 3):

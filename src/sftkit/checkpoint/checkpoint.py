@@ -25,20 +25,8 @@ from sftkit.models.kind import kind_of
 from sftkit.models.structure import stages_of
 from sftkit.models.weights import load_weights
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded
+from sftkit.rundir import names as rundir
 from sftkit.rundir.files import archive, replace_text
-from sftkit.rundir.names import (
-    BEST,
-    ENVIRONMENT,
-    LATEST,
-    OPTIMIZER,
-    RECIPE,
-    STATE,
-    being_written,
-    random_state_file,
-    step_dir,
-    step_dirs,
-    step_number,
-)
 from sftkit.rundir.status import describe_error
 from sftkit.runtime.hardware import environment
 from sftkit.runtime.open import random_key, random_state, restore_random_state
@@ -94,7 +82,7 @@ class Checkpoints:
         # One at a time: host memory has room for one snapshot, and the writers of all ranks take part in
         # the same exchanges.
         self._writer.finish()
-        folder = step_dir(self.run_dir, step)
+        folder = rundir.step_dir(self.run_dir, step)
         if step != self._writer.published:  # a published directory is never rewritten
             self._writer.start(self._snapshot(step, state))
         if wait:
@@ -124,7 +112,7 @@ class Checkpoints:
                 "checkpoint.best: %s is not a metric of this evaluation, which has %s", metric, ", ".join(values)
             )
         if metric and value is not None and self.rt.is_main:
-            self._writer.consider(Best(step_dir(self.run_dir, step).name, metric, value))
+            self._writer.consider(Best(rundir.step_dir(self.run_dir, step).name, metric, value))
 
     @torch.no_grad()
     def _snapshot(self, step: int, state: dict[str, Any]) -> Snapshot:
@@ -136,7 +124,9 @@ class Checkpoints:
         problem = None
         if self.rt.is_main and not self._small_files:
             try:
-                self._small_files = self._unchanging_files(being_written(step_dir(self.run_dir, step), "small"))
+                self._small_files = self._unchanging_files(
+                    rundir.being_written(rundir.step_dir(self.run_dir, step), "small")
+                )
             except Exception as error:  # a full disk is no OSError in what is written in Rust
                 problem = f"the tokenizer's files cannot be written to {self.run_dir}: {reason(error)}"
         # saved with the checkpoint: generate pads batches with it
@@ -182,8 +172,8 @@ class Checkpoints:
         return {
             **files,
             **kind_of(self.orig_model.config).files(self.orig_model),
-            RECIPE: self.recipe.encode(),
-            f"{STATE}/{ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
+            rundir.RECIPE: self.recipe.encode(),
+            f"{rundir.STATE}/{rundir.ENVIRONMENT}": json.dumps(versions, indent=1).encode(),
         }
 
     def check_space(self, estimated_bytes: float, *, new_run: bool = False) -> None:
@@ -203,7 +193,7 @@ class Checkpoints:
             sweep(self.run_dir)
         # While the newest one is written, those that are kept are still there.
         at_once = self.config.keep + 1 if self.config.every else 1
-        there = 0 if new_run else len(step_dirs(self.run_dir))
+        there = 0 if new_run else len(rundir.step_dirs(self.run_dir))
         needed = estimated_bytes * max(at_once - there, 1)
         free = free_bytes(self.run_dir)
         if free < needed:
@@ -240,7 +230,7 @@ class Checkpoints:
         load_weights(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         stages = stages_of(self.orig_model)
-        load_states(tensors, folder / OPTIMIZER, *([stages.elsewhere] if stages else []))
+        load_states(tensors, folder / rundir.OPTIMIZER, *([stages.elsewhere] if stages else []))
         states_loaded(self.optimizer, self.orig_model, tensors, state["step"])
         self.rt.print(f"resumed {folder}: step {state['step']}, {state.get('tokens', 0):,} tokens seen")
         self._restore_random_state(folder, state)
@@ -256,10 +246,12 @@ class Checkpoints:
                 f"{prefix} was written with the optimizer {checkpoint.state['optimizer']}, and this run has {here}: "
                 "resume with its optim.name and train.precision, or start from its weights with model.path"
             )
-        if not (folder / OPTIMIZER).is_dir():
-            raise ConfigError(f"{prefix} has no {OPTIMIZER}/, so it is of an earlier version: use it as model.path")
+        if not (folder / rundir.OPTIMIZER).is_dir():
+            raise ConfigError(
+                f"{prefix} has no {rundir.OPTIMIZER}/, so it is of an earlier version: use it as model.path"
+            )
         check_identity(checkpoint.state.get("identity"), self.identity, prefix)
-        return check_recipe((folder / RECIPE).read_text(), self.recipe, changes, prefix)
+        return check_recipe((folder / rundir.RECIPE).read_text(), self.recipe, changes, prefix)
 
     def _restore_random_state(self, folder: Path, state: dict[str, Any]) -> None:
         """Load this rank's random state if processes and topology are those of the checkpoint; else seed it from
@@ -267,7 +259,7 @@ class Checkpoints:
         # A random state belongs to a rank and to what that rank computed; with other ranks there is none to go on from.
         there = (state["world_size"], state["topology"])
         if there == (self.rt.world_size, self.rt.topology.describe()):
-            file = random_state_file(folder, self.rt.rank)
+            file = rundir.random_state_file(folder, self.rt.rank)
             try:
                 restore_random_state(torch.load(file, map_location="cpu", weights_only=True))
             except Exception as error:  # of torch, of zip files, of states of another form
@@ -286,15 +278,15 @@ class Checkpoints:
         the next resume sees them."""
         if not self.rt.is_main:
             return
-        folder = step_dir(self.run_dir, step)
+        folder = rundir.step_dir(self.run_dir, step)
         if folder.is_dir():  # first, so that LATEST names a directory that exists at any moment
-            replace_text(self.run_dir / LATEST, f"{folder.name}\n")
+            replace_text(self.run_dir / rundir.LATEST, f"{folder.name}\n")
         best = read_best(self.run_dir)
-        for later in step_dirs(self.run_dir):
-            if step_number(later) > step:
+        for later in rundir.step_dirs(self.run_dir):
+            if rundir.step_number(later) > step:
                 log.warning("%s is past the resumed step: it is now %s", later, archive(later))
                 if best is not None and best.folder == later.name:
-                    (self.run_dir / BEST).unlink()
+                    (self.run_dir / rundir.BEST).unlink()
 
 
 def make_tokenizer_portable(config_file: Path) -> None:

@@ -1,7 +1,5 @@
-"""Find the checkpoint from which a start resumes: once, before anything that depends on it is made.
-
-What may differ between the run that wrote a checkpoint and the run that resumes it.
-"""
+"""Find the checkpoint from which a start resumes, before anything depends on it, and check what may differ between the
+two runs."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ from sftkit.data.batches.pack import Layout, PlanSegment
 from sftkit.data.tokens.sources import tokenizer_fingerprint
 from sftkit.data.types import Examples
 from sftkit.errors import CheckpointError, ConfigError
-from sftkit.models.vision import PIXELS
 from sftkit.models.vocabulary import padding_rows
 from sftkit.rundir.files import UNREADABLE
 from sftkit.rundir.manifest import verify
@@ -196,6 +193,8 @@ def _encoder_sources(examples: Examples) -> dict[str, str]:
     """Return digests of an encoder's inputs; empty if the model has none, as in checkpoints of versions without
     encoders. One is of the texts, or of the pictures' file names without their folders, which may move; one of the
     middle of each input, as a file may have been replaced under its name."""
+    from sftkit.models.vision import PIXELS
+
     pictures = examples.encoder_inputs is not None and PIXELS in examples.encoder_inputs.arrays
     names = [os.path.basename(name) for name in examples.encoder_sources] if pictures else examples.encoder_sources
     digests = {"given": _digest("\0".join(names).encode())} if names else {}

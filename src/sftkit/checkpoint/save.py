@@ -1,9 +1,8 @@
-"""Step directories on disk: writing their manifest, publishing by rename, pruning, the BEST and LATEST files.
+"""Step directories on disk: manifest, publishing by rename, pruning, BEST and LATEST, and the background save.
 
-The background half of a save: a thread on every rank writes a snapshot; all of it is published, or nothing.
-
-The ranks agree over a gloo group of their own, never over training's group: two threads may not share one, and on a
-full disk no file could carry the message that it is full.
+A thread on every rank writes a snapshot; all of it is published, or nothing. The ranks agree over a gloo group of
+their own, never over training's group: two threads may not share one, and on a full disk no file could carry the
+message that it is full.
 """
 
 from __future__ import annotations
@@ -31,26 +30,9 @@ from transformers import PreTrainedModel
 
 from sftkit.checkpoint.states import HostShard, WeightSnapshot, save_states, write_config, write_weights
 from sftkit.config.schema import CheckpointConfig
+from sftkit.rundir import names as rundir
 from sftkit.rundir.files import archive, flush, replace_text
 from sftkit.rundir.manifest import sha256_of
-from sftkit.rundir.names import (
-    BEST,
-    EVALS,
-    EVENTS,
-    LATEST,
-    MANIFEST,
-    METRICS_FILE,
-    OPTIMIZER,
-    PINNED,
-    SAMPLES,
-    TRAINING_STATE,
-    UNFINISHED,
-    being_deleted,
-    being_written,
-    random_state_file,
-    step_dir,
-    step_dirs,
-)
 from sftkit.rundir.status import is_full_disk
 from sftkit.runtime.start import Runtime
 
@@ -83,12 +65,12 @@ def write_manifest(folder: Path, step: int, files: Entries) -> None:
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if present != set(files):
         raise OSError(f"{folder}: files and manifest differ: {sorted(present ^ set(files))[:5]}")
-    (folder / MANIFEST).write_text(json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1))
+    (folder / rundir.MANIFEST).write_text(json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1))
 
 
 def publish(temporary: Path, final: Path) -> None:
     """Rename a flushed directory: readers see a whole checkpoint or none, also after a power failure."""
-    flush(temporary / MANIFEST)
+    flush(temporary / rundir.MANIFEST)
     # Names of files are in their directories: without this a power failure could leave the rename, and not
     # what was renamed.
     for path in (*(p for p in temporary.rglob("*") if p.is_dir()), temporary):
@@ -101,7 +83,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 def flush_lines(run_dir: Path) -> None:
     """Write what was logged so far to the disk: a run that resumes a checkpoint has the lines of all steps before."""
-    for name in (METRICS_FILE, EVALS, SAMPLES, EVENTS):
+    for name in (rundir.METRICS_FILE, rundir.EVALS, rundir.SAMPLES, rundir.EVENTS):
         with suppress(OSError):  # most are not there yet; a disk that has no room for lines costs lines, not the save
             flush(run_dir / name)
     flush(run_dir)
@@ -109,25 +91,25 @@ def flush_lines(run_dir: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a step directory; renamed first, so that no half-deleted one is ever found."""
-    doomed = being_deleted(folder, secrets.token_hex(4))
+    doomed = rundir.being_deleted(folder, secrets.token_hex(4))
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def sweep(run_dir: Path) -> None:
     """Delete what a killed process left half-written or half-deleted."""
-    for pattern in UNFINISHED:
+    for pattern in rundir.UNFINISHED:
         for folder in run_dir.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def prune(run_dir: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, the best one, the pinned ones and the one that LATEST names."""
-    latest, best = run_dir / LATEST, read_best(run_dir)
+    latest, best = run_dir / rundir.LATEST, read_best(run_dir)
     # LATEST and BEST name directories, which have to be there at any moment, however old they are.
     spared = {latest.read_text().strip() if latest.exists() else None, best and best.folder}
-    for folder in step_dirs(run_dir)[:-keep]:
-        if not (folder / PINNED).exists() and folder.name not in spared:
+    for folder in rundir.step_dirs(run_dir)[:-keep]:
+        if not (folder / rundir.PINNED).exists() and folder.name not in spared:
             remove(folder)
 
 
@@ -143,7 +125,7 @@ def read_best(run_dir: Path) -> Best | None:
     """Return what the file BEST says (the directory's name, then metric and value on a line of their own);
     None if it cannot be read, or its directory is gone."""
     try:
-        folder, line = (run_dir / BEST).read_text().splitlines()[:2]
+        folder, line = (run_dir / rundir.BEST).read_text().splitlines()[:2]
         metric, value = line.rsplit(" ", 1)
         # A start that ended while it put later steps aside may have left the name of one.
         return Best(folder, metric, float(value)) if (run_dir / folder).is_dir() else None
@@ -153,7 +135,7 @@ def read_best(run_dir: Path) -> Best | None:
 
 def write_best(run_dir: Path, best: Best) -> None:
     """Write the file BEST."""
-    replace_text(run_dir / BEST, f"{best.folder}\n{best.metric} {best.value!r}\n")
+    replace_text(run_dir / rundir.BEST, f"{best.folder}\n{best.metric} {best.value!r}\n")
 
 
 def higher_is_better(metric: str) -> bool:
@@ -258,7 +240,7 @@ class Writer:
                 self._record(best)
             # An evaluation may end before the checkpoint of its step is published: BEST must not name what
             # is not there.
-            elif self._writing is not None and best.folder == step_dir(self.run_dir, self._writing).name:
+            elif self._writing is not None and best.folder == rundir.step_dir(self.run_dir, self._writing).name:
                 self._best_in_writing = best
 
     def _record(self, best: Best) -> None:
@@ -271,7 +253,7 @@ class Writer:
     def _write(self, snapshot: Snapshot) -> None:
         """Write a snapshot in the background thread; how it ended is in `ended`."""
         began = time.perf_counter()
-        temporary = being_written(step_dir(self.run_dir, snapshot.step), self._token)
+        temporary = rundir.being_written(rundir.step_dir(self.run_dir, snapshot.step), self._token)
         try:
             with torch.no_grad():
                 num_bytes = self._write_all(snapshot, temporary)
@@ -296,7 +278,7 @@ class Writer:
         self._on_main(lambda: self._open(temporary, snapshot, total))
         mine = self._together(lambda: self._write_own(snapshot, temporary))[self.rt.rank]
         # A collective of torch, over the same group.
-        mine += save_states(snapshot.states, temporary / OPTIMIZER, self._group, self.rt.rank)
+        mine += save_states(snapshot.states, temporary / rundir.OPTIMIZER, self._group, self.rt.rank)
         claimed = self._together(lambda: mine)
         if self.rt.is_main:  # all that no other rank wrote: transformers names its files itself
             others = {path for paths in claimed[1:] for path in paths}
@@ -335,18 +317,18 @@ class Writer:
         free = free_bytes(self.run_dir)
         if free < num_bytes:
             raise OSError(f"{self.run_dir} has {in_mb(free)} free and it takes {in_mb(num_bytes)}")
-        (temporary / OPTIMIZER).mkdir(parents=True)
+        (temporary / rundir.OPTIMIZER).mkdir(parents=True)
         # Of a model in one piece write_weights writes it.
         if snapshot.weights.full is None:
             write_config(self.orig_model, temporary)
 
     def _write_own(self, snapshot: Snapshot, folder: Path) -> list[Path]:
         """Write this rank's files without its optimizer states, and return those that it can name."""
-        random_file = random_state_file(folder, self.rt.rank)
+        random_file = rundir.random_state_file(folder, self.rt.rank)
         torch.save(snapshot.rng, random_file)
         write_weights(snapshot.weights, self.orig_model, folder)
         if self.rt.is_main:
-            (folder / TRAINING_STATE).write_text(snapshot.state)
+            (folder / rundir.TRAINING_STATE).write_text(snapshot.state)
             for name, content in snapshot.small_files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
@@ -356,11 +338,11 @@ class Writer:
         """Write the manifest, rename the folder to its final name, and delete older checkpoints."""
         if self.rt.lock is not None:
             self.rt.lock.check(self.run_dir)
-        final = step_dir(self.run_dir, step)
+        final = rundir.step_dir(self.run_dir, step)
         write_manifest(temporary, step, files)
         flush_lines(self.run_dir)
         publish(temporary, final)
-        replace_text(self.run_dir / LATEST, final.name + "\n")
+        replace_text(self.run_dir / rundir.LATEST, final.name + "\n")
         # An evaluation of this step may end at the same moment: it is recorded in BEST before pruning looks there.
         with self._lock:
             if self._best_in_writing is not None:

@@ -1,9 +1,9 @@
-"""Optimizer states on disk through torch.distributed.checkpoint: by parameter name, in shards that any layout reads.
+"""Optimizer states and weights of a checkpoint on disk.
 
-torch writes the index of the shards as a pickle. It is read here through an unpickler that knows the index's own
-classes and nothing else, so that no code in a checkpoint ever runs.
-
-Weights of a checkpoint as transformers' safetensors files, from a copy in host memory, gathered tensor by tensor.
+States go through torch.distributed.checkpoint: by parameter name, in shards that any layout reads. torch writes the
+index of the shards as a pickle. It is read here through an unpickler that knows the index's own classes and nothing
+else, so that no code in a checkpoint ever runs. Weights are transformers' safetensors files, from a copy in host
+memory, gathered tensor by tensor.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp_index
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -126,16 +119,18 @@ class _HostShardPlanner(dcp.DefaultSavePlanner):
         self.plan = SavePlan([_write_item(name, shard) for name, shard in self.state_dict.items()])
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_object(self, index: dcp_index.MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn].tensor
 
 
 def _write_item(name: str, shard: HostShard) -> WriteItem:
     """Return torch's description of a shard: its name, its place in the whole tensor, dtype and shape."""
     offsets = torch.Size(shard.offsets)
-    chunk = ChunkStorageMetadata(offsets=offsets, sizes=shard.tensor.size())
-    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=shard.tensor.dtype), size=shard.size)
-    return WriteItem(index=MetadataIndex(name, offsets), type=WriteItemType.SHARD, tensor_data=data)
+    chunk = dcp_index.ChunkStorageMetadata(offsets=offsets, sizes=shard.tensor.size())
+    data = TensorWriteData(
+        chunk=chunk, properties=dcp_index.TensorProperties(dtype=shard.tensor.dtype), size=shard.size
+    )
+    return WriteItem(index=dcp_index.MetadataIndex(name, offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
 def save_states(shards: dict[str, HostShard], folder: Path, group: dist.ProcessGroup | None, rank: int) -> list[Path]:
@@ -179,7 +174,7 @@ class SafeReader(dcp.FileSystemReader):
     Shards it reads with weights_only=True.
     """
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_index.Metadata:
         """Read and check the index: only known classes, only files of this folder, no extensions."""
         path = Path(self.path) / ".metadata"
         try:
@@ -188,7 +183,7 @@ class SafeReader(dcp.FileSystemReader):
         # A pickle that was made up may raise anything while it is read.
         except Exception as error:
             raise ConfigError(f"{path}: {describe_error(error)}; resume from another checkpoint") from None
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        if not isinstance(metadata, dcp_index.Metadata) or not isinstance(metadata.storage_data, dict):
             raise ConfigError(f"{path}: not an index of optimizer states; resume from another checkpoint")
         for info in metadata.storage_data.values():
             if Path(info.relative_path).name != info.relative_path or info.relative_path == "..":
@@ -198,7 +193,7 @@ class SafeReader(dcp.FileSystemReader):
                     f"{path}: asks for the extensions {info.transform_descriptors}, which sftkit never uses"
                 )
         # as torch's own read_metadata does
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        metadata.storage_meta = dcp_index.StorageMeta(load_id=self.load_id)
         return metadata
 
 
@@ -241,7 +236,7 @@ def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], fo
     problems += [f"{name} is only in the checkpoint" for name in saved if name not in tensors]
     for name in tensors.keys() & saved.keys():
         there, here = saved[name], tensors[name]
-        if not isinstance(there, TensorStorageMetadata):
+        if not isinstance(there, dcp_index.TensorStorageMetadata):
             problems.append(f"{name} is no tensor in the checkpoint")
         elif there.size != here.shape or there.properties.dtype != here.dtype:
             problems.append(

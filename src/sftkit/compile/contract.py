@@ -1,11 +1,8 @@
-"""torch.compile for the train step: in place and for declared shapes only. Everything else runs eagerly.
-
-Hooks that the train step does not run: those of modules that it never calls, and those that
-compiled code does not know.
+"""torch.compile for the train step: in place, for declared shapes only, and hooks that the step does not run.
 
 Compiled code runs the hooks that it was compiled with, and no others. Torch guards a module's `forward`, so replacing
 it is a recompile like any other; its hooks are not guarded (torch._dynamo.config.skip_nnmodule_hook_guards, since
-pytorch/pytorch#98371), and one that is added later is left out without a word (pytorch/pytorch#117758).
+pytorch/pytorch#98371), and a hook that is added later is left out without a message (pytorch/pytorch#117758).
 """
 
 from __future__ import annotations

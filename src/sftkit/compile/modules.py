@@ -1,15 +1,12 @@
-"""compile.modules and compile.options: which modules are compiled and with what, checked
-before anything is compiled.
+"""Which modules are compiled and how: compile.modules, compile.options, and the settings of torch that a run changes.
 
-The settings of dynamo, functorch and inductor that a run changes: set here, and put back when it ends.
+The settings of dynamo, functorch and inductor are put back when the run ends; runtime/start.py has those that hold for
+the whole process.
 
-What holds for the whole process is in runtime/start.py and runtime/start.py.
-
-Exchanges inside a compiled block of a tensor-parallel model, and what computes beside them.
-
-Ranks exchange activations four times a pass of a block, and what follows needs what has arrived. Only gradients of
-weights are needed by nobody until the optimizer: in the backward pass they are put where the block would wait. On two
-H100 at 8B, on rank 0 9 % of a step are exchanges with nothing beside, 11 % before that (benchmarks/h200_patterns).
+The rest of the file hides exchanges inside a compiled block of a tensor-parallel model. Ranks exchange activations four
+times a pass of a block, and what follows needs what has arrived. Only gradients of weights are needed by nobody until
+the optimizer: in the backward pass they are put where the block would wait. On two H100 at 8B, on rank 0 9 % of a step
+are exchanges with nothing beside, 11 % before that (benchmarks/h200_patterns).
 
 Asynchronously, compile.options: {_micro_pipeline_tp: true}, Inductor merges an all-gather with the matrix products
 behind it, and a product with the reduce-scatter behind it, and sends one part while it computes another

@@ -1,18 +1,11 @@
-"""The duration of a warm-up, kept beside the compiled code, so that the next one here can say what to expect.
-
-A refused recompile, in words: whose code was not compiled, and which of its guards failed.
-
-torch names the function whose frame it was asked about. Where a model's forward is wrapped, that is the wrapper, which
-all classes share (transformers 5.23 wraps that of every block, older versions that of the decoder).
-
-Counts calls of compiled code that run uncompiled because a guard failed, which torch's own stance does not count.
-
-What the compiler did, from torch's own records: graphs, recompiles, graph breaks, seconds, cache hits.
+"""What the compiler did, from torch's own records: graphs, recompiles, graph breaks, uncompiled calls, seconds, hits.
 
 The records (pytorch/pytorch#115788), callbacks (pytorch/pytorch#120764) and counters of torch._dynamo are private;
-torch has no public ones.
+torch has no public ones. Records of all ranks are put together, because guards may fail on one rank alone. A rejected
+recompile is explained in words: whose code was not compiled, and which of its guards failed.
 
-What went wrong with compiled code on all ranks: guards may fail on one of them alone.
+torch names the function whose frame it was asked about. A wrapped forward is named as the wrapper, which all classes
+share (transformers 5.23 wraps that of every block, older versions that of the decoder).
 """
 
 from __future__ import annotations

@@ -428,8 +428,10 @@ def _lines(value: dict[str, Plain] | list[Plain], keys: KeyPath, indent: str) ->
     for key, item in entries:
         here = (*keys, key)
         lead = f"{indent}{_text(key)}:" if isinstance(value, dict) else f"{indent}-"
-        nested = isinstance(item, list) and any(isinstance(entry, (dict, list)) for entry in item)
-        if item and (nested or isinstance(item, dict)):
+        nested = isinstance(item, dict) or (
+            isinstance(item, list) and any(isinstance(entry, (dict, list)) for entry in item)
+        )
+        if item and nested and isinstance(item, (dict, list)):
             inner = list(_lines(item, here, indent + "  "))
             if isinstance(value, dict):
                 yield lead, ()

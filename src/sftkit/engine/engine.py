@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
+from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.batches.pack import Layout
-from sftkit.objectives.objective import ModelWithLoss, Objective
+from sftkit.objectives.objective import ModelWithLoss, Objective, Sums
 from sftkit.optim.protocol import Optimizer
 from sftkit.tracking.health import Spikes
-from sftkit.tracking.names import Check, StepOutcome
+from sftkit.tracking.names import StepOutcome
 from sftkit.tracking.tracker import EventKind
+
+if TYPE_CHECKING:
+    from sftkit.compile.watch import Records
+
+Losses = dict[tuple[int, int], float]
+"(rows, row length) of a declared shape -> the objective per target of its worst-case batch"
 
 
 @dataclass(frozen=True)
@@ -36,17 +44,6 @@ class Training:
 
 
 @dataclass(frozen=True)
-class WarmUp:
-    """The result of a warm-up: the step is ready to run."""
-
-    compiled: bool
-    seconds: float
-    "duration of the warm-up"
-    checks: list[Check]
-    "checks that the warm-up made, for proof.json"
-
-
-@dataclass(frozen=True)
 class Setup:
     """The choices of an engine before its first step, for example where the recipe says auto."""
 
@@ -60,6 +57,8 @@ class Setup:
     "size of one checkpoint of all ranks: weights and optimizer states"
     pipeline_layers: tuple[int, ...] | None = None
     "layers of each stage of a pipeline, as measured or as the recipe has them; None: no pipeline"
+    fp8: bool = False
+    "whether products of the blocks are in float8"
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,47 @@ class EngineReport:
 
     metrics: dict[str, float]
     "compile/* and what only this engine has; see docs/metrics.md"
-    events: list[tuple[EventKind, list[str]]]
-    "(kind, all messages of that kind since the start)"
-    checks: list[Check]
-    "for proof.json"
+    records: Records | None = None
+    "what went wrong with compiled code, on all ranks; None: this engine never compiles"
+    graphs: int | None = None
+    "how many this rank has; None: nothing is compiled"
+    evaluations: int = 0
+    "how many there were so far"
+
+    def events(self) -> list[tuple[EventKind, list[str]]]:
+        """Return (kind, all messages of that kind since the start, of all ranks, each once)."""
+        if (records := self.records) is None:
+            return []
+        return [
+            ("recompile", list(records.recompile_kinds)),
+            ("fallback", list(records.fallback_kinds)),
+            ("graph_break", list(records.graph_break_reasons)),
+            ("cuda_graph", list(records.late_cuda_graphs)),
+            ("hook", list(records.hooks)),
+        ]
+
+
+def report_of(counts: dict[str, float], evaluations: int, records: Records, *, compiled: bool) -> EngineReport:
+    """Return the report of an engine that may compile.
+
+    Args:
+        counts: of CompileWatch, on this rank.
+        records: of all ranks.
+        compiled: whether the steps are.
+    """
+    # Graphs and seconds are this rank's, but what should not happen counts on every rank.
+    metrics = counts | {"compile/recompiles": records.recompiles, "compile/fallbacks": records.fallbacks}
+    return EngineReport(metrics, records, int(counts["compile/graphs"]) if compiled else None, evaluations)
+
+
+class ForwardPass(Protocol):
+    """A forward pass without the compiler, as ModelWithLoss has it."""
+
+    def sums(self, batch: Batch, backend: str) -> Sums:
+        """Return the sums of a batch. `backend`: of attention."""
+
+    def hidden_states(self, batch: Batch, backend: str) -> Tensor:
+        """Return the hidden states that the head projects, [B, C, H]."""
 
 
 class Engine(Protocol):
@@ -95,10 +131,31 @@ class Engine(Protocol):
     def setup(self) -> Setup:
         """Return how the engine computes, for records."""
 
-    def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
+    @property
+    def training(self) -> Training:
+        """Return the inputs that the engine was made from."""
+
+    @property
+    def compiled(self) -> bool:
+        """Return whether steps run compiled code or captured graphs; known within and after the warm-up."""
+
+    # The next three are for verify, which compares them with the plain model.
+
+    @property
+    def forward(self) -> ForwardPass:
+        """Return the forward pass of a step, without the compiler."""
+
+    def gradients(self, batches: Sequence[Batch], divisor: int) -> None:
+        """Leave in the parameters the gradients of some micro-batches over the divisor, as a step computes them before
+        its update. Shards and stages exchange them; replicas do not."""
+
+    def warm_up(self, print_line: Callable[[str], None]) -> AbstractContextManager[Losses]:
         """Do whatever must not happen in a step: compile for the declared shapes, check that the largest one fits.
 
-        Weights, gradients and random state are the same afterwards.
+        Returns:
+            a context with the objective per target of the batch of each shape. Within it graphs are final and may be
+            run; when it ends, the engine prints and keeps what it has built. Weights, gradients and random state are
+            the same afterwards.
 
         Args:
             print_line: prints a line on the console.

@@ -6,9 +6,8 @@ So the tests of exactness and `make validate` compare the other engines with it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,23 +16,22 @@ from torch import Tensor
 from sftkit.compile.contract import random_state_kept
 from sftkit.config.schema import LossConfig, OptimConfig
 from sftkit.config.tables import DEFAULT
-from sftkit.data.batches.collate import Batch
+from sftkit.data.batches.collate import Batch, documents
 from sftkit.data.batches.loader import StepBatches
-from sftkit.engine.checks import compiled_check, loss_check, weights_check
-from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
-from sftkit.engine.gradient_check import short_rows
-from sftkit.engine.plain import PlainModel, Start, documents_of, plain_sums, rows_of_batch
+from sftkit.engine.documents import plain_sums, rows_of_batch
+from sftkit.engine.engine import EngineReport, Losses, Setup, Training
 from sftkit.engine.step import RankSums, exchange, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.models.routing import routing_of
-from sftkit.objectives.objective import LOSS, ModelWithLoss, Totals
+from sftkit.models.structure import output_projection
+from sftkit.objectives.objective import LOSS, ModelWithLoss, Sums, Totals
 from sftkit.ops.attention import plain_attention
 from sftkit.optim.adamw import FusedAdamW
 from sftkit.optim.build import parameter_groups
 from sftkit.optim.protocol import clip_coefficient, multiply_gradients, parameters_of, set_learning_rate
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.health import Spikes
-from sftkit.tracking.names import Check, StepOutcome
+from sftkit.tracking.names import StepOutcome
 
 
 class Reference:
@@ -56,8 +54,9 @@ class Reference:
         rt.print("engine reference: each document alone, eager, torch's own loss and AdamW")
         routing = routing_of(orig_model, loss.router_aux_loss_coef)
         self.model = ModelWithLoss(orig_model, "reference", training.objective, routing).to(rt.device)
-        self._max_norm, self._rt, self._layout = optim.max_grad_norm, rt, training.layout
-        self._start = Start.of(training.source, training.checkpoint)
+        self.forward = DocumentsAlone(self.model)
+        self.compiled, self.training = False, training
+        self._max_norm, self._rt = optim.max_grad_norm, rt
         optim = replace(optim, name=DEFAULT)  # the only one that auto may choose here
         groups = parameter_groups(orig_model, optim)
         self.optimizer = PlainAdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=False, foreach=False)
@@ -67,37 +66,22 @@ class Reference:
         size = sum(3.0 * p.numel() * p.element_size() for p in orig_model.parameters())
         self.setup = Setup(attention, "documents alone", DEFAULT, "none", size)
 
-    def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
+    @contextmanager
+    def warm_up(self, print_line: Callable[[str], None]) -> Iterator[Losses]:
         """Run one forward and backward pass of the largest batch, to see that it fits."""
-        started, orig_model = time.perf_counter(), self.model.orig_model
+        orig_model, layout = self.model.orig_model, self.training.layout
         orig_model.train()
-        batch = worst_case_batch(self._rt, orig_model, self._layout, *self._layout.shapes[-1])
+        batch = worst_case_batch(self._rt, orig_model, layout, *layout.shapes[-1])
         with random_state_kept():
-            self._forward_backward(batch, self.model.objective.count(batch))
+            self.gradients([batch], self.model.objective.count(batch))
         self.optimizer.zero_grad(set_to_none=True)
-        print_line(f"{self._layout.kind} rows, one document at a time; eager")
-        plain = PlainModel(self.model, self._rt.device, self._start, self._rt)
-        never = compiled_check(None, None, orig_model.dtype)
-        checks = [weights_check(plain), self._loss_check(plain), never]
-        return WarmUp(compiled=False, seconds=time.perf_counter() - started, checks=checks)
+        yield {}
+        print_line(f"{layout.kind} rows, one document at a time; eager")
 
-    @torch.no_grad()
-    def _loss_check(self, plain: PlainModel) -> Check:
-        """Compare the loss of a few collated documents with the plain model's from their own ids and masks."""
-        name = self.model.objective.monitored
-        ours, theirs, targets = 0.0, 0.0, 0
-        with random_state_kept():
-            plain.orig_model.eval()
-            self.model.orig_model.eval()
-            for one in short_rows(self.model.orig_model, self._layout, self._rt, alone=False):
-                with plain_attention(self.model.orig_model), plain_attention(plain.orig_model):
-                    for sums in plain_sums(self.model, rows_of_batch(self.model, one.own)):
-                        ours += float(sums.measured[name])
-                    for sums in plain_sums(plain, documents_of(one.examples, one.rows, self._rt.device)):
-                        theirs += float(sums.measured[name])
-                targets += int(self.model.objective.divisors(one.examples).sum())
-            self.model.orig_model.train()
-        return loss_check(ours / targets, theirs / targets, targets, self.model.orig_model.dtype)
+    def gradients(self, batches: Sequence[Batch], divisor: int) -> None:
+        """See engine.Engine.gradients."""
+        for batch in batches:
+            self._forward_backward(batch, divisor)
 
     def guarded(self) -> AbstractContextManager[None]:
         """Return a context that refuses nothing."""
@@ -147,13 +131,43 @@ class Reference:
 
     def report(self, error: BaseException | None = None) -> EngineReport:
         """Report that nothing is compiled."""
-        never = Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")
         # The same metrics as the other engines', so that lines of a run have the same columns.
         counted = ("graphs", "recompiles", "fallbacks", "graph_breaks", "cuda_graphs")
-        return EngineReport({f"compile/{name}": 0 for name in counted}, [], [never])
+        return EngineReport({f"compile/{name}": 0 for name in counted})
 
     def close(self) -> None:
         """Do nothing: nothing was changed."""
+
+
+class DocumentsAlone:
+    """The forward pass of the engine. See engine.ForwardPass; the attention backend is transformers' own."""
+
+    def __init__(self, model: ModelWithLoss) -> None:
+        self._model = model
+
+    def sums(self, batch: Batch, backend: str) -> Sums:
+        """Return the sums of a batch."""
+        with plain_attention(self._model.orig_model):
+            found = list(plain_sums(self._model, rows_of_batch(self._model, batch)))
+        measured = {name: torch.stack([one.measured[name] for one in found]).sum() for name in found[0].measured}
+        return Sums(torch.stack([one.loss for one in found]).sum(), measured)
+
+    def hidden_states(self, batch: Batch, backend: str) -> Tensor:
+        """Return what the head is given for each document, at the document's places: [B, C, H]; zeros elsewhere."""
+        model, taken = self._model, list[Tensor]()
+        head = output_projection(model.orig_model)
+        handle = head.register_forward_pre_hook(lambda _, given: taken.append(given[0].flatten(0, 1)))
+        try:
+            with plain_attention(model.orig_model):
+                for inputs, _ in documents(batch):
+                    model.kind.plain_logits(model.orig_model, inputs)
+        finally:
+            handle.remove()
+        numbers = [(row, number) for row, ids in enumerate(batch.doc_ids) for number in ids.unique() if number >= 0]
+        found = taken[0].new_zeros(*batch.doc_ids.shape, taken[0].shape[-1])
+        for (row, number), hidden in zip(numbers, taken, strict=True):
+            found[row, batch.doc_ids[row] == number] = hidden
+        return found
 
 
 class PlainAdamW(FusedAdamW):

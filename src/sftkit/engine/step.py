@@ -1,8 +1,5 @@
-"""One optimizer step. Micro-batches and ranks return sums; only this file divides them, by the divisor of the global
-batch.
-
-The batches that a warm-up runs: the worst case of every declared shape.
-"""
+"""One optimizer step: micro-batches and ranks return sums, and only this file divides them, by the divisor of the
+global batch. And the batches that a warm-up runs: the worst case of every declared shape."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ from sftkit.models.structure import encoder, vocab_size
 from sftkit.objectives.objective import LOSS, ModelWithLoss, Objective, Totals
 from sftkit.ops.attention import DROPOUTS
 from sftkit.optim.protocol import Optimizer, clip_coefficient, parameters_of, squared_norm
-from sftkit.parallel.pipeline import Pipelined
 from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.health import Spikes
@@ -43,15 +39,6 @@ class TrainStep:
     rt: Runtime
     max_grad_norm: float | None
     "the gradient is scaled down to this norm; None: it is not clipped"
-
-
-class MicroBatches(NamedTuple):
-    """The micro-batches of a step on this rank, and what their sums are divided by."""
-
-    batches: Sequence[Batch]
-    "on the device"
-    divisor: int
-    "of the global batch"
 
 
 class RankSums(NamedTuple):
@@ -72,6 +59,17 @@ class SharesInStep(Protocol):
 
     def step_of(self, micro_batches: int) -> AbstractContextManager[None]:
         """Return a context within which so many micro-batches, forward and backward, are a step."""
+
+
+@runtime_checkable
+class RunsOwnSchedule(Protocol):
+    """A model that runs all micro-batches of a step by itself, such as the stages of a pipeline."""
+
+    def gradients(self, micro_batches: Sequence[Batch], divisor: int, totals: Totals) -> torch.Tensor:
+        """Do what engine.step.gradients does."""
+
+    def copies(self) -> dict[int, int]:
+        """Return id of each parameter that this rank has -> ranks that have the same shard, where it is no DTensor."""
 
 
 class GradientSum:
@@ -129,7 +127,8 @@ def forward_backward(model: torch.nn.Module, batch: Batch, divisor: int, rt: Run
 def gradients(
     model: torch.nn.Module,
     parameters: Iterable[torch.nn.Parameter],
-    micro_batches: MicroBatches,
+    batches: Sequence[Batch],
+    divisor: int,
     totals: Totals,
     rt: Runtime,
 ) -> torch.Tensor:
@@ -139,8 +138,7 @@ def gradients(
     Returns:
         the loss sum of each micro-batch, [A], on the device.
     """
-    batches, divisor = micro_batches
-    if isinstance(model, Pipelined):
+    if isinstance(model, RunsOwnSchedule):
         return model.gradients(batches, divisor, totals)
     # The last micro-batch adds to the sum of the earlier ones. Replicas exchange gradients in that one only, shards as
     # their plan says.
@@ -157,6 +155,23 @@ def gradients(
             if i < last:
                 earlier.take()
     return torch.stack(losses)
+
+
+def gradients_of_rank(
+    model: torch.nn.Module,
+    parameters: Sequence[torch.nn.Parameter],
+    objective: Objective,
+    rt: Runtime,
+    batches: Sequence[Batch],
+    divisor: int,
+) -> None:
+    """Compute gradients as a step does, but without the exchange of replicas: DDP lays out its buckets by the first
+    exchange, which must be one of training."""
+    totals = Totals.zeros(objective.measured, rt.device)
+    alone = nullcontext() if rt.topology.sharded else gradient_sync(model, rt, sync=False)
+    with alone:
+        # The factor stands for the exchange, which averages.
+        gradients(model, parameters, batches, divisor * round(gradient_scale(rt)), totals, rt)
 
 
 def optimizer_step(
@@ -181,9 +196,9 @@ def optimizer_step(
     # update of optim.adamw8bit, and experts that exchange tokens by alltoall (graph/parallel/experts.py).
     parameters = list(parameters_of(optimizer.param_groups))
     totals = Totals.zeros(train_step.objective.measured, rt.device)
-    batches, divisor = step_batches.micro_batches, step_batches.divisor
-    losses = gradients(model, parameters, MicroBatches(batches, divisor), totals, rt)
-    copies = model.copies() if isinstance(model, Pipelined) else None
+    divisor = step_batches.divisor
+    losses = gradients(model, parameters, step_batches.micro_batches, divisor, totals, rt)
+    copies = model.copies() if isinstance(model, RunsOwnSchedule) else None
     # Norm and flags of all ranks stay on the device. The update is skipped there: a coefficient of nan changes nothing.
     squared = squared_norm(parameters, rt.world_size, copies)
     grad_norm, flags = exchange(RankSums(squared, totals, divisor), rt, stop=stop, spikes=spikes)
@@ -247,7 +262,7 @@ def shape_runner(
 
     def run_shape(rows: int, row_length: int) -> None:
         batch = worst_case_batch(rt, orig_model, layout, rows, row_length)
-        if isinstance(wrapped, Pipelined):
+        if isinstance(wrapped, RunsOwnSchedule):
             totals = Totals.zeros(objective.measured, rt.device, torch.promote_types(orig_model.dtype, torch.float32))
             # A schedule needs all its micro-batches: one alone would fill no pipeline, and no stage would
             # reach its peak.

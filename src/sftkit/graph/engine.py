@@ -22,13 +22,10 @@ from sftkit.compile.watch import CompileWatch, RecordsOfRanks, records_of
 from sftkit.config.rules import Problem, graph_mesh_problems, no_experts, passes_off_gpu, unshared_experts
 from sftkit.config.schema import Config, ModelConfig
 from sftkit.config.tables import CHECKPOINTING, PASSES
+from sftkit.data.batches.collate import Batch
 from sftkit.data.batches.loader import StepBatches
-from sftkit.engine.checks import compiled_against_eager, document_checks, gradients_check, report_of, weights_check
-from sftkit.engine.engine import EngineReport, Setup, Training, WarmUp
-from sftkit.engine.gradient_check import Sides, check_gradients, limits
-from sftkit.engine.plain import PlainModel, Start
-from sftkit.engine.self_check import check_documents
-from sftkit.engine.step import TrainStep, optimizer_step, shape_runner, worst_case_batch
+from sftkit.engine.engine import EngineReport, Losses, Setup, Training, report_of
+from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner, worst_case_batch
 from sftkit.errors import ConfigError
 from sftkit.graph.capture import CapturedModel
 from sftkit.graph.graphs import Counts
@@ -38,10 +35,9 @@ from sftkit.graph.parallel.tensor import check_tensor_plan, exchange_activations
 from sftkit.graph.passes.apply import dump
 from sftkit.memory.plan import Fixed, MemoryPlan, against_measured, checkpoint_bytes, make_plan, reserve_optimizer_state
 from sftkit.memory.remedies import oom_advice
-from sftkit.models.structure import decoder_blocks
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention import choose_backend, eager_backend
+from sftkit.ops.attention import choose_backend
 from sftkit.optim.build import build_optimizer
 from sftkit.optim.protocol import Optimizer, parameters_of
 from sftkit.parallel.fsdp import Sharding
@@ -156,9 +152,8 @@ class GraphEngine:
             rt.print(f"{', '.join(once)}: a step has one micro-batch, so there is nothing to put together")
         self._cfg = cfg
         self._rt = rt
-        self._layout = layout
+        self.training = training
         self._run_dir = run_dir
-        self._start = Start.of(training.source, training.checkpoint)
         # What needs no weights comes first: a wrong recipe fails before minutes of reading them.
         check_device(passes, cfg.attention.backend, rt.device)  # for whoever has not asked before loading
         check_possible(rt, orig_model, cfg.graph.token_dispatcher)
@@ -180,7 +175,7 @@ class GraphEngine:
             on_plan(plan)
             # Weights come to the device as shards. The model is wrapped before: the loss reads the head without calling
             # it, so the wrapper has to know that this weight is a shard too.
-            self.model = model = ModelWithLoss(orig_model, choice.backend, training.objective)
+            self.model = self.forward = model = ModelWithLoss(orig_model, choice.backend, training.objective)
             budget = plan.activation_memory_budget
             stack.enter_context(compiler_switches(cfg.compile, budget))  # the optimizer may compile
             distribute_for_graph(model, training.source, rt, cfg.graph.token_dispatcher)
@@ -205,21 +200,21 @@ class GraphEngine:
         self._records = RecordsOfRanks(rt)
         rt.at_end.callback(self.close)  # for a run that ends before its first step
 
-    def warm_up(self, print_line: Callable[[str], None]) -> WarmUp:
+    def gradients(self, batches: Sequence[Batch], divisor: int) -> None:
+        """See engine.Engine.gradients."""
+        parameters = list(parameters_of(self.optimizer.param_groups))
+        gradients_of_rank(self.captured, parameters, self.model.objective, self._rt, batches, divisor)
+
+    @contextmanager
+    def warm_up(self, print_line: Callable[[str], None]) -> Iterator[Losses]:
         """Capture every declared shape, and run its worst-case batch forward and backward with the
         optimizer's memory reserved."""
-        cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self._layout
+        cfg, rt, orig_model, layout = self._cfg, self._rt, self.model.orig_model, self.training.layout
         # From here on all that torch compiles is counted. The optimizer may compile even where graphs
         # are only captured.
         self._watch = watch = CompileWatch()
         self._at_close.callback(watch.close)
         started = time.perf_counter()
-        # Before minutes of capture: does the forward pass compute what the plain model does? A model that it refuses is
-        # not captured at all.
-        allowed = limits(orig_model.dtype, len(decoder_blocks(orig_model)))
-        backend, eager = self.model.backend, eager_backend(self.model.backend, orig_model)
-        plain = PlainModel(self.model, rt.device, self._start, rt)
-        check = check_documents(self.model, eager, rt.device, layout, plain)
         # A graph is of the mode that it was captured in.
         orig_model.train()
         with working("capturing the graph of a step"):
@@ -227,26 +222,17 @@ class GraphEngine:
         # Dumped before the graphs run, so that those of a run that fails in its first pass can be read.
         if cfg.graph.dump and rt.is_main:
             dump(self.captured.stages, rt.output_dir(self._run_dir))
-        oom = oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim)
-        # The peak of a step, with room held for optimizer states that do not exist yet. The optimizer's own warm-up may
-        # make them, so it comes after that room is given back.
-        with oom, reserve_optimizer_state(self.optimizer, self._plan, rt.device):
-            losses = self._run_shapes()
-        self.optimizer.warm_up(compiled=self.compiled)
-        # From here on a capture or compile is late, and so is a hook: graphs do not contain it. Gradients are compared
-        # through the graphs that are there.
-        watch.warm_up_done()
-        self._hooks = HookWatch(orig_model, captured=self.compiled)
-        sides = Sides(self.model, self.captured, list(parameters_of(self.optimizer.param_groups)), rt, plain)
-        same = check_gradients(sides, layout, eager, allowed, compiled=self.compiled)
-        seconds = time.perf_counter() - started
-        self._print_setup(print_line, seconds)
-        # Last, for they compare what was found above: logits and loss, gradients, and the losses of
-        # the warm-up's batches.
-        checks = document_checks(check, orig_model.dtype, backend, layout.kind, allowed.logits)
-        compared = compiled_against_eager(rt, self.model, layout, losses if self.compiled else {}, eager)
-        checks += [weights_check(plain), gradients_check(same, allowed, backend), compared]
-        return WarmUp(self.compiled, seconds, checks)
+        with oom_advice(self._plan, layout, cfg.data, cfg.compile, cfg.optim):
+            # The peak of a step, with room held for optimizer states that do not exist yet. The optimizer's own warm-up
+            # may make them, so it comes after that room is given back.
+            with reserve_optimizer_state(self.optimizer, self._plan, rt.device):
+                losses = self._run_shapes()
+            self.optimizer.warm_up(compiled=self.compiled)
+            # From here on a capture or compile is late, and so is a hook: graphs do not contain it.
+            watch.warm_up_done()
+            self._hooks = HookWatch(orig_model, captured=self.compiled)
+            yield losses
+        self._print_setup(print_line, time.perf_counter() - started)
 
     def _capture(self) -> bool:
         """Capture every shape; return whether every rank has all graphs. If not, none keeps any, or it is an
@@ -255,8 +241,10 @@ class GraphEngine:
         # of an exchange.
         error: Exception | None = None
         try:
-            for rows, row_length in self._layout.shapes:
-                self.captured.capture(worst_case_batch(self._rt, self.model.orig_model, self._layout, rows, row_length))
+            for rows, row_length in self.training.layout.shapes:
+                self.captured.capture(
+                    worst_case_batch(self._rt, self.model.orig_model, self.training.layout, rows, row_length)
+                )
         # No fault of the graph: training eagerly, which keeps more, is not what helps here.
         except torch.OutOfMemoryError:
             raise
@@ -284,7 +272,7 @@ class GraphEngine:
         """Run forward and backward of each declared shape and return the objective per target of each; random state and
         gradients are as before."""
         losses: dict[tuple[int, int], float] = {}
-        rt, model, layout = self._rt, self.model, self._layout
+        rt, model, layout = self._rt, self.model, self.training.layout
         run_shape = shape_runner(rt, self.captured, model, layout, losses)
         # It runs two micro-batches where a step has several. What is recorded is so the second time; with reduce_once
         # those between the first and the last of a step have a graph of their own.
@@ -303,7 +291,7 @@ class GraphEngine:
 
     def _print_setup(self, print_line: Callable[[str], None], seconds: float) -> None:
         """Say what was captured and what each pass made of it, for the console."""
-        layout = self._layout
+        layout = self.training.layout
         declared = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
         kind = f"{layout.kind} rows, shapes {declared}"
         if not self.compiled:
@@ -327,7 +315,7 @@ class GraphEngine:
         cfg, watch = self._cfg, self.watch
         on_recompile = cfg.compile.on_recompile
         contract = step_contract(on_recompile, watch.graph_break_reasons(), watch.fell_back)
-        oom = oom_advice(self._plan, self._layout, cfg.data, cfg.compile, cfg.optim)
+        oom = oom_advice(self._plan, self.training.layout, cfg.data, cfg.compile, cfg.optim)
         with self.captured.contract(on_recompile), contract, oom:
             yield
 
@@ -366,7 +354,7 @@ class GraphEngine:
         counts = watch.counts()
         counts["compile/graphs"] += captured.num_graphs
         counts["compile/seconds"] = round(counts["compile/seconds"] + captured.seconds, 3)
-        return report_of(counts, watch.evaluations, records, error, compiled=self.compiled)
+        return report_of(counts, watch.evaluations, records, compiled=self.compiled)
 
     def close(self) -> None:
         """Put the compiler's settings back, and drop the graphs: CUDA graphs must go before the

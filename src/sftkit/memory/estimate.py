@@ -1,9 +1,6 @@
-"""The peak memory of a training step, estimated from the sizes of the model, the rows and the settings.
+"""The peak memory of a step and the bytes that ranks exchange in it, by formula from model, rows and settings.
 
-No torch in this file: commands ask it before they start a run.
-
-What the ranks of a run exchange in a step, by formula; `make patterns` counts the bytes on
-small models. No torch here.
+`make patterns` counts the bytes on small models. No torch in this file: commands ask it before they start a run.
 """
 
 from __future__ import annotations

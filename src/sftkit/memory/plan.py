@@ -1,7 +1,4 @@
-"""The sizes of a model that its memory depends on, read from the model.
-
-The memory plan of a run: optimizer, recomputation and sharding, and what to change when it does not fit.
-"""
+"""The memory plan of a run: sizes of the model, optimizer, recomputation, sharding, and changes if it does not fit."""
 
 from __future__ import annotations
 

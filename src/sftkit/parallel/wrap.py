@@ -10,11 +10,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from sftkit.config.schema import ModelConfig, TrainConfig
+from sftkit.models.structure import stages_of
 from sftkit.models.weights import materialize_weights
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.parallel.fsdp import Sharding, make_meshes, set_gradient_sync, shard
-from sftkit.parallel.pipeline import Pipelined, into_stages
-from sftkit.parallel.stages import layers_of_stages
 from sftkit.parallel.tensor import add_up_partial_gradients
 from sftkit.runtime.start import Runtime, replaced
 
@@ -32,6 +31,9 @@ def distribute(
         what the train step calls; `model.orig_model` stays the same object.
     """
     if rt.topology.stages > 1:
+        from sftkit.parallel.pipeline import into_stages
+        from sftkit.parallel.stages import layers_of_stages
+
         train = train or TrainConfig()
         layers = layers_of_stages(model.orig_model, train, rt.topology.stages)
         return into_stages(model, source, layers, train.pipeline_schedule, rt)
@@ -60,7 +62,7 @@ def gradient_sync(model: torch.nn.Module, rt: Runtime, *, sync: bool) -> Abstrac
     """Return a context for a micro-batch, with `sync` for the last one of a step: replicas exchange gradients only in
     that one, shards as their plan says, tensor-parallel ranks those of norms when it ends. For a pipeline it is a
     context for all micro-batches: `sync` says whether they are exchanged at all."""
-    if isinstance(model, Pipelined):
+    if rt.topology.stages > 1:
         return replaced(model, "exchanges", sync)
     if rt.topology.sharded:
         set_gradient_sync(model, last=sync)
@@ -80,3 +82,13 @@ def gradient_scale(rt: Runtime) -> float:
     """Return the factor of the loss that makes gradients sums over ranks: DDP averages them, shards and stages
     add them up."""
     return 1.0 if rt.topology.partial else float(rt.world_size)
+
+
+def as_whole(orig_model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Return a context within which the model of a pipeline can be called as one that is whole: see
+    parallel.pipeline.stagewise. Any other model stays as it is."""
+    if stages_of(orig_model) is None:
+        return nullcontext()
+    from sftkit.parallel.pipeline import stagewise
+
+    return stagewise(orig_model)

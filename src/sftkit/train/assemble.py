@@ -1,8 +1,5 @@
-"""The config of a run on a dashboard: the recipe, the value of each `auto`, and the environment.
-
-The assembly of a run, the same for all stages. A stage script calls these functions in order and adds what is
-special to the stage; each function takes what the previous one returns.
-"""
+"""The assembly of a run, the same for all stages. A stage script calls these functions in order and adds what is
+special to the stage; each function takes what the previous one returns, and imports what it is the first to need."""
 
 from __future__ import annotations
 
@@ -12,15 +9,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sftkit.checkpoint.checkpoint import Checkpoints
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint, run_identity
-from sftkit.checkpoint.states import check_saved_names
-from sftkit.compile.modules import check_options, named_parts
 from sftkit.config.load import to_yaml
 from sftkit.config.schema import Config, DataConfig, source_label
 from sftkit.config.tables import environment_of_passes
@@ -31,16 +25,11 @@ from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import make_layout
 from sftkit.data.tokens.chat import check_prompted_targets
 from sftkit.data.tokens.sources import RowTokenizer
-from sftkit.engine.blocks import Blocks
 from sftkit.engine.engine import Engine, Setup, Training
-from sftkit.engine.reference import Reference
 from sftkit.errors import ConfigError
-from sftkit.evals.suite import Suite, sample_rows
-from sftkit.memory.plan import MemoryPlan
 from sftkit.models import vocabulary
 from sftkit.models.kind import kind_of
 from sftkit.models.load import load_model, resolve_max_length
-from sftkit.models.rope import check_rope
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import count_parameters, positions
 from sftkit.models.vocabulary import describe_added_tokens
@@ -55,10 +44,13 @@ from sftkit.runtime.start import Runtime
 from sftkit.tracking.dashboard.remote import dashboard_name
 from sftkit.tracking.meter import is_open
 from sftkit.tracking.tracker import Tracker
-from sftkit.train.end import prompt_check, write_run_page, write_summary
+from sftkit.train.end import write_run_page, write_summary
 from sftkit.train.loop import train
 from sftkit.train.parts import Data, EncodedDocuments, LoadedModel, Run, TrainServices
-from sftkit.verify.counts import validation_check
+
+if TYPE_CHECKING:
+    from sftkit.checkpoint.checkpoint import Checkpoints
+    from sftkit.memory.plan import MemoryPlan
 
 
 def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Setup) -> dict[str, Any]:
@@ -146,6 +138,9 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         ConfigError: it cannot be loaded, or does not fit the tokenizer, data.max_length or compile.modules; or an
             option of the compiler is unknown to this torch, which is checked first.
     """
+    from sftkit.compile.modules import check_options, named_parts
+    from sftkit.models.rope import check_rope
+
     cfg, rt = run.cfg, run.rt
     # First refuse what the recipe alone shows to be wrong, before weights are loaded.
     check_options(cfg.compile)
@@ -176,6 +171,8 @@ def load_data(run: Run, loaded: LoadedModel, tokenize: RowTokenizer, objective: 
     Raises:
         ConfigError, DataError: what is wrong with the sources or the layout.
     """
+    from sftkit.evals.suite import sample_rows
+
     cfg = run.cfg
     # The main rank tokenizes and fills the cache, which the others then read.
     with run.rt.main_first():
@@ -263,6 +260,8 @@ def make_engine(
         planned: called before the model is moved or compiled, with the memory plan of an engine that makes one.
     """
     if cfg.train.engine == "reference":
+        from sftkit.engine.reference import Reference
+
         planned(None)
         return Reference(cfg.optim, cfg.loss, training, rt)
     if cfg.train.engine == "graph":
@@ -274,6 +273,8 @@ def make_engine(
         from sftkit.graph.engine import GraphEngine  # experimental: nothing else of the core knows it
 
         return GraphEngine(cfg, training, rt, run_dir, planned)
+    from sftkit.engine.blocks import Blocks
+
     return Blocks(cfg, training, rt, run_dir, planned)
 
 
@@ -284,6 +285,10 @@ def run_to_end(run: Run, loaded: LoadedModel, data: Data, engine: Engine) -> Non
         ConfigError: the run cannot work or be resumed like this.
         NumericsError, CheckpointError: as train says.
     """
+    from sftkit.evals.suite import Suite
+    from sftkit.verify.counts import validation_check
+    from sftkit.verify.rows import prompt_check
+
     cfg, rt, tokenizer = run.cfg, run.rt, loaded.tokenizer
     run_dir = Path(cfg.run.dir)
     suite = Suite(
@@ -334,6 +339,9 @@ def open_checkpoints(run: Run, loaded: LoadedModel, data: Data, engine: Engine) 
     Raises:
         ConfigError: the disk cannot hold them, or plain transformers could not load them.
     """
+    from sftkit.checkpoint.checkpoint import Checkpoints
+    from sftkit.checkpoint.states import check_saved_names
+
     check_saved_names(loaded.orig_model)
     identity = run_identity(loaded.orig_model, loaded.tokenizer, data.batches.examples, data.batches.layout)
     recipe = to_yaml(with_layers(run.cfg, engine.setup.pipeline_layers))

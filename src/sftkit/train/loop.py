@@ -1,11 +1,5 @@
-"""Batches on the device before they are needed: copied on a stream of their own, two steps ahead.
-
-Measure and watch the steps, and log lines about them.
-
-The beginning of a start: before its first step, and right after it, when it claims the run directory.
-
-The only training loop. It takes things and functions, never a stage name.
-"""
+"""The only training loop, with what it does before its first step and at each logged line. It takes things and
+functions, never a stage name."""
 
 from __future__ import annotations
 
@@ -16,13 +10,13 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from sftkit.config.schema import Config, OptimConfig
 from sftkit.data.batches.loader import Batches, StepBatches
-from sftkit.engine.engine import Engine, WarmUp
-from sftkit.engine.replicas import Replicas
+from sftkit.engine.engine import Engine
 from sftkit.optim.protocol import learning_rate
 from sftkit.rundir.names import step_dir
 from sftkit.rundir.status import RunStatus
@@ -34,22 +28,12 @@ from sftkit.tracking.health import ExpertLoad, Health
 from sftkit.tracking.meter import Meter, Window, resume_window
 from sftkit.tracking.names import Check, StepOutcome
 from sftkit.tracking.step_clock import Trace
-from sftkit.train import end
+from sftkit.train import end, saves
 from sftkit.train.end import Trained, write_end
 from sftkit.train.parts import TrainServices
-from sftkit.train.saves import (
-    Evaluation,
-    LoopPosition,
-    checkpoint_state,
-    due_after,
-    evaluate_at,
-    finish_checkpoint_on_error,
-    first_evaluation,
-    record_evaluation,
-    report_saves,
-)
-from sftkit.verify.counts import FirstWindow, flops_check, rates_check
-from sftkit.verify.update import FirstUpdate
+
+if TYPE_CHECKING:
+    from sftkit.verify.proof import WarmUp
 
 AHEAD = 2
 
@@ -139,7 +123,7 @@ def log_window(
     metrics = {**monitor.meter.read(), **values, **loads, **report.metrics}
     metrics |= {f"ckpt/{name}": value for name, value in checkpoints.last_save.items()} | monitor.health.read()
     tracker.log_metrics(status.step, status.total_steps, metrics)
-    for kind, texts in report.events:
+    for kind, texts in report.events():
         tracker.new_events(kind, status.step, texts)
     return metrics
 
@@ -166,16 +150,20 @@ def warm_up_engine(
     Raises:
         ConfigError: the run cannot work like this.
     """
+    from sftkit.verify import rows
+    from sftkit.verify.counts import flops_check, rates_check
+    from sftkit.verify.proof import verified_warm_up
+
     status.at(status.step, "warm-up")
-    ready = engine.warm_up(rt.print)
+    ready = verified_warm_up(engine, rt, rt.print)
     checks = [
         *ready.checks,
         *services.data_checks,
         *services.check_validation(),
         rates_check(status.total_steps or 1, optim),
         flops_check(engine.model),
-        end.mask_check(batches.examples, end.eos_token_ids_of(engine.model.orig_model)),
-        end.resume_check(status.step, services.checkpoints.resumed_from),
+        rows.mask_check(batches.examples, rows.eos_token_ids_of(engine.model.orig_model)),
+        rows.resume_check(status.step, services.checkpoints.resumed_from),
     ]
     # A failed check only warns here: what makes training wrong for certain, the engine has refused. None: not checked.
     end.reported(checks, rt)
@@ -185,7 +173,7 @@ def warm_up_engine(
     return ready, checks
 
 
-def start_summary(status: RunStatus, ready: WarmUp, evaluation: Evaluation, run_dir: Path) -> Trained:
+def start_summary(status: RunStatus, ready: WarmUp, evaluation: saves.Evaluation, run_dir: Path) -> Trained:
     """Return the summary of a start before its first step.
 
     Args:
@@ -205,7 +193,7 @@ def start_summary(status: RunStatus, ready: WarmUp, evaluation: Evaluation, run_
 
 
 def begin_writing(
-    rt: Runtime, services: TrainServices, step: int, evaluation: Evaluation, axes: dict[str, float | None]
+    rt: Runtime, services: TrainServices, step: int, evaluation: saves.Evaluation, axes: dict[str, float | None]
 ) -> float:
     """Claim the run directory and begin to write in it, after the first step of this start, or if no step is
     left to do.
@@ -227,7 +215,7 @@ def begin_writing(
     for problem in services.checkpoints.skipped_checkpoints:
         services.tracker.record_event("checkpoint_fallback", step, problem)  # printed when it was found
     if evaluation.metrics or evaluation.samples:
-        record_evaluation(services, step, evaluation, axes)
+        saves.record_evaluation(services, step, evaluation, axes)
     # No rank goes on before the directory is as the main rank leaves it.
     rt.barrier()
     return time.perf_counter() - started
@@ -247,6 +235,11 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         CheckpointError: the last checkpoint could not be written.
         WorkerError: a data worker was killed.
     """
+    from sftkit.verify import rows
+    from sftkit.verify.counts import FirstWindow
+    from sftkit.verify.replicas import Replicas
+    from sftkit.verify.update import FirstUpdate
+
     checkpoints, tracker, orig_model = services.checkpoints, services.tracker, engine.model.orig_model
     # The number of steps is known before the first one. All ranks must have planned the same documents.
     step = start_step = services.resumed["step"]
@@ -259,7 +252,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         # go to proof.json.
         ready, checks = warm_up_engine(engine, batches, services, status, rt, cfg.optim)
         # After the warm-up, so that a run that cannot train is refused before it spends time on an evaluation.
-        evaluation = first_evaluation(cfg, status, rt, engine, services)
+        evaluation = saves.first_evaluation(cfg, status, rt, engine, services)
         trained = start_summary(status, ready, evaluation, checkpoints.run_dir)
 
         # What is measured, watched and written; the run directory is claimed when the first step is done.
@@ -269,7 +262,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         update = FirstUpdate(engine, cfg.optim, rt)
         window = FirstWindow(batches.examples, rt, engine.model, start_step, cfg.log.every)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
-        report_ended_saves = partial(report_saves, checkpoints, tracker, status, rt)
+        report_ended_saves = partial(saves.report_saves, checkpoints, tracker, status, rt)
         # Before the progress bar, which has a thread: data workers are forked, which is not safe beside threads
         # (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
@@ -280,7 +273,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         with (
             end.write_proof_on_error(status, rt, checks, closing_checks),
             engine.guarded(),
-            finish_checkpoint_on_error(checkpoints, report_ended_saves),
+            saves.finish_checkpoint_on_error(checkpoints, report_ended_saves),
             batches.workers_named(),
             garbage_collected_between_steps() as collect,
             Trace(cfg.log.trace_at, checkpoints.run_dir, rt) as trace,
@@ -322,7 +315,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     monitor.meter.paused(trace_seconds)
 
                 # What is due after this step. All ranks see a stop request at the same step.
-                due = due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
+                due = saves.due_after(step, total_steps, cfg.log, cfg.checkpoint, cfg.eval)
                 stopped = monitor.read_flags(wait=due.waits)  # without waiting: only those that have arrived
                 due = due.if_stopped() if stopped else due
                 report_ended_saves()
@@ -348,22 +341,21 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     pausing = time.perf_counter()
                     rt.check_run_dir(checkpoints.run_dir)
                     progress, axes = monitor.meter.progress, monitor.meter.axes()
-                    position = LoopPosition(
+                    position = saves.LoopPosition(
                         step_batches.epoch, total_steps, progress, open_window or monitor.open_window()
                     )
-                    state = checkpoint_state(position, cfg.data, batches, services)
+                    state = saves.checkpoint_state(position, cfg.data, batches, services)
                     if due.save:
                         status.at(step, "checkpoint")
                         trained.checkpoint = str(checkpoints.save(step, state, wait=due.wait_for_save))
                     if due.evaluate:
-                        evaluation = evaluate_at(step, status, engine, services.evaluate)
+                        evaluation = saves.evaluate_at(step, status, engine, services.evaluate)
                         trained.evals, trained.samples = evaluation.metrics, evaluation.samples
-                        if (
-                            stopped := evaluation.stopped
-                        ):  # if this step is already saved or being saved, this only waits
+                        stopped = evaluation.stopped
+                        if stopped:  # if this step is already saved or being saved, this only waits
                             trained.checkpoint = str(checkpoints.save(step, state, wait=True))
                         else:
-                            record_evaluation(services, step, evaluation, axes)
+                            saves.record_evaluation(services, step, evaluation, axes)
                         collect()
                     monitor.meter.paused(time.perf_counter() - pausing)
 
@@ -372,7 +364,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         checkpoints.finish()
         report_ended_saves()
         rt.check_run_dir(checkpoints.run_dir)
-        logits = end.logits_of(orig_model)
+        logits = rows.logits_of(orig_model)
         checks += closing_checks(None)
         if rt.is_main and not already_done:
             end.write_proof(status.run_dir, checks, logits)

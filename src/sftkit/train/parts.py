@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint
-from sftkit.checkpoint.save import SaveEnd
 from sftkit.config.schema import Config
 from sftkit.data.batches.loader import Batches
 from sftkit.data.tokens.chat import PromptedTargets
@@ -18,6 +17,9 @@ from sftkit.data.types import Examples, Row
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check
 from sftkit.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from sftkit.checkpoint.save import SaveEnd
 
 Evaluate = Callable[[int], tuple[dict[str, float | None], list[dict[str, Any]]]]
 "step -> (metrics, sample answers)"

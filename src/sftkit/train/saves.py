@@ -1,10 +1,4 @@
-"""Decide what is due after a step: by the recipe, or because training ends early at that step.
-
-An evaluation in the loop: the one before the first step, and those after a step.
-
-The state of the loop in a checkpoint, all that a resume needs besides weights, optimizer and random states;
-and what it reports about saves.
-"""
+"""What follows a step: what is due, evaluations, the state of the loop in a checkpoint, and reports about saves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Check the validation loss and bits per byte of a few documents by hand.
-
-Check what a run logs: learning rates, the work of a step in FLOPs, and the counts of its first window, each by a way
-of its own.
+"""Check what a run logs, each value by a way of its own: validation loss and bits per byte of a few documents, learning
+rates, the FLOPs of a step, and the counts of the first window.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from sftkit.config.schema import OptimConfig
 from sftkit.data.batches.loader import StepBatches
 from sftkit.data.batches.pack import Layout
 from sftkit.data.types import EncoderInputs, Examples
-from sftkit.engine.plain import documents_of, plain_logits
+from sftkit.engine.documents import documents_of, plain_logits
 from sftkit.evals.suite import validate
 from sftkit.models.load import from_config
 from sftkit.models.structure import Work, attention_windows, inference, positions, train_flops
@@ -29,8 +27,8 @@ from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import implementation
 from sftkit.optim.protocol import learning_rate
 from sftkit.parallel.fsdp import reshard
-from sftkit.parallel.pipeline import stagewise
 from sftkit.parallel.tensor import without_sequence_parallel
+from sftkit.parallel.wrap import as_whole
 from sftkit.runtime.hardware import peak_flops
 from sftkit.runtime.start import Runtime
 from sftkit.tracking.names import Check, StepOutcome
@@ -78,12 +76,12 @@ def validation_check(
     if chosen is None:
         return []
     examples, orig_model = some_documents(chosen), model.orig_model
-    with stagewise(orig_model):
+    with as_whole(orig_model):
         found = validate(model, {"": examples}, layout, int(tokenizer.pad_token_id or 0), rt)
     bits = targets = 0.0
     try:
         # Every rank computes all of them: shards are gathered, stages pass on what they compute.
-        with stagewise(orig_model), inference(orig_model), without_sequence_parallel(orig_model):
+        with as_whole(orig_model), inference(orig_model), without_sequence_parallel(orig_model):
             for (document,) in documents_of(examples, [(i,) for i in range(len(examples))], rt.device):
                 learned = document.targets >= 0
                 chances = plain_logits(model, document)[learned].log_softmax(-1)

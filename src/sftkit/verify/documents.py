@@ -1,4 +1,4 @@
-"""Check before training that our forward pass computes what the plain model does, document by document."""
+"""Check before training that an engine's forward pass computes what the plain model does, document by document."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from transformers import PreTrainedModel
 from sftkit.data.batches.collate import OF_TOKENS, Batch, collate
 from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
-from sftkit.engine.plain import PlainModel, documents_of, plain_logits
+from sftkit.engine.documents import documents_of, plain_logits
+from sftkit.engine.engine import ForwardPass
 from sftkit.errors import ConfigError
 from sftkit.models.structure import from_last, inference, logit_softcap, output_projection, vocab_size
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import mixes_tokens, short_windows, windows
-from sftkit.parallel.pipeline import stagewise
 from sftkit.parallel.tensor import without_sequence_parallel
+from sftkit.parallel.wrap import as_whole
 from sftkit.runtime.script import first_of
+from sftkit.tracking.names import Check, does_not_apply
+from sftkit.verify.plain import PlainModel
 
 _SIZES = (8, 5)
 "Lengths of the two documents, in positions."
@@ -29,6 +32,9 @@ _BEYOND = 8
 "Positions before and behind a limit of the model whose logits are compared."
 REFUSED_FROM = 0.05
 "With this relative difference of the logits, or a larger one, no run starts; proof.json allows less: roundings.limits."
+
+_SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
+"Limit of the relative difference between two ways to compute the loss of a dozen targets, by the dtype of the weights."
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ def check_documents(
     device: torch.device,
     layout: Layout | None = None,
     plain: PlainModel | None = None,
+    forward: ForwardPass | None = None,
 ) -> DocumentCheck:
     """Compare the logits of two documents and padding in one row through our forward pass with those of each document
     alone through the plain model, and those of longer documents at the limits of the model.
@@ -71,6 +78,7 @@ def check_documents(
         backend: of attention; "sdpa" takes one document a row, so the reference kernel stands in for it.
         layout: of the run: how long documents may be, and which ones are computed together; None: as the two.
         plain: None: one without files.
+        forward: of the engine; None: the model itself.
 
     Raises:
         ConfigError: they differ, or the model does not take our arguments: this architecture does something that our
@@ -85,15 +93,16 @@ def check_documents(
     backend = "reference" if backend == "sdpa" else backend
     try:
         with (
-            stagewise(orig_model),
+            as_whole(orig_model),
             inference(orig_model),
             inference(plain.orig_model),
             without_sequence_parallel(orig_model),
         ):
             with short_windows(orig_model), short_windows(plain.orig_model):
-                found = _compare(model, plain, backend, device, _ROW_LENGTH if layout is None else layout.max_length)
+                length = _ROW_LENGTH if layout is None else layout.max_length
+                found = _compare(model, forward or model, plain, backend, device, length)
             if layout is not None:
-                found = _at_limits(model, plain, backend, device, layout, found)
+                found = _at_limits(model, forward or model, plain, backend, device, layout, found)
     # What a model raises when it is called with arguments that it does not know; out of memory says nothing about it.
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -119,13 +128,15 @@ def check_documents(
     )
 
 
-def _compare(model: ModelWithLoss, plain: PlainModel, backend: str, device: torch.device, length: int) -> DocumentCheck:
+def _compare(
+    model: ModelWithLoss, forward: ForwardPass, plain: PlainModel, backend: str, device: torch.device, length: int
+) -> DocumentCheck:
     """Compute both sides with the reference kernel or the run's own. `length`: of texts for an encoder."""
     # The same documents in every run: the check of one start can be compared with that of another.
     ids = np.random.default_rng(0).integers(0, vocab_size(model.orig_model), sum(_SIZES) + 2)
     examples = Examples.of(ids, _SIZES, model.kind.made_up_inputs(model.orig_model, len(_SIZES), length))
     batch = _batch(examples, (0, 1)).to(device)
-    hidden = model.hidden_states(batch, backend)
+    hidden = forward.hidden_states(batch, backend)
     ours = _projected(model, hidden)[0, : sum(_SIZES)]
     # The plain side knows nothing of batches: a collation that shifts no target, or two, would shift both sides.
     (own,) = documents_of(examples, [(0, 1)], device)
@@ -133,14 +144,14 @@ def _compare(model: ModelWithLoss, plain: PlainModel, backend: str, device: torc
     monitored, targets = model.objective.monitored, int(model.objective.divisors(examples).sum())
     # Each document in a micro-batch of its own: their sums must add up to the plain model's over both.
     sums = [
-        from_last(model.orig_model, model.sums(_batch(examples, (document,)).to(device), backend).measured[monitored])
+        from_last(model.orig_model, forward.sums(_batch(examples, (document,)).to(device), backend).measured[monitored])
         for document in (0, 1)
     ]
     expected = model.objective.sums_of_logits(theirs, torch.cat([one.targets for one in own])).measured[monitored]
 
     # Leakage, by its effect: with every token of the first document replaced, the second one must not move.
     replaced = replace(batch, inputs=_first_replaced(batch, vocab_size(model.orig_model)))
-    moved = (model.hidden_states(replaced, backend) - hidden).float().abs()
+    moved = (forward.hidden_states(replaced, backend) - hidden).float().abs()
     return DocumentCheck(
         backend=backend,
         logits_difference=_relative(ours, theirs),
@@ -173,7 +184,13 @@ def limits_of(orig_model: PreTrainedModel) -> list[int]:
 
 
 def _at_limits(
-    model: ModelWithLoss, plain: PlainModel, backend: str, device: torch.device, layout: Layout, found: DocumentCheck
+    model: ModelWithLoss,
+    forward: ForwardPass,
+    plain: PlainModel,
+    backend: str,
+    device: torch.device,
+    layout: Layout,
+    found: DocumentCheck,
 ) -> DocumentCheck:
     """Add what documents that end behind a limit of the model show, each next to one that ends before it, where the
     run's rows are long enough."""
@@ -197,7 +214,7 @@ def _at_limits(
         with _rotary_state_kept(model.orig_model):
             for batch_rows in batches:
                 batch = collate(examples, tuple(batch_rows), shape).to(device)
-                hidden = model.hidden_states(batch, backend)
+                hidden = forward.hidden_states(batch, backend)
                 for row, numbers in enumerate(batch_rows):
                     start = 0
                     for number in numbers:
@@ -257,3 +274,55 @@ def _projected(model: ModelWithLoss, hidden: torch.Tensor) -> torch.Tensor:
     projection, softcap = output_projection(model.orig_model), logit_softcap(model.orig_model)
     logits = projection(hidden).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def document_checks(
+    check: DocumentCheck, dtype: torch.dtype, backend: str, layout_kind: str = "packed", logits_limit: float = 1e-4
+) -> list[Check]:
+    """Return the checks of two documents in one row, made before the first step: logits, loss, isolation.
+
+    Args:
+        dtype: of the weights.
+        backend: attention of the run. Where `check` had to be made with another one, its isolation is unknown.
+        layout_kind: of the run; in all but packed a row holds one document.
+        logits_limit: largest relative difference of the logits, from roundings.limits.
+    """
+    stand_in = "" if check.backend == backend else f" ({check.backend} stands in for {backend})"
+    # Judged by what the change does to its own document: where that does not move either, nothing is shown.
+    isolated = check.leak <= _SAME.get(dtype, _SAME[torch.float32]) * check.changed and check.changed > 0
+    moves = f"the other document moves by {check.leak:.1e}, the changed one by {check.changed:.1e}{stand_in}"
+    alone = bool(stand_in) and isolated and layout_kind != "packed"
+    beyond = f"; {check.beyond:.2e} around {', '.join(map(str, check.limits))} positions" if check.limits else ""
+    return [
+        Check(
+            "Same logits as the plain model",
+            check.logits_difference < logits_limit and check.beyond < logits_limit,
+            f"relative difference {check.logits_difference:.2e}{beyond}",
+            f"below {logits_limit:.1e}",
+            "two documents and padding in one row through this run's attention and head, each alone through a model "
+            "that transformers made of the start's files; longer documents on both sides of the config's limits",
+        ),
+        loss_check(check.loss, check.plain_loss, check.targets, dtype),
+        Check(
+            "Documents in a row do not see each other",
+            # A stand-in that isolates says nothing of the run's own kernel; if it leaks, the masks are
+            # wrong for either.
+            None if isolated and stand_in else isolated,
+            does_not_apply("each row holds one document") if alone else moves,
+            "no move beyond rounding",
+            "every token of one document is replaced; largest change of the hidden states of the other one",
+        ),
+    ]
+
+
+def loss_check(loss: float, plain_loss: float, targets: int, dtype: torch.dtype) -> Check:
+    """Return the check of the loss of a few documents, nats per target. `dtype`: of the weights."""
+    limit = _SAME.get(dtype, _SAME[torch.float32])
+    off = abs(loss - plain_loss) / max(abs(plain_loss), 1e-9)
+    return Check(
+        "Loss equals plain cross entropy",
+        off < limit,
+        f"{loss:.5f} against {plain_loss:.5f} nats over {targets} targets",
+        f"equal to {limit:.0e}",
+        "a few documents through the run's rows and loss, sums over all targets, against the plain model's mean",
+    )

@@ -1,4 +1,4 @@
-"""Compares to the bit the weights and optimizer states that several ranks hold: a difference ends the run."""
+"""Compare the bits of weights and optimizer states that several ranks hold: a difference ends the run."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
-"""Samples of gradients: which elements of each parameter are compared, and the largest difference of two gradients.
+"""Check before training that the gradients of an engine's step are those of the plain model, document by document.
 
-The few short documents whose gradients are compared, in rows as the step takes them.
-
-Limits of the effect of rounding on logits and gradients: known ones, and a measurement if they are exceeded.
-
-Check before training that the gradients of our step are those of the plain model, document by document.
-
-A few short documents go through what the train step calls, micro-batches, masks, loss and exchange between ranks
-included: in a declared shape through the compiled code, and in one short row without the compiler. The plain model
-(engine.plain) gets the documents' own ids and masks, by transformers' own forward pass and torch's cross entropy.
-Gradients are compared in a sample of each parameter (gradient_samples), so nothing as large as a gradient is kept.
-Afterwards there are no gradients, and random state and weights are as before.
+A few short documents go through the engine's own gradients, micro-batches, masks and loss included: in a declared
+shape through the compiled code, and in one short row without the compiler. The plain model (verify.plain) gets the
+documents' own ids and masks, by transformers' own forward pass and torch's cross entropy. Gradients are compared in a
+sample of each parameter, so nothing as large as a gradient is kept. The limits are what rounding does to gradients of
+such a model: known ones, and a measurement if they are exceeded. Afterwards there are no gradients, and random state
+and weights are as before.
 """
 
 from __future__ import annotations
@@ -18,8 +13,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -35,18 +30,19 @@ from sftkit.data.batches.collate import Batch, collate
 from sftkit.data.batches.epoch import row_shard
 from sftkit.data.batches.pack import BatchShape, Layout
 from sftkit.data.types import Examples
-from sftkit.engine.plain import PlainModel, documents_of, in_one_pass, plain_sums
-from sftkit.engine.self_check import REFUSED_FROM
-from sftkit.engine.step import MicroBatches, gradients, has_dropout
+from sftkit.engine.documents import documents_of, in_one_pass, plain_sums
+from sftkit.engine.step import has_dropout
 from sftkit.models.float8 import position_multiple
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import decoder_blocks, embedding_of, output_projection, stages_of, vocab_size
-from sftkit.objectives.objective import ModelWithLoss, Totals
+from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import plain_attention, short_windows
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.parallel.fsdp import reshard
-from sftkit.parallel.wrap import gradient_scale, gradient_sync
 from sftkit.runtime.start import Runtime
+from sftkit.tracking.names import Check
+from sftkit.verify.documents import REFUSED_FROM
+from sftkit.verify.plain import PlainModel
 
 _SAMPLE = 4096
 "Maximum number of elements of a parameter that are compared, evenly spread."
@@ -325,7 +321,7 @@ class RoundingLimits(NamedTuple):
 def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> RoundingLimits:
     """Return what rounding may do, by the dtype of the weights.
 
-    fp32: 1e-4.
+    fp32 and fp64: 1e-4.
 
     bf16 and fp16, with eps the distance from 1 to the next number: two kernels round differently what each block adds
     to the residual stream, and such errors add up like a random walk: eps x sqrt(blocks) for the logits. Gradients go
@@ -342,7 +338,7 @@ def limits(dtype: torch.dtype, blocks: int, *, fp8: bool = False) -> RoundingLim
     """
     if fp8:
         return RoundingLimits(REFUSED_FROM, None, SCALE)
-    if dtype == torch.float32:
+    if dtype in (torch.float32, torch.float64):
         return RoundingLimits(1e-4, 1e-4, 1e-4)
     walk = torch.finfo(dtype).eps * math.sqrt(max(blocks, 1))
     return RoundingLimits(min(walk, REFUSED_FROM), min(4 * walk, 4 * REFUSED_FROM), SCALE)
@@ -398,7 +394,7 @@ def check_gradients(
         eager: attention backend where nothing is compiled.
         compiled: whether the step is compiled. It is not compared with dropout, where two passes differ.
         allowed: the limits; if one is exceeded in half precision, the effect of rounding alone is measured, see
-            engine.roundings.
+            Roundings.
     """
     model, rt = sides.model, sides.rt
     orig_model, dropout = model.orig_model, has_dropout(model.orig_model)
@@ -442,7 +438,7 @@ class Sides:
     def __init__(
         self,
         model: ModelWithLoss,
-        wrapped: torch.nn.Module,
+        gradients: Callable[[Sequence[Batch], int], None],
         parameters: Sequence[torch.nn.Parameter],
         rt: Runtime,
         plain: PlainModel | None = None,
@@ -450,11 +446,11 @@ class Sides:
         """Choose what is compared, before anything is computed.
 
         Args:
-            wrapped: what the step calls: `model`, distributed.
+            gradients: of the engine: see engine.Engine.
             parameters: those that are trained.
             plain: None: one without files.
         """
-        self.model, self.wrapped, self.rt = model, wrapped, rt
+        self.model, self.gradients, self.rt = model, gradients, rt
         self.plain = plain or PlainModel(model, rt.device, rt=rt)
         self.parameters = list(parameters)
         # Tied weights have one parameter and several names: the first one stands for it, as named_parameters gives it.
@@ -469,10 +465,11 @@ class Sides:
     def compare(self, micro_batches: Sequence[ProbeBatch]) -> GradientDifference:
         """Return the difference between our gradients and the plain model's."""
         targets = self._targets(micro_batches)
-        with _without_exchange(self.wrapped, self.rt):
-            ours = self._ours([one.own for one in micro_batches], targets)
-            plain = self._plain(micro_batches, targets)
-        return self._largest(ours, plain)
+        # The sums themselves are not compared here: verify.documents has compared the loss.
+        self.gradients([one.own for one in micro_batches], targets)
+        ours = {name: taken(self.named[parameter], at) for name, (parameter, at, _) in self.sampled.items()}
+        self.model.zero_grad(set_to_none=True)
+        return self._largest(ours, self._plain(micro_batches, targets))
 
     def roundings(self, micro_batches: Sequence[ProbeBatch]) -> Roundings:
         """Return how far the plain model's gradients move when it is rounded at random."""
@@ -491,14 +488,6 @@ class Sides:
             count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
             targets = round(float(self.rt.sum(count)) / (self.rt.topology.ranks_per_row * self.rt.topology.stages))
         return targets
-
-    def _ours(self, micro_batches: list[Batch], targets: int) -> dict[str, Tensor]:
-        """Return the samples of our gradients, made as in engine.step.optimizer_step up to the update."""
-        # The sums themselves are not compared here: engine.self_check has compared the loss.
-        totals = Totals.zeros(self.model.objective.measured, self.rt.device, self.model.orig_model.dtype)
-        divisor = targets * round(gradient_scale(self.rt))  # replicas do without the exchange that averages
-        gradients(self.wrapped, self.parameters, MicroBatches(micro_batches, divisor), totals, self.rt)
-        return self._taken()
 
     def _plain(self, micro_batches: Sequence[ProbeBatch], targets: int) -> dict[str, Tensor]:
         """Return the samples of the plain model's gradients, uncompiled, of this rank's elements.
@@ -549,12 +538,6 @@ class Sides:
             torch.distributed.all_reduce(values, group=stages.mesh.get_group("alike"))
         return dict(zip(sums, values.split([len(each) for each in sums.values()]), strict=True))
 
-    def _taken(self) -> dict[str, Tensor]:
-        """Return a sample of each gradient, float64 [N], and free the parameters' gradients."""
-        found = {name: taken(self.named[parameter], at) for name, (parameter, at, _) in self.sampled.items()}
-        self.model.zero_grad(set_to_none=True)
-        return found
-
     def _largest(self, ours: dict[str, Tensor], plain: dict[str, Tensor]) -> GradientDifference:
         """Return the largest difference over all ranks, the same on each."""
         # A rank has the elements of its own shards only. Squares and products add up over ranks, relative
@@ -569,7 +552,39 @@ class Sides:
         return largest(dict(zip(self.names, self.rt.sum(sums).tolist(), strict=True)), self.blocks)
 
 
-def _without_exchange(wrapped: torch.nn.Module, rt: Runtime) -> AbstractContextManager[object]:
-    """Return a context in which replicas do not exchange gradients: DDP lays out its buckets by the first exchange,
-    which must be one of training."""
-    return nullcontext() if rt.topology.sharded else gradient_sync(wrapped, rt, sync=False)
+def gradients_check(check: GradientCheck, allowed: RoundingLimits, backend: str) -> Check:
+    """Return the check of the gradients of a few short documents, made before the first step.
+
+    Args:
+        allowed: the limits for this model; roundings that were measured widen them.
+        backend: attention of the run; if the eager half needed another backend, the check names that one.
+    """
+    eager = "eager" if check.backend == backend else f"eager ({check.backend} stands in for {backend})"
+    known = {side: d for side, d in {"compiled": check.compiled, eager: check.eager}.items() if d is not None}
+    not_compiled = f"compiled: not checked, {check.skip_reason}; " if check.skip_reason else ""
+    found = not_compiled + "; ".join(f"{side}: {_words(d)}" for side, d in known.items())
+    # Roundings are measured only where a fixed limit was exceeded. Where they alone move gradients beyond any limit
+    # that would still find a fault, the comparison decides nothing.
+    unknown = allowed.gradients is None
+    if allowed.gradients is not None and (alone := check.roundings) is not None:
+        allowed = allowed.widened(alone)
+        found += f"; roundings alone: {alone.relative:.1e}, {alone.scale:.1e} of the scale"
+        unknown = alone.relative > MAX_LIMIT or alone.scale > MAX_SCALE_LIMIT
+    same = all(allowed.hold(d) for d in known.values())
+    return Check(
+        "Same gradients as the plain model",
+        # Without a limit it was not checked. A pass needs both halves, but a difference in one is enough to fail.
+        None if allowed.gradients is None or (unknown and not same) or (same and check.skip_reason) else same,
+        found,
+        "no limit is known of float8 products"
+        if allowed.gradients is None
+        else f"below {allowed.gradients:.1e} in every parameter, {allowed.scale:.0e} of the scale",
+        "short documents through this run's micro-batches, masks, loss and exchange, compiled in a declared shape and "
+        "uncompiled, against each alone through transformers and torch's cross entropy; of a sample of each parameter",
+    )
+
+
+def _words(difference: GradientDifference) -> str:
+    """Return a line: the worst parameter, the scale of all, and how many are too small to be measured by themselves."""
+    small = f", {difference.below} of {difference.parameters} too small beside their block" if difference.below else ""
+    return f"{difference.relative:.1e} at most ({difference.parameter}), scale {difference.scale:.5f}{small}"

@@ -1,0 +1,179 @@
+"""Verify any engine: its warm-up with the checks that need no step, and the rows of proof.json on what it compiled.
+
+An engine offers a forward pass, the gradients of micro-batches and the losses of its warm-up; everything that they are
+compared with is computed here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sftkit.compile.contract import run_eagerly
+from sftkit.compile.watch import Records
+from sftkit.data.batches.pack import Layout
+from sftkit.engine.engine import Engine, EngineReport
+from sftkit.engine.step import has_dropout, worst_case_batch
+from sftkit.errors import RecompileError
+from sftkit.models.structure import decoder_blocks, from_last
+from sftkit.objectives.objective import ModelWithLoss
+from sftkit.ops.attention_choice import eager_backend
+from sftkit.optim.protocol import parameters_of
+from sftkit.parallel.fsdp import reshard
+from sftkit.parallel.wrap import as_whole
+from sftkit.runtime.script import counted, first_of
+from sftkit.runtime.start import Runtime
+from sftkit.tracking.names import Check, does_not_apply
+from sftkit.verify.documents import check_documents, document_checks
+from sftkit.verify.gradients import Sides, check_gradients, gradients_check, limits
+from sftkit.verify.plain import PlainModel, Start
+
+SAME_OF_MANY = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
+"The same for the mean over a whole batch, in which roundings cancel."
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The result of a warm-up: the step is ready to run."""
+
+    compiled: bool
+    seconds: float
+    "duration of the warm-up with its checks"
+    checks: list[Check]
+    "for proof.json"
+
+
+def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], None]) -> WarmUp:
+    """Warm up an engine, and compare its forward pass and its gradients with those of the plain model; every rank calls
+    it once, before the first step.
+
+    Args:
+        print_line: prints a line on the console.
+
+    Raises:
+        ConfigError: the run cannot work with these settings, or the model computes something that we leave out.
+    """
+    started = time.perf_counter()
+    model, orig_model, training = engine.model, engine.model.orig_model, engine.training
+    layout, dtype = training.layout, orig_model.dtype
+    allowed = limits(dtype, len(decoder_blocks(orig_model)), fp8=engine.setup.fp8)
+    eager = eager_backend(model.backend, orig_model)
+    # Before anything is compiled: does the forward pass compute what the plain model does? No other model is trained.
+    plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
+    documents = check_documents(model, eager, rt.device, layout, plain, engine.forward)
+    # Within the context no graph may be new, so gradients are compared through those that the steps run.
+    with engine.warm_up(print_line) as losses:
+        sides = Sides(model, engine.gradients, list(parameters_of(engine.optimizer.param_groups)), rt, plain)
+        gradients = check_gradients(sides, layout, eager, allowed, compiled=engine.compiled)
+    seconds = time.perf_counter() - started
+    checks = [
+        *document_checks(documents, dtype, model.backend, layout.kind, allowed.logits),
+        weights_check(plain),
+        gradients_check(gradients, allowed, model.backend),
+        compiled_against_eager(rt, model, layout, losses if engine.compiled else {}, eager),
+    ]
+    return WarmUp(engine.compiled, seconds, checks)
+
+
+def report_checks(report: EngineReport, error: BaseException | None = None) -> list[Check]:
+    """Return the checks of what an engine reports on its steps. `error`: what ended training early."""
+    if (records := report.records) is None:
+        return [Check("The step is compiled", None, "reference engine", "-", "train.engine=reference never compiles")]
+    how = (
+        "hooks of every module, at each logged line, against those when the warm-up was done, as torch guards none of "
+        "them; and whether the step calls the module at all"
+    )
+    unheeded = "; ".join(records.hooks) or "all of them"
+    hooks = Check("The step runs the hooks that the model has", not records.hooks, unheeded, "all of them", how)
+    return [*compile_checks(report.graphs, report.evaluations, records, error), hooks]
+
+
+def weights_check(plain: PlainModel) -> Check:
+    """Return the check of the weights in memory against the files that training starts from."""
+    name, how = (
+        "Weights are those of the files",
+        "a sample of each parameter and every buffer against a new from_pretrained of the start's files",
+    )
+    if not plain.has_files:
+        return Check(name, None, does_not_apply("the model is new"), "-", how)
+    shares = sorted(plain.differing.items(), key=lambda one: -one[1])
+    words = first_of([f"{parameter} ({share:.0%})" for parameter, share in shares])
+    found = f"{words} of {plain.compared} differ" if shares else f"{plain.compared} parameters"
+    return Check(name, not shares, found, "each as in the files", how)
+
+
+def compiled_check(compiled: float | None, eager: float | None, dtype: torch.dtype) -> Check:
+    """Return the check of the warm-up's batch, through the compiled step and eagerly.
+
+    Args:
+        compiled, eager: nats per target; None: not run.
+        dtype: of the weights.
+    """
+    how = "the warm-up batch of the largest declared shape, forward pass of the compiled step and of the eager one"
+    if compiled is None or eager is None:
+        return Check("Compiled step computes what eager does", None, "not compiled, or with dropout", "-", how)
+    off = abs(compiled - eager) / max(abs(eager), 1e-9)
+    found = f"{compiled:.5f} against {eager:.5f} nats per target"
+    limit = SAME_OF_MANY[dtype]
+    return Check("Compiled step computes what eager does", off < limit, found, f"equal to {limit:.0e}", how)
+
+
+def compiled_against_eager(
+    rt: Runtime, model: ModelWithLoss, layout: Layout, losses: dict[tuple[int, int], float], eager: str
+) -> Check:
+    """Compare the loss of the warm-up's largest batch with one that is computed without the compiler.
+
+    Args:
+        losses: as shape_runner fills them; empty: nothing is compiled.
+        eager: attention backend without the compiler.
+    """
+    orig_model, shape = model.orig_model, layout.shapes[-1]
+    # With dropout two passes of the same batch differ.
+    if not losses or has_dropout(orig_model):
+        return compiled_check(None, None, orig_model.dtype)
+    batch = worst_case_batch(rt, orig_model, layout, *shape)
+    with as_whole(orig_model):
+        with torch.no_grad(), run_eagerly():
+            loss = float(from_last(orig_model, model(batch, eager).loss)) / max(model.objective.count(batch), 1)
+        # No backward pass follows that would reshard the weights that this one gathers.
+        reshard(orig_model)
+    return compiled_check(losses[shape], loss, orig_model.dtype)
+
+
+def compile_checks(graphs: int | None, evaluations: int, records: Records, error: BaseException | None) -> list[Check]:
+    """Return the checks of what the compiler did, from torch's own records.
+
+    Args:
+        graphs: how many this rank has; None: nothing is compiled.
+        evaluations: how many there were so far.
+        records: of all ranks.
+        error: what ended training, if anything did: a recompile or graph break that was refused counts as one.
+    """
+    how = "torch.compile's own records of every rank"
+    if graphs is None:
+        return [Check("The step is compiled", None, "eager", "-", how)]
+    late, breaks, uncompiled = list(records.recompile_kinds), records.graph_break_reasons, records.fallbacks
+    # A refused recompile ends the run before torch records it. A graph break raises the same error, but is
+    # in the records.
+    if isinstance(error, RecompileError) and not breaks:
+        late = [*late, str(error).partition("\n")[0]]
+    ran = counted(graphs, "graph")
+    # Calls that fell back left no record of a compile, but the step was not what the warm-up had built either.
+    if uncompiled:
+        ran += f", and {uncompiled:,} calls ran without one (compile.on_recompile=eager)"
+        late += [f"run uncompiled instead: {reason}" for reason in records.fallback_kinds]
+    return [
+        Check("The step is compiled", graphs > 0 and not uncompiled, ran, "1 or more, for every call", how),
+        Check("No recompiles after the warm-up", not late, "; ".join(late) or "0", "0", how),
+        Check("No graph breaks", not breaks, "; ".join(breaks) or "0", "0", how),
+        Check(
+            "Evaluation compiles nothing",
+            records.in_evaluation == 0 if evaluations else None,
+            f"{records.in_evaluation} compiles during {evaluations} evaluations",
+            "0",
+            "the same records, before and after each evaluation",
+        ),
+    ]
