@@ -10,20 +10,11 @@ from typing import Any
 from sftkit.data.demo import builtin
 from sftkit.errors import DataError
 from sftkit.evals.task import ExampleScores, Question, Task, each
-from sftkit.evals.tasks.data import (
-    DRAWN,
-    CheckedRow,
-    DatasetSplit,
-    Read,
-    conversation,
-    drawn_shots,
-    settings_of,
-    shot_rows,
-)
+from sftkit.evals.tasks import data
 from sftkit.generation.repl import Answer
 
-GSM8K_TEST = DatasetSplit(("gsm8k_test",), "openai/gsm8k", "main", "test")
-GSM8K_TRAIN = DatasetSplit(("gsm8k_train",), "openai/gsm8k", "main", "train")
+GSM8K_TEST = data.DatasetSplit(("gsm8k_test",), "openai/gsm8k", "main", "test")
+GSM8K_TRAIN = data.DatasetSplit(("gsm8k_train",), "openai/gsm8k", "main", "train")
 SHOTS = {"completion": 5, "chat": 0}
 MAX_NEW_TOKENS = {"completion": 256, "chat": 512, "families": 32}
 STOP = ("Question:", "</s>", "<|im_end|>")
@@ -34,7 +25,9 @@ NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
 "A sign after a digit, letter or bracket is a minus between two numbers or a hyphen."
 
 
-def build(name: str, read: Read, shots: int | None, format: str, max_examples: int | None) -> Task[Question, Answer]:
+def build(
+    name: str, read: data.Read, shots: int | None, format: str, max_examples: int | None
+) -> Task[Question, Answer]:
     """Return a task. GSM8K: format completion is lm-evaluation-harness's gsm8k; chat asks the question and reads the
     answer's number. families: always a chat, without shots; `max_examples` are of each family."""
     if name == "families":
@@ -42,11 +35,11 @@ def build(name: str, read: Read, shots: int | None, format: str, max_examples: i
         return Task(name, heldout(max_examples), judge_families, metric="acc", chance=0.0, settings=about)
     shots = SHOTS[format] if shots is None else shots
     rows = read(GSM8K_TEST)
-    pool = shot_rows(name, GSM8K_TRAIN, read, shots)
+    pool = data.shot_rows(name, GSM8K_TRAIN, read, shots)
     chosen = rows[:max_examples]
-    drawn = drawn_shots(pool, chosen, shots, format)
+    drawn = data.drawn_shots(pool, chosen, shots, format)
     examples = tuple(_question(row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True))
-    settings = settings_of(rows, format, max_examples, shots, pool, DRAWN[format])
+    settings = data.settings_of(rows, format, max_examples, shots, pool, data.DRAWN[format])
     return Task(name, examples, judge_chat if format == "chat" else judge, "exact_match", 0.0, settings)
 
 
@@ -69,7 +62,7 @@ def heldout(max_per_family: int | None = None) -> tuple[Question, ...]:
     )
 
 
-def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Question:
+def _question(row: data.CheckedRow, shots: Sequence[data.CheckedRow], format: str) -> Question:
     """Return a problem of GSM8K."""
     prompt: Any
     # Before the model is asked: a row without a number could never be right.
@@ -77,7 +70,7 @@ def _question(row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Ques
         raise DataError(f'{row.where}: column "answer": there is no number in {row["answer"]!r}')
     shown = [(shot.text("question"), shot.text("answer")) for shot in shots]
     if format == "chat":
-        prompt = conversation(shown, row.text("question"))
+        prompt = data.conversation(shown, row.text("question"))
     else:
         before = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in shown)
         prompt = f"{before}Question: {row.text('question')}\nAnswer:"

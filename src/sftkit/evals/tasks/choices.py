@@ -18,16 +18,7 @@ from typing import Any, NamedTuple
 
 from sftkit.errors import ConfigError, DataError
 from sftkit.evals.task import Choices, ExampleScores, Likelihoods, Message, Task, each
-from sftkit.evals.tasks.data import (
-    DRAWN,
-    CheckedRow,
-    DatasetSplit,
-    Read,
-    conversation,
-    drawn_shots,
-    settings_of,
-    shot_rows,
-)
+from sftkit.evals.tasks import data
 
 CHOICE_LETTERS = string.ascii_uppercase
 ASK_FOR_LETTER = "Answer with the letter of the right option only."
@@ -70,7 +61,7 @@ class Item(NamedTuple):
 # ---- from a row to an item -------------------------------------------------------------------------------------------
 
 
-def science(row: CheckedRow, question: str, form: str = "{}") -> Item:
+def science(row: data.CheckedRow, question: str, form: str = "{}") -> Item:
     """Return a row of ARC or OpenBookQA as an item. Its `choices` are {"text": [...], "label": [...]}, and its
     `answerKey` is one of the labels (A to E, or 1 to 5)."""
     options = row["choices"]
@@ -83,17 +74,17 @@ def science(row: CheckedRow, question: str, form: str = "{}") -> Item:
     return Item(form.format(question), question, texts, (labels.index(answer),))
 
 
-def arc(row: CheckedRow, format: str) -> Item:
+def arc(row: data.CheckedRow, format: str) -> Item:
     """Return a row of ARC as an item."""
     return science(row, row.text("question"), "Question: {}\nAnswer:")
 
 
-def openbookqa(row: CheckedRow, format: str) -> Item:
+def openbookqa(row: data.CheckedRow, format: str) -> Item:
     """Return a row of OpenBookQA as an item."""
     return science(row, row.text("question_stem"))
 
 
-def hellaswag(row: CheckedRow, format: str) -> Item:
+def hellaswag(row: data.CheckedRow, format: str) -> Item:
     """Return a row of HellaSwag as an item: four endings of a text."""
     context = f"{row.text('ctx_a')} {row.text('ctx_b').capitalize()}"
     start, *endings = map(_cleaned, (f"{row.text('activity_label')}: {context}", *row.texts("endings")))
@@ -106,14 +97,14 @@ def _cleaned(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def piqa(row: CheckedRow, format: str) -> Item:
+def piqa(row: data.CheckedRow, format: str) -> Item:
     """Return a row of PIQA as an item: which of two ways works."""
     goal = row.text("goal")
     ways = row.text("sol1"), row.text("sol2")
     return Item(f"Question: {goal}\nAnswer:", goal, ways, (row.number("label", 2),))
 
 
-def boolq(row: CheckedRow, format: str) -> Item:
+def boolq(row: data.CheckedRow, format: str) -> Item:
     """Return a row of BoolQ as an item. The answer is column `label` (0, 1) as in SuperGLUE, or `answer` (false,
     true) as in BoolQ itself."""
     question = f"{row.text('passage')}\nQuestion: {row.text('question')}?"
@@ -121,7 +112,7 @@ def boolq(row: CheckedRow, format: str) -> Item:
     return Item(f"{question}\nAnswer:", question, ("no", "yes"), (row.number(column, 2),))
 
 
-def mmlu(row: CheckedRow, format: str) -> Item:
+def mmlu(row: data.CheckedRow, format: str) -> Item:
     """Return a row of MMLU as an item. In a completion the options stand in the prompt, and a letter continues it."""
     question = row.text("question").strip()
     options = row.texts("choices")
@@ -132,7 +123,7 @@ def mmlu(row: CheckedRow, format: str) -> Item:
     return Item(f"{question}\n{lines}Answer:", question, shown, (row.number("answer", 4),))
 
 
-def truthfulqa(row: CheckedRow, format: str, column: str) -> Item:
+def truthfulqa(row: data.CheckedRow, format: str, column: str) -> Item:
     """Return a row of TruthfulQA as an item, by column mc1_targets or mc2_targets, or by the authors' own columns: the
     best answer or all correct answers before all incorrect ones."""
     if column in row:
@@ -159,7 +150,7 @@ def truthfulqa(row: CheckedRow, format: str, column: str) -> Item:
     return Item(f"Q: {question}\nA:", question, [options[i] for i in order], gold)
 
 
-def _answers(row: CheckedRow, column: str) -> list[str]:
+def _answers(row: data.CheckedRow, column: str) -> list[str]:
     """Return the answers of a cell, which semicolons separate."""
     answers = [answer.strip() for answer in row.text(column).split(";") if answer.strip()]
     if not answers:
@@ -174,7 +165,7 @@ def _answers(row: CheckedRow, column: str) -> list[str]:
 class Design:
     """What makes one task with choices different from the others."""
 
-    item: Callable[[CheckedRow, str], Item]
+    item: Callable[[data.CheckedRow, str], Item]
     "row, format -> item"
     hub: str
     subset: str | None = None
@@ -211,35 +202,35 @@ DESIGNS = {
 
 
 def build(
-    name: str, read: Read, shots: int | None, format: str, max_examples: int | None
+    name: str, read: data.Read, shots: int | None, format: str, max_examples: int | None
 ) -> Task[Choices, Likelihoods]:
     """Return the task. `shots` None: no shots, as lm-evaluation-harness does unless told otherwise."""
     design = DESIGNS[name]
     shots = shots or 0
-    drawn: Sequence[Sequence[CheckedRow]]
-    rows = read(DatasetSplit(design.files or (f"{name}_{design.split}",), design.hub, design.subset, design.split))
+    drawn: Sequence[Sequence[data.CheckedRow]]
+    rows = read(data.DatasetSplit(design.files or (f"{name}_{design.split}",), design.hub, design.subset, design.split))
     # Shots never come from the examples that are asked. Those of MMLU are of the example's subject.
     train = "dev" if name == "mmlu" else "train"
-    shots_split = DatasetSplit((f"{name}_{train}",), design.hub, design.subset, train)
-    pool = shot_rows(name, shots_split, read, shots, spare=int(design.one_more))
+    shots_split = data.DatasetSplit((f"{name}_{train}",), design.hub, design.subset, train)
+    pool = data.shot_rows(name, shots_split, read, shots, spare=int(design.one_more))
     if name == "mmlu":
         chosen = _spread_over_subjects(rows, max_examples)
         of_subject = _shots_by_subject(rows, pool, shots)
         drawn = [of_subject[row.text("subject")] for row in chosen]
-        settings = settings_of(rows, format, max_examples, shots, pool, "the subject's first ones")
+        settings = data.settings_of(rows, format, max_examples, shots, pool, "the subject's first ones")
         if max_examples is not None:
             settings["selection"] = f"{max_examples}, spread evenly over the subjects"
     else:
         chosen = rows[:max_examples]
-        drawn = list(drawn_shots(pool, chosen, shots, format, one_more=design.one_more))
-        settings = settings_of(rows, format, max_examples, shots, pool, DRAWN[format])
+        drawn = list(data.drawn_shots(pool, chosen, shots, format, one_more=design.one_more))
+        settings = data.settings_of(rows, format, max_examples, shots, pool, data.DRAWN[format])
     examples = tuple(_example(name, row, of_row, format) for row, of_row in zip(chosen, drawn, strict=True))
     metric = "acc" if format == "chat" and design.metric == "acc_norm" else design.metric
     chance = sum(len(one.gold) / len(one.continuations) for one in examples) / len(examples)
     return Task(name, examples, JUDGES[metric], metric, chance, settings)
 
 
-def _example(name: str, row: CheckedRow, shots: Sequence[CheckedRow], format: str) -> Choices:
+def _example(name: str, row: data.CheckedRow, shots: Sequence[data.CheckedRow], format: str) -> Choices:
     """Return an example. Format completion: which choice continues the prompt best; shots stand before it with their
     first right choice. Format chat: which letter the assistant answers with; shots are earlier turns."""
     design = DESIGNS[name]
@@ -248,7 +239,7 @@ def _example(name: str, row: CheckedRow, shots: Sequence[CheckedRow], format: st
     if format == "chat":
         if len(item.choices) > len(CHOICE_LETTERS):
             raise DataError(f"{row.where}: {len(item.choices)} choices, and 26 letters for them")
-        prompt = conversation([(_options(shot), CHOICE_LETTERS[shot.gold[0]]) for shot in shown], _options(item))
+        prompt = data.conversation([(_options(shot), CHOICE_LETTERS[shot.gold[0]]) for shot in shown], _options(item))
         texts = continuations = tuple(CHOICE_LETTERS[: len(item.choices)])
     else:
         preamble = design.preamble.format(topic=row.get("subject", "").replace("_", " "))
@@ -275,7 +266,7 @@ def _options(item: Item) -> str:
     return "\n".join([item.question, "", *lines, "", ASK_FOR_LETTER])
 
 
-def _spread_over_subjects(rows: Sequence[CheckedRow], max_examples: int | None) -> list[CheckedRow]:
+def _spread_over_subjects(rows: Sequence[data.CheckedRow], max_examples: int | None) -> list[data.CheckedRow]:
     """Return the first rows of every subject, as evenly many as possible, in the order of the file."""
     seen: dict[str, count[int]] = defaultdict(count)
     # (how many of the subject came before, place in the file): sorted, it goes round the subjects.
@@ -284,10 +275,10 @@ def _spread_over_subjects(rows: Sequence[CheckedRow], max_examples: int | None) 
 
 
 def _shots_by_subject(
-    rows: Sequence[CheckedRow], pool: Sequence[CheckedRow], shots: int
-) -> dict[str, list[CheckedRow]]:
+    rows: Sequence[data.CheckedRow], pool: Sequence[data.CheckedRow], shots: int
+) -> dict[str, list[data.CheckedRow]]:
     """Return subject -> its first `shots` rows of the pool."""
-    found: dict[str, list[CheckedRow]] = {row.text("subject"): [] for row in rows}
+    found: dict[str, list[data.CheckedRow]] = {row.text("subject"): [] for row in rows}
     for row in pool:
         found.setdefault(row.text("subject"), []).append(row)
     for subject in sorted({row["subject"] for row in rows}):
