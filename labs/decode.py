@@ -33,7 +33,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from sftkit.models.kinds import kind_of
 from transformers import AutoTokenizer, PreTrainedModel
 
 from labs.pages import decode_tables
@@ -45,6 +44,7 @@ from sftkit.data.types import EncoderInputs, Row
 from sftkit.generation import decode as rows_of_batches
 from sftkit.generation.decode import Batching, Decoding, generate
 from sftkit.generation.kv_cache import StaticStep, fixed_layers
+from sftkit.models.kind import kind_of
 from sftkit.models.load import from_scratch
 from sftkit.models.vision import PIXELS, VisionToText
 from sftkit.ops.attention import implementation

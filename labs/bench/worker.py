@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sftkit.models.kinds import check_causal, kind_of
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from labs.bench.machine import ClockSamples
@@ -26,6 +25,7 @@ from sftkit.data.batches.loader import Batches
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
+from sftkit.models.kind import check_causal, kind_of
 from sftkit.models.load import DTYPES, scratch_config
 from sftkit.models.structure import count_parameters, vocab_size
 from sftkit.models.tokenizer import base_tokenizer

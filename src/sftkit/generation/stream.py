@@ -15,7 +15,7 @@ from sftkit.data.tokens import chat
 from sftkit.data.tokens.template import template_of
 from sftkit.data.types import Row
 from sftkit.generation.repl import Sampling
-from sftkit.models.generation_config import stop_ids
+from sftkit.models.load import stop_ids
 from sftkit.models.structure import quiet_routers
 from sftkit.rundir.names import RECIPE
 

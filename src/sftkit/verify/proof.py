@@ -20,7 +20,7 @@ from sftkit.engine.step import has_dropout, worst_case_batch
 from sftkit.errors import RecompileError
 from sftkit.models.structure import decoder_blocks, from_last
 from sftkit.objectives.objective import ModelWithLoss
-from sftkit.ops.attention_choice import eager_backend
+from sftkit.ops.attention import eager_backend
 from sftkit.optim.protocol import parameters_of
 from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.wrap import as_whole

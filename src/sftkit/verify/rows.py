@@ -17,7 +17,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.data.tokens.chat import PromptedTargets
 from sftkit.data.types import Examples
 from sftkit.models import files
-from sftkit.models.kinds import kind_of
+from sftkit.models.kind import kind_of
 from sftkit.models.structure import inference, positions, vocab_size
 from sftkit.parallel.fsdp import reshard
 from sftkit.parallel.tensor import without_sequence_parallel
