@@ -49,7 +49,7 @@ both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 TESTED = {
     ("checkpoint/states.py", "to_host"): 1,
     ("data/batches/epoch.py", "assign_rows"): 1,
-    ("engine/plain.py", "PlainModel._whole"): 1,
+    ("verify/plain.py", "PlainModel._whole"): 1,
     ("generation/kv_cache.py", "FixedLayer.update"): 1,
     ("graph/parallel/experts.py", "_"): 6,
     ("models/weights.py", "fill_with_memory"): 1,

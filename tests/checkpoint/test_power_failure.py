@@ -246,7 +246,7 @@ def latest_first(self: Writer, step: int, temporary: Path, files: Entries) -> No
 
 def pruned_first(self: Writer, step: int, temporary: Path, files: Entries) -> None:
     (self.run_dir / LATEST).unlink(missing_ok=True)
-    prune(self.run_dir, 1, None)
+    prune(self.run_dir, 1)
     for folder in step_dirs(self.run_dir):
         remove(folder)
     PUBLISH(self, step, temporary, files)

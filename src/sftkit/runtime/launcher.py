@@ -119,7 +119,7 @@ def check_launcher(environ: Mapping[str, str]) -> str | None:
             return None
         return (
             "warning: MASTER_ADDR is set as for several processes, but no launcher says how many: this one trains "
-            "alone. accelerate launch --cpu --num_processes N starts one process; several on CPUs: torchrun, or "
+            "alone. With --cpu --num_processes N accelerate launch starts one process; several on CPUs: torchrun, or "
             "--config_file accelerate_configs/cpu_ddp.yaml"
         )
     lines = []
