@@ -167,6 +167,7 @@ def test_nothing_in_the_files_becomes_markup(run: Path) -> None:
     assert page.text.count(EVIL) > 100
     assert f"train/loss{EVIL}" in page.text
     card = ModelCard.load(run / "step-000300" / "README.md")
+    assert "AutoImageProcessor" not in card.text, "a model of texts has no pictures"
     assert card.data.library_name == "transformers"
     assert "&lt;script&gt;" in card.text
     assert not re.search("<script|<img", card.text)

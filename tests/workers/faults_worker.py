@@ -55,6 +55,12 @@ def settings(run_dir: str, overrides: list[str]) -> Config:
     return read_config(recipe, overrides)
 
 
+def tokenize_slowly(row: Row, tokenizer: Any, max_length: int) -> Tokenized:
+    Path(f"{os.environ['FAULT_RUN_DIR']}.tokenizing{os.getpid()}").touch()
+    time.sleep(1000)
+    raise AssertionError
+
+
 def load(fault: str, run_dir: str, cfg: Config, rt: runtime.Runtime) -> None:
     """What goes wrong while model and data are loaded."""
     if fault == "loading":
@@ -65,12 +71,7 @@ def load(fault: str, run_dir: str, cfg: Config, rt: runtime.Runtime) -> None:
         time.sleep(1000)
     if fault == "tokenizing":
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=os.environ["FAULT_TOKENIZER"])
-
-        def tokenize_slowly(row: Row, tokenizer: Any, max_length: int) -> Tokenized:
-            Path(f"{run_dir}.tokenizing{os.getpid()}").touch()
-            time.sleep(1000)
-            raise AssertionError
-
+        os.environ["FAULT_RUN_DIR"] = run_dir
         load_examples(cfg.data, RowTokenizer(tokenize_slowly, tokenizer, 8), rt.main_first())
 
 
