@@ -125,6 +125,18 @@ def test_dense_sdpa_equals_a_loop_over_documents_when_rows_hold_one(heads: tuple
     check("sdpa", [[256], [100], [1]], heads=heads, tolerance=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_scores_are_scaled_by_the_factor_of_the_layer_and_by_no_other(backend: str) -> None:
+    query, key, value, _ = inputs(1, 4, 2, 64, "cpu")
+    documents = document_boundaries(make_batch([[256]], 256), backend)
+
+    def attended(factor: float, scaling: float | None) -> torch.Tensor:
+        return attend(torch.nn.Module(), factor * query, key, value, None, scaling=scaling, documents=documents)[0]
+
+    assert relative_error(attended(1.0, 1.0), attended(64**0.5, None)) < 1e-5
+    assert relative_error(attended(1.0, 0.25), attended(2.0, 0.125)) < 1e-5
+
+
 @pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_blocks_of_flex_are_those_that_the_mask_touches(rows: list[list[int]]) -> None:
     doc_ids = make_batch(rows).doc_ids
