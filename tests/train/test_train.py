@@ -7,17 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import cpu_runtime, make_layout_of
 from looped import LENGTHS, NoCheckpoints, proof_rows, run
 
-from sftkit.config.schema import (
-    CompileConfig,
-    EvalConfig,
-    LossConfig,
-)
+from sftkit.config.schema import CompileConfig, EvalConfig, LossConfig, OptimConfig
+from sftkit.engine.blocks import Blocks
 from sftkit.errors import RecompileError
 from sftkit.train.saves import first_evaluation_due
+from sftkit.verify.counts import plain_rates
 from sftkit.verify.replicas import Replicas
 
 
@@ -123,6 +122,22 @@ def test_a_start_that_finds_training_finished_leaves_the_proof_of_it_alone(tmp_p
     assert (tmp_path / "trained/proof.json").exists()
     run(tmp_path / "done", compile=plain, evaluates=False, from_step=5, steps=5)
     assert not (tmp_path / "done/proof.json").exists()
+
+
+def test_each_step_is_made_with_its_own_learning_rate(tmp_path: Path, monkeypatch) -> None:
+    used = list[float]()
+    step_of = Blocks.step
+
+    def step(self: Blocks, batches: Any, lr: float, **more: Any) -> Any:
+        used.append(lr)
+        return step_of(self, batches, lr, **more)
+
+    monkeypatch.setattr(Blocks, "step", step)
+    run(tmp_path / "run", compile=CompileConfig(enabled=False), evaluates=False, steps=20)
+    expected = plain_rates(np.arange(1, 21), 20, OptimConfig(name="adamw", lr=1e-2))
+    assert used == pytest.approx(expected.tolist(), rel=1e-9)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["train/lr"] for line in lines] == [used[line["step"] - 1] for line in lines]
 
 
 def test_comparing_replicas_before_a_step_is_kept_is_no_training_time(tmp_path: Path, monkeypatch) -> None:
