@@ -147,7 +147,7 @@ def test_comparing_replicas_before_a_step_is_kept_is_no_training_time(tmp_path: 
     def check(_: Replicas, step: int, *, is_kept: bool) -> None:
         if is_kept:
             kept.append(step)
-            time.sleep(1.0)
+            time.sleep(2.5)
 
     monkeypatch.setattr(Replicas, "check", check)
     states = list[dict[str, Any]]()
@@ -156,9 +156,9 @@ def test_comparing_replicas_before_a_step_is_kept_is_no_training_time(tmp_path: 
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert (kept, [line["step"] for line in lines]) == ([6, 7], [5, 7])
     assert trained.train_seconds is not None
-    assert trained.train_seconds < 1.0
-    assert 2 * lines[-1]["perf/step_seconds"] < 1.0
+    assert trained.train_seconds < 2.5
+    assert 2 * lines[-1]["perf/step_seconds"] < 2.5
     # Nor of what is saved with the step, which a resumed run goes on from.
     (saved,) = states
-    assert saved["progress"]["seconds"] < 1.0
-    assert saved["window"]["meter"]["seconds"] < 1.0
+    assert saved["progress"]["seconds"] < 2.5
+    assert saved["window"]["meter"]["seconds"] < 2.5
