@@ -81,9 +81,9 @@ class CompiledStep(StaticStep):
         kept = [x for layer in layers for x in (layer.keys, layer.values)]
         # What is written has to stay where it is to be recorded, and what is read would be copied for each replay
         for tensor in (self._tokens, self._at, self._mask, self._positions, self._order, *kept):
-            torch._dynamo.mark_static_address(tensor, guard=False)  # other addresses, of the next batch: recorded anew
+            torch._dynamo.mark_static_address(tensor, guard=False)  # the next batch is recorded again
         self._attending = implementation(self._orig_model, IMPLEMENTATION)
-        self._attending.__enter__()  # until this is let go with its batch: to set it for each step takes milliseconds
+        self._attending.__enter__()  # released with its batch: setting it for each step costs milliseconds
 
     def __call__(self) -> torch.Tensor:
         """Return the tokens after the present ones, int64 [B, 1]."""
@@ -329,7 +329,7 @@ def measure(tokenizer: Any, questions: Path, sizes: Sizes, keep: Callable[[dict[
 
 
 def break_off_after(seconds: int) -> None:
-    """End what is under way when so many seconds are over."""
+    """Stop the work after n seconds."""
 
     def break_off(*_: Any) -> None:
         raise TimeoutError(f"broken off: {seconds} s were over")

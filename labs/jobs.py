@@ -1,7 +1,7 @@
 """The job runner of all labs: processes with a log, a time limit and an end that leaves nothing behind; of a bench plan
 one run after the other, with --ahead each started while the one before it is at work. No torch in this file.
 
-python -m labs.jobs JOB.json HOLD      a run that imports what it needs, and waits until it is let go"""
+python -m labs.jobs JOB.json HOLD      a run that imports what it needs, and waits until it is released"""
 
 from __future__ import annotations
 
@@ -180,17 +180,17 @@ class Hold:
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Let those who wait go on."""
+        """Release the waiting processes."""
         self._file.write(_GO)
         self.close()
 
     def close(self) -> None:
-        """End the wait: those who were not let go end. Does nothing the second time."""
+        """End the wait; processes that were not released exit. A second call does nothing."""
         self._file.close()
 
 
 def wait_for(hold: Path) -> bool:
-    """Wait until the bench lets this process go on. Return whether it did; False: it has ended."""
+    """Wait until the bench releases this process. Return whether it did; False: the bench has ended."""
     try:
         with hold.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -255,7 +255,7 @@ def modules_of(job: Job) -> list[str]:
 
 
 def _run(job: Job, hold: Path) -> int | None:
-    """Run the job once this process is let go. Return the exit code; None: 0."""
+    """Run the job once this process is released. Return the exit code; None: 0."""
     if not wait_for(hold):
         print_text("not begun: the bench that started this process has ended")
         return 1
@@ -271,12 +271,12 @@ class Started:
     job: Job
     command: Logged
     since: float
-    "time.perf_counter() when it began: when it was started, or let go"
+    "time.perf_counter() when it began: when it was started, or released"
     hold: Hold | None
     "what its processes have waited for; None: it was not started ahead"
 
     def let_go(self) -> None:
-        """Let processes go on that wait."""
+        """Release the waiting processes."""
         if self.hold is not None:
             self.since = time.perf_counter()
             self.hold.release()

@@ -66,7 +66,7 @@ def main() -> int:
 def run(lab: str, processes: int, only: list[str] | None, *, ahead: bool = False) -> bool:
     """Run the runs of a plan that need no more processes, and keep their results; whether one of them failed."""
     plan = Path(os.path.relpath(BENCHMARKS / lab / "plan.yaml"))
-    kept_results(BENCHMARKS / lab)  # what does not belong there is refused before hours of runs
+    kept_results(BENCHMARKS / lab)  # rejects foreign results before hours of runs
     out = Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
     jobs = read_jobs(plan, out, only)
     fit = [job.name for job in jobs if job.processes <= processes]

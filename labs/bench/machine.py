@@ -41,7 +41,7 @@ class ClockSamples:
         return self
 
     def start(self) -> None:
-        """Begin, in a thread of its own."""
+        """Start sampling in a separate thread."""
         if self._device.type == "cuda":
             self._thread = threading.Thread(target=self._sample, name="clock samples", daemon=True)
             self._thread.start()
@@ -50,7 +50,7 @@ class ClockSamples:
         while not self._ended.wait(SECONDS):
             try:
                 clock, power = torch.cuda.clock_rate(self._device), torch.cuda.power_draw(self._device)
-            # The package is missing, or the driver does not say, by an exception of NVML's: a bench goes on without.
+            # NVML's package is missing, or its driver does not report these values: a bench continues without them.
             except Exception:
                 return
             self._samples.append((float(clock), power / 1e3))

@@ -155,7 +155,7 @@ class DataPlan:
 
 @settings
 class Steps:
-    """How long a run is. What is timed is total - warm_up, in windows of so many steps."""
+    """The length of a run. Its last total - warm_up steps are timed, in windows of n steps."""
 
     total: Positive
     warm_up: NonNegative
@@ -187,7 +187,7 @@ class RunPlan:
     worker: str | None = None
     "a script beside the plan that trains in the project's place; null: sftkit"
     options: dict[str, Any] = field(default_factory=dict)
-    "what that script is told"
+    "arguments of that script"
 
     @property
     def started(self) -> Processes:
@@ -367,7 +367,7 @@ _OWN = {
 
 @settings
 class Job(RunPlan):
-    """One run, resolved: all that its process is told."""
+    """One resolved run: everything that its process needs."""
 
     fields: dict[str, Any]
     "of the transformers config that `model` names"
@@ -404,8 +404,7 @@ def read_jobs(path: Path, out: Path, only: list[str] | None = None) -> list[Job]
     Raises:
         ConfigError: every problem of the plan, one a line, with file and key.
     """
-    # Problems between the parts of the plan first: a run of a plan that contradicts itself would be refused for reasons
-    # that follow from that.
+    # Report contradictions within the plan first: they would reject its runs for reasons that only follow from them.
     plan = read_plan(path)
     if plan.data.lengths is not None:  # a path that holds anywhere
         lengths = str((path.parent / plan.data.lengths).absolute())
@@ -468,7 +467,7 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
     own = [f"{path}: run {run.name}: {key}: is not set here, {reason}" for key, reason in _OWN.items() if key in flat]
     if own:
         raise ConfigError("\n".join(own))
-    # A row of another layout holds one document: data.row_length would be refused there.
+    # A row of another layout holds one document, so data.row_length would be rejected.
     packed = flat.get("data.layout", "packed") == "packed"
     filled = {
         "data.max_length": _cap(plan.data),
@@ -485,7 +484,7 @@ def _config(plan: BenchPlan, run: RunPlan, steps: Steps, path: Path, out: Path) 
         for parent in parents:
             tree = tree.setdefault(parent, {})
         tree[last] = value
-    # Read as a file, so that it is checked as every recipe is; problems are told where the plan has them.
+    # Read it as a file, so that it is checked as every recipe is. Errors name the place in the plan.
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
         recipe.write_text(render_yaml(sections))

@@ -1,4 +1,4 @@
-"""Run a bench plan: every run in a process of its own, results written after each, a table at the end.
+"""Run a bench plan: each run in a separate process, its results written when it ends, a table last.
 
 python -m labs.bench PLAN.yaml [--out DIR] [--only NAME ...] [--ahead]
 python -m labs.bench --report results.json"""

@@ -220,7 +220,7 @@ DATA, PAGE = "explain.json", "explain.html"
 
 def main() -> int:
     """Explain what the words name, and return the exit code."""
-    args, cfg = parse()  # whatever is wrong with words and recipe is refused here, before torch is imported
+    args, cfg = parse()  # rejects mistakes in arguments and recipe before torch is imported
     return run_explain(args, cfg)
 
 

@@ -159,7 +159,7 @@ class Saved:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Count, inside, what is saved until it is freed, and note the most of it anew."""
+        """Count saved tensors within the context until they are freed, with a new peak."""
         self.max_alive = self.alive
         # What unpacks returns the tensor itself, so the backward pass computes the same.
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor):

@@ -314,7 +314,7 @@ def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None
 
 
 def judge_again(path: Path, ledger: Ledger | None) -> dict[str, Any]:
-    """Judge the runs of an earlier validation.json by today's criteria, and write the pages beside it anew.
+    """Judge the runs of an earlier validation.json by today's criteria, and write the pages next to it again.
 
     Raises:
         ConfigError: the file is not there, or holds no finished runs.

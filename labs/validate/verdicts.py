@@ -398,7 +398,7 @@ def record_validation(result: Mapping[str, Any], path: Path) -> str:
     for entry in found:
         if problem := problem_of(entry):
             raise ConfigError(f"--record: {entry['layout']}, {entry['processes']} processes: {problem}")
-    # Read anew: another validation may have written to it since this one began.
+    # Read it again: another validation may have written to it since this one began.
     known = read_ledger(path)
     new = [e for e in found if not any(same(old, e) and old["date"] == e["date"] for _, old in known)]
     if not new:
