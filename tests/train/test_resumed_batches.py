@@ -66,7 +66,7 @@ def test_another_global_batch_is_refused_until_it_is_named_and_then_keeps_the_pl
         start(cut, tokenizer, resume="auto", layout="fixed", batch=4)
     text = str(refused.value)
     assert "  train.global_batch_size: 8 in the checkpoint, 4 in this run\n" in text
-    assert "the documents that this epoch still has to take make batches of that size" in text
+    assert "the remaining documents of this epoch make batches of that size" in text
     assert text.endswith("or allow the change with train.resume_changes=[train.global_batch_size]")
     now = start(cut, tokenizer, resume="auto", layout="fixed", batch=4, changes=("train.global_batch_size",))
     assert "train.global_batch_size is now 4 (was 8): the documents" in capsys.readouterr().out
