@@ -320,7 +320,7 @@ def test_a_replica_that_cannot_fit_its_gpu_is_told_the_config_that_cuts_it(
 @pytest.mark.parametrize(
     ("topology", "optimizer", "gpu_gib", "ways"),
     [
-        (Topology(), "adamw", 80, "Take optim.name=adamw_sr, or optim.name=adamw8bit"),
+        (Topology(), "adamw", 80, "Use optim.name=adamw_sr, or optim.name=adamw8bit"),
         (Topology(), "auto", 24, "accelerate_configs/fsdp2.yaml on 3 such GPUs or more"),
         (Topology(replicas=8), "auto", 24, "accelerate_configs/fsdp2.yaml on 3 such GPUs or more"),
         (Topology(shards=2, sharded=True), "auto", 24, "accelerate_configs/fsdp2.yaml on 3 such GPUs or more"),
@@ -396,7 +396,7 @@ def test_what_a_resumed_run_keeps_is_not_offered_for_it() -> None:
 
 def test_an_automatic_optimizer_has_to_be_named_on_resume() -> None:
     resume = explanation(recipe(), qwen3("0.6B"), packed(rows=64))[-1]  # it fits with less: auto is adamw then
-    assert resume.endswith("together with optim.name=adamw_sr, because auto may now mean another optimizer")
+    assert resume.endswith("together with optim.name=adamw_sr (auto may now mean another)")
 
 
 def test_settings_in_use_are_not_offered_again() -> None:

@@ -208,11 +208,7 @@ def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, optim: OptimConfig) -> 
     settings = [setting for remedy in best for setting in remedy.on_resume]
     if not settings:
         return "These settings cannot change in a resumed run: start a new one"
-    named = (
-        f" together with optim.name={plan.optim.name}, because auto may now mean another optimizer"
-        if optim.name == "auto"
-        else ""
-    )
+    named = f" together with optim.name={plan.optim.name} (auto may now mean another)" if optim.name == "auto" else ""
     return f"The newest checkpoint can be resumed (train.resume=auto) with {' or '.join(settings)}{named}"
 
 
