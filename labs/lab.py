@@ -35,9 +35,11 @@ def main() -> int:
     """Run the labs, or take in their results, and rebuild their tables."""
     known = sorted(plan.parent.name for plan in BENCHMARKS.glob("lab_*/plan.yaml"))
     words = Parser((__doc__ or "").partition("\n\n")[0], prog=running("make lab"))
-    words.add_argument("labs", nargs="*", metavar="LAB", help=f"these: {', '.join(known)}; all that this machine can")
+    words.add_argument(
+        "labs", nargs="*", metavar="LAB", help=f"these labs: {', '.join(known)}; default: all that this machine can run"
+    )
     words.add_argument("--only", nargs="+", metavar="RUN", help="these runs of one lab")
-    words.add_argument("--ahead", action="store_true", help="start each run while the one before it is at work")
+    words.add_argument("--ahead", action="store_true", help="start each run during the previous one")
     words.add_argument("--take", nargs="+", type=path, default=(), metavar="FILE", help="take in results.json files")
     words.add_argument("--tables", action="store_true", help="only rebuild the tables")
     args = words.parse_args()
@@ -64,7 +66,9 @@ def main() -> int:
 
 
 def run(lab: str, processes: int, only: list[str] | None, *, ahead: bool = False) -> bool:
-    """Run the runs of a plan that need no more processes, and keep their results; whether one of them failed."""
+    """Run the runs of a plan that need no more processes than this, and keep their results; return whether one
+    failed.
+    """
     plan = Path(os.path.relpath(BENCHMARKS / lab / "plan.yaml"))
     kept_results(BENCHMARKS / lab)  # rejects foreign results before hours of runs
     out = Path("runs/lab") / f"{lab}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -76,7 +80,7 @@ def run(lab: str, processes: int, only: list[str] | None, *, ahead: bool = False
     try:
         keep(BENCHMARKS / lab, results)
     except ConfigError as error:
-        # The other labs still run, and these results lie in the folder of the runs.
+        # The other labs still run, and these results are in the folder of the runs.
         print_text(f"{lab}: not in the tables: {error}", level="error")
         return True
     return any(row["error"] for row in results["runs"])
