@@ -1,15 +1,15 @@
-"""The compile lab: run what this machine can of the plans benchmarks/lab_*/plan.yaml, and rebuild the tables of \
+"""The compile lab: run the plans benchmarks/lab_*/plan.yaml that this machine supports, and rebuild the tables of \
 docs/compile_lab.md.
 
 make lab                                      without a GPU benchmarks/lab_cpu alone, some minutes
-make lab ARGS="lab_layouts lab_gpt2"          these
-make lab ARGS='lab_captioning --only packed'  these runs of one
-make lab ARGS=--ahead                         each run imports while the one before it is at work
-make lab ARGS="--take FILE"                   results.json of a bench that ran elsewhere, on whatever machine
-make lab ARGS=--tables                        the tables alone, from the results that are there
+make lab ARGS="lab_layouts lab_gpt2"          these labs
+make lab ARGS='lab_captioning --only packed'  these runs of one lab
+make lab ARGS=--ahead                         each run imports during the previous one
+make lab ARGS="--take FILE"                   results.json of a bench that ran elsewhere, on any machine
+make lab ARGS=--tables                        only the tables, from existing results
 
-Results of a plan lie in results/ beside it, once its runs have ended: raw, with machine, versions and commit;
-labs/tables.py says how those of several machines and calls come together.
+The results of a plan are in results/ next to it, once its runs have ended: raw, with machine, versions and commit.
+labs/tables.py explains how results of several machines and calls are combined.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> int:
     for file in args.take:
         results = read_bench_results(file, "--take")
         if (lab := plan_name(Path(results["plan"]))) not in known:
-            raise ConfigError(f"--take: {file}: of {results['plan']}, which is no plan of a lab")
+            raise ConfigError(f"--take: {file}: of {results['plan']}, which is not the plan of a lab")
         print_text(f"{file}: into {keep(BENCHMARKS / lab, results)}")
     for lab in () if args.tables or args.take else args.labs or [lab for lab in known if (lab == CPU) == (gpus == 0)]:
         failed |= run(lab, max(gpus, 1), args.only, ahead=args.ahead)

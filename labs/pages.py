@@ -305,7 +305,7 @@ def figure(rows: dict[str, ResultRow], device: str) -> str:
     )
 
 
-# ---- benchmarks/lab_captioning, beside what was published ----
+# ---- benchmarks/lab_captioning, next to published results ----
 
 BASELINE = "dynamic eager"
 PUBLISHED = {

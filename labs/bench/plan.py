@@ -224,7 +224,7 @@ class BenchPlan:
     runs: tuple[RunPlan, ...]
     ablations: Ablations | None = None
     timeout_seconds: Positive = 900
-    "of one run"
+    "for each run"
 
 
 def slug(name: str) -> str:
@@ -295,7 +295,7 @@ def between_runs(plan: BenchPlan, runs: list[RunPlan]) -> Iterator[str]:
     yield from (f'runs: "{name}" is given {n} times' for name, n in Counter(names).items() if n > 1)
     for folder, n in Counter(slug(name) for name in dict.fromkeys(names)).items():
         if n > 1:
-            yield f'runs: {n} names would share the folder "{folder}": tell them apart by letters or digits'
+            yield f'runs: {n} names would share the folder "{folder}": give them different letters or digits'
     if plan.ablations:
         yield from (f"ablations.of: {text}" for text in not_runs([plan.ablations.of], names))
     documents = plan.data.documents

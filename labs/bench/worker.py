@@ -46,8 +46,8 @@ from sftkit.train.parts import EncodedDocuments, LoadedModel, Run, TrainServices
 
 
 def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
-    """Return chat-like documents: Zipf tokens, with a prompt that is not trained first unless all tokens are targets;
-    lengths are lognormal, or from a file.
+    """Return chat-like documents of Zipf tokens. Unless all tokens are targets, each begins with a prompt without
+    targets. Lengths are lognormal, or from a file.
 
     A document that takes n positions has n + 1 tokens. Loss falls from log(vocab_size) towards the tokens' entropy.
 

@@ -313,7 +313,7 @@ _MAX_CHARACTERS = 4000
 "Maximum size of a tensor written into the script; the script draws longer ones at random."
 _TIMEOUT_SECONDS = 600
 
-NEEDS_SFTKIT = "# Needs sftkit beside torch and transformers: this module attends with sftkit's own function."
+NEEDS_SFTKIT = "# Needs sftkit next to torch and transformers: this module attends with sftkit's own function."
 SCRIPT_HEAD = '''"""{title}: {name}
 {where}
 

@@ -160,8 +160,7 @@ def _bisected(rows: list[dict[str, Any]]) -> Html:
         "The smallest module at fault",
         html_table(["a module that", "which", "what was found", "confirmed", "script"], cells, text=(1, 2, 3, 4)),
         trees,
-        lead="From the top down: a module's parts are asked, each compiled by itself, where the whole of it has the "
-        "fault.",
+        lead="Searched from the top down: if the whole has the fault, each of its parts is tested, compiled alone.",
     )
 
 
@@ -169,7 +168,7 @@ def _tree(row: dict[str, Any]) -> list[Html]:
     """Return the list of tested modules and the script, both folded."""
     asked = [[step["module"], step["found"] or "nothing"] for step in row["steps"]]
     title = f"{row['title']}: {counted(len(asked), 'module')} asked"
-    parts = [folded(title, html_table(["module, compiled by itself", "found"], asked, text=(1,)))]
+    parts = [folded(title, html_table(["module, compiled alone", "found"], asked, text=(1,)))]
     if row["text"]:
         parts.append(folded(f"{row['title']}: the script", el("pre", row["text"])))
     return parts
@@ -256,7 +255,7 @@ def _pays(pays: dict[str, Any]) -> Html:
     return section(
         "pays",
         "When does compiling help?",
-        bars(compared, "Times as fast as eager; the line across is what is claimed"),
+        bars(compared, "Times as fast as eager; the line across each bar is the claim"),
         el("p", _BUSY, class_="warning") if any(row["busy"] for row in pays["rows"]) else None,
         html_table(heads, cells),
         lead=f"Measured on {pays['machine']}, {pays['backend']}. Other machines and sizes give other ratios.",
@@ -267,7 +266,7 @@ def _labs(labs: dict[str, Any]) -> list[Html]:
     kernels = [
         [el("code", k["name"]), k["kind"], k["launches"], ", ".join(k["aten"])] for k in labs["softmax"]["kernels"]
     ]
-    keys = "keys with a kernel for it, in the order in which they are asked; autocast only where it is on"
+    keys = "keys with a kernel for it, in the order in which they are asked; autocast only if it is on"
     calls = [[el("code", "· " * c["depth"] + c["name"]), ", ".join(c["keys"]) or "-"] for c in labs["dispatch"]]
     broken = [[r["name"], r["broken"], r["mended"], r["remedy"], "; ".join(r["reasons"])] for r in labs["breaks"]]
     losses = [[r["name"], r["graphs"], r["breaks"], r["recompiles"]] for r in labs["loss"]]

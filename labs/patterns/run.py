@@ -1,5 +1,5 @@
-"""Train a small transformer on one, two and four processes of this CPU in every layout; say what each rank holds, \
-sends, waits for.
+"""Train a small transformer on one, two and four processes of this CPU in every layout, and report what each rank \
+holds, sends and waits for.
 
 python -m labs.patterns [--out FILE.json] [--processes N ...]
 python -m labs.patterns --show FILE.json"""

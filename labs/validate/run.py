@@ -241,9 +241,7 @@ def parse(description: str | None) -> Namespace:
     parser.add_argument(
         "--ledger", type=path, metavar="FILE", help="earlier results (benchmarks/ledger.jsonl if there)"
     )
-    parser.add_argument(
-        "--record", action="store_true", help="append what was found to the ledger if everything passes"
-    )
+    parser.add_argument("--record", action="store_true", help="append the result to the ledger if everything passes")
     parser.add_argument("--out", type=path, help="a new folder (runs/validate/RECIPE-TIME)")
     args = parser.parse_intermixed_args()
     if (args.recipe is None) == (args.judge is None):

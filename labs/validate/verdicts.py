@@ -469,7 +469,7 @@ def key_words(plan: Mapping[str, Any]) -> list[str]:
 
 
 def check_portable(words: Iterable[str]) -> None:
-    """Refuse words that others cannot read or should not.
+    """Reject words that other users cannot read or must not see.
 
     Raises:
         ConfigError: the first word with an absolute path or with what looks like a secret.

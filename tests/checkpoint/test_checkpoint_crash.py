@@ -339,7 +339,7 @@ def test_a_checkpoint_whose_json_has_another_form_is_skipped_for_the_one_before(
 def evil_bytes(kind: str) -> bytes:
     buffer = io.BytesIO()
     if kind == "another form":
-        torch.save({"python": [1, 2], "torch": "not a tensor"}, buffer)
+        torch.save({"python": [1, 2], "torch": "no tensor"}, buffer)
     if kind == "half a file":
         torch.save({"python": list(range(10_000))}, buffer)
         return buffer.getvalue()[:-500]

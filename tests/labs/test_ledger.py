@@ -239,7 +239,7 @@ def test_appending_leaves_every_line_as_it_was_also_one_without_an_end(ledger: P
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda entry: "{", "no JSON"),
+        (lambda entry: "{", "not JSON"),
         (lambda entry: "[1]", "not a JSON object"),
         (lambda entry: json.dumps({k: v for k, v in entry.items() if k != "steps"}), "it lacks steps"),
         (lambda entry: json.dumps(entry | {"speed": 1}), "unknown: speed"),

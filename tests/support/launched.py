@@ -58,7 +58,7 @@ class Terminal:
 
 
 def own_terminal() -> None:
-    """In a new process that leads a session: make its standard input the terminal of the session."""
+    """Make the standard input of a new process, which leads a session, the terminal of that session."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -113,7 +113,7 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
         if problem is None:
             return folder
         log.warning("checkpoint skipped: %s", problem)
-        # Also on success: the run records why it did not resume from its newest checkpoint.
+        # Recorded even if an older one verifies: the run explains why it does not resume from its newest checkpoint.
         skipped.append(f"checkpoint skipped: {problem}")
     # Checkpoints exist but none verifies: a person must decide what to give up.
     if skipped:
@@ -169,7 +169,7 @@ _ROWS = ("kind", "row_lengths", "max_length", "docs_per_row", "pad_multiple")
 _MIDDLE = 256
 "Number of values compared of each encoder input, from its middle."
 STRETCHES = ("rows.global_batch_size", "rows.budget_rows")
-"Fields that may change, of checkpoints from before plan segments."
+"Fields that may change if the checkpoint is older than plan segments."
 
 
 def run_identity(

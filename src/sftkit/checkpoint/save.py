@@ -97,7 +97,7 @@ def remove(folder: Path) -> None:
 
 
 def sweep(run_dir: Path) -> None:
-    """Delete partial files of a killed process, half written or half deleted."""
+    """Delete the partial files that a killed process left, half written or half deleted."""
     for pattern in rundir.UNFINISHED:
         for folder in run_dir.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
@@ -128,7 +128,7 @@ def read_best(run_dir: Path) -> Best | None:
     try:
         folder, line = (run_dir / rundir.BEST).read_text().splitlines()[:2]
         metric, value = line.rsplit(" ", 1)
-        # A start that was interrupted while it archived later steps may have left the name of an archived one.
+        # A start that was interrupted while archiving later steps may have left the name of an archived checkpoint.
         return Best(folder, metric, float(value)) if (run_dir / folder).is_dir() else None
     except (OSError, ValueError):
         return None

@@ -200,7 +200,7 @@ def index_of(folder: Path) -> dict[str, str]:
     names = json_object(path).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise ConfigError(f"{path}: cannot read weights: no weight_map of names to files. {COPY_AGAIN}")
-    # The index came with the model: a name with a folder in it could read any file on this machine.
+    # The index came with the model: a file name with a folder in it could read any file on this machine.
     outside = [file for file in names.values() if Path(file).name != file]
     if outside:
         raise ConfigError(f"{path}: {outside[0]!r} leads out of the folder; use the model's own files")

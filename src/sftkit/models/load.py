@@ -472,7 +472,7 @@ def settle_generation_config(orig_model: PreTrainedModel, tokenizer: PreTrainedT
     generation.eos_token_id = list(dict.fromkeys([*ends, *start]))
     if more := [i for i in generation.eos_token_id if i not in ends]:
         words = first_of([f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in more])
-        log.info("generation also stops at %s, as the start model's generation_config says", words)
+        log.info("generation also stops at %s, because the start model's generation_config lists it", words)
 
 
 def stop_ids(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

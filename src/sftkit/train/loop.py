@@ -291,7 +291,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 step_batches = next(steps)
                 monitor.meter.waited(time.perf_counter() - started)
 
-                # Step: forward, backward, update. The host should not wait for the device here; `syncs` counts it.
+                # Step: forward, backward, update. The host should not wait for the device here; `syncs` counts such
+                # waits.
                 status.at(step, "step")
                 lr = learning_rate(step, total_steps, cfg.optim)
                 stop_requested = rt.stopping.stop_requested()

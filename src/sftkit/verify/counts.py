@@ -242,7 +242,7 @@ class FirstWindow:
                 of_query = seen if keys is None else (seen - 1) % keys + 1 if chunked else np.minimum(seen, keys)
                 self._pairs += layers * int(of_query.sum())
         self._targets += targets
-        # Ranks that share rows have parts of them.
+        # Ranks that share rows each hold a part of every row.
         shapes = [batch.shape for batch in step_batches.micro_batches]
         self._positions += sum(rows * columns for rows, columns in shapes) * self._rt.topology.ranks_per_row
         self._losses.append(

@@ -1,9 +1,9 @@
 """The plain model, the reference for ours: transformers' own modules, made from the start files, with each document
 alone through their forward pass and torch's loss.
 
-It never reuses the trained model's loading, so losses in that loading become visible. Weights are not stored twice: a
-parameter of the trained model whose samples equal the files lends its memory, any other is read from the files. Files
-on the host are mapped, not copied.
+The plain model is never the trained model, so that a weight lost while loading the latter shows up. Weights are not
+stored twice: a parameter of the trained model whose samples equal the files lends its memory, any other is read from
+the files. Files on the host are mapped, not copied.
 """
 
 from __future__ import annotations

@@ -312,7 +312,7 @@ class FirstUpdate:
             deviations = abs(off) / max(deviation, 1e-30)
             words += f"; rounded updates are {1 + off / squares:.3f} of torch's ({deviations:.1f} deviations)"
             good = good and not (deviations > DEVIATIONS and abs(off) / squares > RATIO)
-        return Check(_UPDATE, good, words, f"below {LIMIT:.0e} beyond the rounding of what is stored", _HOW)
+        return Check(_UPDATE, good, words, f"below {LIMIT:.0e} beyond the rounding of stored values", _HOW)
 
 
 _UPDATE = "First update is that of torch's optimizer"
