@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from labs.explain.bisect import BisectAnswer
     from labs.explain.subject import Subject
 
-DESCRIPTION = """Explain what the compiler does with a model: where its graph breaks and why, which module is to blame, \
-which kernels it generates.
+DESCRIPTION = """Explain what the compiler does with a model: where and why its graph breaks, which module is to blame, which \
+kernels it generates.
 
   sftkit explain recipes/default/base.yaml               breaks and recompiles, by three instruments
   sftkit explain recipes/default/base.yaml --bisect      the smallest module that breaks, recompiles or differs, as a \
@@ -39,7 +39,8 @@ script
   sftkit explain --labs                                  small experiments on this machine
 
 The model has random weights and is fed random tokens in rows of the recipe's shape: no weights and no data are read.
-The results are written as a page, explain.html, and as explain.json. Exit code 1: a graph breaks, or a module is at fault."""
+The results are written as a page, explain.html, and as explain.json.
+Exit code 1: a graph breaks, or a module is at fault."""
 
 
 def parse() -> tuple[Namespace, Config | None]:

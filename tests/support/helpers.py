@@ -175,7 +175,7 @@ def torchrun(processes: int, file: str, *args: str, timeout: float = 200, gpus: 
     """Run a file of tests/workers/ on some ranks, with gloo or a GPU each, as under torchrun. Ranks that deadlock
     fail.
     """
-    # cuBLAS needs it to give the same bits, for workers that ask for determinism.
+    # cuBLAS needs this setting to give the same bits, for workers that ask for determinism.
     device = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if gpus else {"ACCELERATE_USE_CPU": "true"}
     env = {**os.environ, "PYTHONPATH": preloaded.PYTHONPATH, "OMP_NUM_THREADS": "1", **device}
     done = preloaded.run([f"tests/workers/{file}", *args], processes, env, timeout, forked=not gpus)

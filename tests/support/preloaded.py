@@ -184,7 +184,7 @@ def server() -> Server:
 def serve() -> dict[str, Any]:
     """Import, then fork a process for each line of stdin. Returns only in the forks, with their orders."""
     for name in PRELOADED:
-        with suppress(ModuleNotFoundError):  # datasets: reads local files without it
+        with suppress(ModuleNotFoundError):  # datasets is optional: local files are read without it
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # memory shared with the forks stays in place

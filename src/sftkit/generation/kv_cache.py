@@ -102,7 +102,7 @@ def new_cache(orig_model: PreTrainedModel, max_length: int) -> Cache:
     """
     if mixes_tokens(orig_model):
         return DynamicCache(config=orig_model.config)
-    # Cache creates each layer at its first update by calling this; transformers expects a class
+    # Cache calls this to create each layer at its first update; transformers expects a class
     own = Cache(layer_class_to_replicate=partial(FixedLayer, max_length))  # type: ignore[arg-type]
     return EncoderDecoderCache(own, DynamicCache()) if orig_model.config.is_encoder_decoder else own
 

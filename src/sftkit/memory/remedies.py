@@ -32,7 +32,7 @@ class Remedy(NamedTuple):
     saved_bytes: int
     "bytes saved by its best value"
     on_resume: tuple[str, ...]
-    "those of its values that a resumed run may use"
+    "values of the setting that a resumed run may use"
 
 
 Option = tuple[str, EstimateInputs]

@@ -230,7 +230,7 @@ def attention_windows(orig_model: PreTrainedModel) -> Counter[AttentionWindow] |
 
 @dataclass(frozen=True)
 class Work:
-    """Counts of the work of steps."""
+    """The work of one or more steps, as counts."""
 
     tokens: int
     targets: int

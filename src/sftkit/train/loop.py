@@ -328,7 +328,7 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                     values = {"train/lr": lr, "train/epoch": step_batches.epoch}
                     trained.metrics = log_window(monitor, engine, services, status, values)
                     checks += end.reported(window.check(trained.metrics), rt)
-                    collect(1)  # young objects only, and here, where the ranks have just waited for each other
+                    collect(1)  # collect young objects only, and here, where the ranks have just waited for each other
 
                 # Compare replicas every few steps, and before weights are kept, which is a pause. The device is idle
                 # then, so the time of no step includes it.

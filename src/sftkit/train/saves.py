@@ -28,8 +28,8 @@ class Due:
     """The actions after a step, in this order."""
 
     window: bool
-    """keep the open window for the checkpoint before a line that is only due to a stop closes it: a resumed run then
-    writes the same lines as an uninterrupted one
+    """keep the open window for the checkpoint: a line that is due only because of a stop would close it, but a
+    resumed run must write the same lines as an uninterrupted one
     """
     log: bool
     save: bool
