@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from labs.explain.bisect import BisectAnswer
     from labs.explain.subject import Subject
 
-DESCRIPTION = """Explain what the compiler does with a model: where and why its graph breaks, which module is to blame, which \
-kernels it generates.
+DESCRIPTION = """Explain what the compiler does with a model: where and why its graph breaks, which module is to blame, \
+which kernels it generates.
 
   sftkit explain recipes/default/base.yaml               breaks and recompiles, by three instruments
   sftkit explain recipes/default/base.yaml --bisect      the smallest module that breaks, recompiles or differs, as a \
