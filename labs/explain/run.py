@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from labs.explain.bisect import BisectAnswer
     from labs.explain.subject import Subject
 
-DESCRIPTION = """Explain what the compiler does with a model: where and why its graph breaks, which module is to blame, \
+DESCRIPTION = """Explain what the compiler does with a model: where and why its graph breaks, which module is guilty, \
 which kernels it generates.
 
   sftkit explain recipes/default/base.yaml               breaks and recompiles, by three instruments

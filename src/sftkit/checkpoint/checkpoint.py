@@ -274,9 +274,8 @@ class Checkpoints:
         # 63 bits: a non-negative int64
         seed_everything(random_key(seed, state["step"], self.rt.rank) >> 1)
         self.rt.print(
-            f"resumed on {self.rt.world_size} process(es) ({self.rt.topology.describe()}) from a checkpoint of "
-            f"{there[0]} ({there[1]}): optimizer states are redistributed, random states derived from seed, step and "
-            "rank"
+            f"resumed on {self.rt.world_size} process(es) ({self.rt.topology.describe()}) from {there[0]} "
+            f"({there[1]}): optimizer states are redistributed, random states derived from seed, step and rank"
         )
 
     def archive_later_steps(self, step: int) -> None:

@@ -120,8 +120,7 @@ def _newest(run_dir: Path, skipped: list[str]) -> Path | None:
         lines = "\n  ".join(skipped)
         raise ConfigError(
             f"train.resume=auto: no checkpoint in {run_dir} verifies:\n  {lines}\nName a complete one "
-            "(train.resume=PATH), or start from scratch with train.resume=null: this run is then renamed, not "
-            "overwritten"
+            "(train.resume=PATH), or start a new run with train.resume=null: this one is then renamed, not overwritten"
         )
     return None
 

@@ -61,9 +61,7 @@ def parse(description: str | None) -> Namespace:
     )
     parser.add_argument("--prompt", help="one question; print the answer and exit")
     parser.add_argument("--system", help="system message")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="sampling temperature, such as 0.7; 0: the likeliest token (0)"
-    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="for sampling, say 0.7; 0: likeliest token (0)")
     parser.add_argument(
         "--top-p",
         type=float,

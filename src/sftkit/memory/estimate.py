@@ -402,9 +402,7 @@ def _of_weights(s: EstimateInputs) -> list[CollectiveTraffic]:
     """
     t, m, width, count = s.topology, s.shape, BYTES[s.precision], s.layout.accumulation
     body, shards = (m.parameters - m.ends) / t.tensor, t.shards * t.context
-    gathers = (
-        (1, 1) if s.sharding.keep_weights else (2 * count, count)
-    )  # embedding and head are not gathered again in the backward pass
+    gathers = (1, 1) if s.sharding.keep_weights else (2 * count, count)  # ends: only in the forward pass
     times = 1 if s.sharding.keep_gradients else count
     traffic = []
     parts = (("shards", shards, body, gathers[0]), ("ends", shards * t.tensor, m.ends, gathers[1]))

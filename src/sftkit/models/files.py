@@ -157,8 +157,7 @@ def _quantized(where: str, method: str) -> str:
     return (
         f"{where}: the weights are quantized ({method}), and only plain bf16, fp16 or fp32 weights are trained. "
         "Start from the model before it was quantized (often the same name without -FP8, -AWQ, -GPTQ or -bnb-4bit), "
-        "or de-quantize it with transformers (from_pretrained, model.dequantize(), save_pretrained) and use that "
-        "folder"
+        "or de-quantize it with transformers (from_pretrained, model.dequantize(), save_pretrained) and use it"
     )
 
 
@@ -250,9 +249,7 @@ def header_of(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot read weights: not a safetensors file ({error}). {COPY_AGAIN}") from error
     if end != size:
-        raise ConfigError(
-            f"{path}: cannot read weights: the file has {size:,} bytes, its header needs {end:,}. {COPY_AGAIN}"
-        )
+        raise ConfigError(f"{path}: cannot read weights: {size:,} bytes, but its header needs {end:,}. {COPY_AGAIN}")
     return tensors
 
 

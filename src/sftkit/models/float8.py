@@ -45,9 +45,8 @@ def apply_fp8(
         odd += ["of any length"] if layout.dynamic and layout.micro_batch_size * layout.pad_multiple % multiple else []
         if odd:
             raise ConfigError(
-                f"train.fp8={train.fp8}: float8 products need micro-batches of a multiple of {multiple} positions, "
-                f"and this layout has {', '.join(odd)}: set data.max_length, data.row_length or data.pad_multiple to "
-                "such a multiple"
+                f"train.fp8={train.fp8}: float8 products need micro-batches of a multiple of {multiple} positions, but "
+                f"this layout has {', '.join(odd)}: set such data.max_length, data.row_length or data.pad_multiple"
             )
         number = convert_to_fp8(orig_model, train.fp8, rt.device, rt.precision, compile=compile.enabled)
         rt.print(f"{number} linear layers compute in float8, {train.fp8}")

@@ -177,8 +177,7 @@ def full_model(path: str, precision: str, options: dict[str, object]) -> PreTrai
     if trained is config and (unused := loading_info["unexpected_keys"]):
         name = type(orig_model).__name__
         _warn_once(
-            f"{path}: {name} has no weight named {first_of(sorted(unused))}, so these weights are neither "
-            "trained nor saved"
+            f"{path}: {name} has no weight named {first_of(sorted(unused))}, so these are neither trained nor saved"
         )
     # If tied weights differ in the files, transformers leaves them untied and removes them only from this table.
     tied = orig_model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -222,8 +221,7 @@ def untie(orig_model: PreTrainedModel, own: Set[str], path: str) -> None:
     config = orig_model.config
     tied = orig_model.get_expanded_tied_weights_keys(all_submodels=True)
     where = (
-        f"{path}: tie_word_embeddings is true, but {first_of(sorted(own))} differs in the files from the weight it "
-        "is tied to"
+        f"{path}: tie_word_embeddings is true, but in the files {first_of(sorted(own))} differs from its tied weight"
     )
     if own != tied.keys() or config.is_encoder_decoder:
         raise ConfigError(

@@ -267,9 +267,7 @@ def train_flops(orig_model: PreTrainedModel, work: Work) -> float:
     of_decoder = float(per_pair) * config.num_hidden_layers * work.tokens * length
     flops += 6.0 * counted.encoder * encoded * length + of_decoder
     heads = own.num_attention_heads
-    width = heads * (
-        getattr(own, "head_dim", None) or own.hidden_size // heads
-    )  # in T5 sometimes different from the hidden size
+    width = heads * (getattr(own, "head_dim", None) or own.hidden_size // heads)  # may differ from hidden size in T5
     return flops + 12.0 * width * own.num_hidden_layers * encoded * length**2
 
 

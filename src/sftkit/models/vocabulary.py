@@ -268,6 +268,4 @@ def describe_padding(orig_model: PreTrainedModel) -> str | None:
     if not padding_rows(orig_model):
         return None
     rows = embedding_of(orig_model).shape[0]
-    return (
-        f"vocabulary padded from {vocab_size(orig_model):,} to {rows:,} rows of zeros, excluded from logits and files"
-    )
+    return f"vocabulary padded from {vocab_size(orig_model):,} to {rows:,} rows: zeros, not in logits and files"

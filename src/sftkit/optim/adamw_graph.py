@@ -41,10 +41,7 @@ def one_by_one(operator: Callable[..., Tensor], *lists: Tensors) -> list[Tensor]
     return [operator(*values) for values in zip(*lists, strict=True)]
 
 
-EACH: dict[str, Each] = {
-    "compiled": one_by_one,
-    "foreach_map": cast(Each, foreach_map),
-}  # torch has no type annotations for it
+EACH: dict[str, Each] = {"compiled": one_by_one, "foreach_map": cast(Each, foreach_map)}  # torch has no types here
 
 
 # Pointwise functions of flat tensors, as foreach_map requires; a clip of nan changes nothing.

@@ -588,9 +588,8 @@ def gradients_check(check: GradientCheck, allowed: RoundingLimits, backend: str)
         "no limit is known for float8 products"
         if allowed.gradients is None
         else f"below {allowed.gradients:.1e} in every parameter, {allowed.scale:.0e} of the scale",
-        "short documents through this run's micro-batches, masks, loss and collectives, compiled in a declared "
-        "shape and uncompiled, against each alone through transformers and torch's cross entropy; a sample of each "
-        "parameter",
+        "short documents through this run's micro-batches, masks, loss and collectives, compiled in a declared shape "
+        "and uncompiled, against each alone through transformers and torch's cross entropy; a sample of each parameter",
     )
 
 

@@ -96,9 +96,7 @@ def shapes_check(shapes: ShapeCounts, layout: Layout) -> Check:
         declared = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
         seen = ", ".join(f"{rows} x {length}: {count:,}" for (rows, length), count in sorted(shapes.seen.items()))
     found = f"{seen or 'none'}; {shapes.undeclared:,} undeclared"
-    how = (
-        "the tensors of every micro-batch of the run, each against the shapes that its start declared, on the main rank"
-    )
+    how = "the tensors of every micro-batch of the run, against the shapes that its start declared, on the main rank"
     return Check("Only declared shapes", shapes.undeclared == 0 if shapes.seen else None, found, declared, how)
 
 
