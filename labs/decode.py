@@ -256,8 +256,8 @@ def written(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, li
 
 
 def speed(task: Task, way: Way, rows: int, new_tokens: int) -> tuple[Texts, dict[str, Any]]:
-    """Measure a first call and later ones, the first of which may still record; return (the texts, the
-    measurements).
+    """Measure a first call and later ones, the first of which may still record; return (the texts,
+    the measurements).
     """
     (texts, first), later = written(task, way, rows, new_tokens), list[tuple[Texts, list[float]]]()
     began = time.perf_counter()

@@ -223,8 +223,8 @@ def in_background() -> Iterator[None]:
 
 
 def can_go_back() -> bool:
-    """Return whether this process may raise its priority after lowering it, which needs CAP_SYS_NICE or a user limit
-    (RLIMIT_NICE).
+    """Return whether this process may raise its priority after lowering it, which needs CAP_SYS_NICE or a user
+    limit (RLIMIT_NICE).
     """
     if sys.platform != "linux":  # on other systems a priority belongs to the whole process, so a test could lose it
         return False

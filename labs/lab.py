@@ -66,8 +66,8 @@ def main() -> int:
 
 
 def run(lab: str, processes: int, only: list[str] | None, *, ahead: bool = False) -> bool:
-    """Run the runs of a plan that need no more processes than this, and keep their results; return whether one
-    failed.
+    """Run the runs of a plan that need no more processes than this, and keep their results; return
+    whether one failed.
     """
     plan = Path(os.path.relpath(BENCHMARKS / lab / "plan.yaml"))
     kept_results(BENCHMARKS / lab)  # rejects foreign results before hours of runs

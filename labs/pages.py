@@ -208,8 +208,8 @@ LAYOUT_COLUMNS = (
 
 
 def layout_tables(lab: Path) -> str:
-    """Return the table of each kind of machine below its figure: bars of two kinds in one figure would be read as a
-    comparison.
+    """Return the table of each kind of machine below its figure: bars of two kinds in one figure would be read
+    as a comparison.
     """
 
     def sections(file: Path, results: Results) -> list[str]:
@@ -451,8 +451,8 @@ COLOURS = {"computing": "#4477aa", "communicating": "#ee6677"}
 
 
 def timelines(folder: Path) -> str:
-    """Return an SVG of STRETCHES, computing above and communicating below, from each run's events kept by
-    labs.explain.kernels.
+    """Return an SVG of STRETCHES, computing above and communicating below, from each run's events
+    kept by labs.explain.kernels.
     """
     files = [json.loads((folder / "results" / f"{card}_traces.json").read_text()) for card in ("h100", "h200")]
     runs = {name: ranks for file in files for name, ranks in file["runs"].items()}

@@ -254,8 +254,8 @@ def calls_line(rows: Sequence[ResultRow]) -> str:
 
 
 def ratio(row: ResultRow, baseline: ResultRow | None) -> str:
-    """Return useful tokens/s over those of the baseline, with the baseline's name; a dash if they are of different
-    calls.
+    """Return useful tokens/s over those of the baseline, with the baseline's name; a dash if they are of
+    different calls.
     """
     # Speeds of two hosts are not compared, even with the same kind of GPU.
     if baseline and not same_call(row, baseline):

@@ -1,5 +1,5 @@
-"""Write the report of a run: report.html and report.json in its folder, and a model card next to its newest
-checkpoint.
+"""Write the report of a run: report.html and report.json in its folder, and a model card next to its
+newest checkpoint.
 
 .venv/bin/python scripts/report.py                                     the newest run under runs/
 .venv/bin/python scripts/report.py runs/default/sft

@@ -150,8 +150,8 @@ class DataPlan:
     "input for models with an encoder: a made-up text says nothing about a picture"
     seed: NonNegative = 0
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """share of each document's positions that are targets, at its end like an answer; 1: all tokens; not with
-    `lengths`
+    """share of each document's positions that are targets, at its end like an answer; 1: all tokens; not
+    with `lengths`
     """
     zipf: Annotated[float, Field(ge=0.0)] = 1.0
     """exponent of the token distribution: tokens are drawn independently, with p(rank r) ~ 1 / r**zipf over the
@@ -203,8 +203,8 @@ class RunPlan:
 
 @settings
 class Ablations:
-    """Runs that each change one run, `of`, a little: they have its steps, the name `of: label`, and `of` as their
-    baseline.
+    """Runs that each change one run, `of`, a little: they have its steps, the name `of: label`, and `of` as
+    their baseline.
     """
 
     of: str

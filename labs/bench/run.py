@@ -141,8 +141,8 @@ def run_job(job: Job, run: Callable[[Job], dict[str, Any]]) -> None:
 
 
 def write_row(job: Job, row: dict[str, Any]) -> None:
-    """Write row.json into the run's folder, for the bench to read when the processes have ended; an existing row
-    stays.
+    """Write row.json into the run's folder, for the bench to read when the processes have ended; an existing
+    row stays.
     """
     temporary = job.folder / f".row-{os.getpid()}.tmp"
     temporary.write_text(json.dumps(row, indent=1))

@@ -1,5 +1,5 @@
-"""Run one job of a plan in this process: assembled like a stage's script, with synthetic documents or those of a
-stage.
+"""Run one job of a plan in this process: assembled like a stage's script, with synthetic documents or those of
+a stage.
 
 python -m labs.bench.worker JOB.json
 """
@@ -57,8 +57,8 @@ def synthetic_documents(data: DataPlan, vocab_size: int) -> Examples:
     rng = np.random.default_rng(data.seed)
     lengths, targets = _sizes(data, rng)
     offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
-    # Draw tokens by inverse transform sampling: look a uniform number up in the cumulative probabilities of the
-    # ranks.
+    # Draw tokens by inverse transform sampling: look a uniform number up in the cumulative probabilities
+    # of the ranks.
     weights = np.arange(1, vocab_size + 1, dtype=np.float64) ** -data.zipf
     token_of_rank = rng.permutation(vocab_size).astype(np.int32)
     ids = token_of_rank[np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(int(offsets[-1])))]

@@ -96,8 +96,8 @@ def output_values(module: Any, function: Callable[..., Any], args: Any, kwargs: 
 
 
 def relative_difference(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return |value - reference| / |reference|, norms of whole tensors; infinite if shapes differ, or if only one is
-    finite.
+    """Return |value - reference| / |reference|, norms of whole tensors; infinite if shapes differ, or if only
+    one is finite.
     """
     if value.shape != reference.shape or not torch.equal(value.isfinite(), reference.isfinite()):
         return float("inf")
@@ -154,8 +154,8 @@ class BisectAnswer:
     steps: tuple[tuple[str, str | None], ...]
     "(module, its own finding), in order"
     confirmed: bool | None
-    """whether the whole has no fault when only these modules are left out of the graph; None: nothing remains without
-    them
+    """whether the whole has no fault when only these modules are left out of the graph; None: nothing remains
+    without them
     """
 
 

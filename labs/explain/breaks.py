@@ -119,8 +119,8 @@ def read_message(text: str, file: str = "?", line: int = 0) -> Break:
     Args:
         file, line: the place, if the message does not contain it.
     """
-    # The place is in the log's own header, otherwise in the user's part of the stack, whose last line is the
-    # innermost.
+    # The place is in the log's own header, otherwise in the user's part of the stack, whose last line is
+    # the innermost.
     first = re.match(r"Graph break(?: \([^)]*\))? in user code at (.*):(\d+)\n(?:Graph Break Reason: )?", text)
     if first:
         file, line, text = first[1], int(first[2]), text[first.end() :]

@@ -71,8 +71,8 @@ def kernels_in_profile() -> AbstractContextManager[None]:
 
 def dispatch_keys(tensor: torch.Tensor) -> list[str]:
     """Return the dispatch keys of a tensor in the order in which they are asked for a kernel."""
-    # Private: torch has no public view of dispatch keys (pytorch/pytorch#26207). Its text lists the lowest priority
-    # first.
+    # Private: torch has no public view of dispatch keys (pytorch/pytorch#26207). Its text lists the lowest
+    # priority first.
     keys = str(_needed(torch._C, "_dispatch_keys", "torch._C")(tensor))
     return [word.strip() for word in keys.partition("(")[2].rstrip(")").split(",") if word.strip()][::-1]
 
@@ -338,8 +338,8 @@ def kernels_of(subject: Subject, compile: CompileConfig | None, out: Path) -> di
         compile: compile section of the recipe, for scope, mode and dynamic; None: the module is compiled whole.
         out: folder; the compiler's logs go to out/compile, see docs/compile.md.
     """
-    # Eager first, before anything is compiled: a first step warms up, then operators are counted, then it is
-    # profiled.
+    # Eager first, before anything is compiled: a first step warms up, then operators are counted, then it
+    # is profiled.
     step, device = module_step(subject), next(subject.module.parameters()).device
     with working("a step in eager"):
         step()

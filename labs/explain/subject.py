@@ -232,8 +232,8 @@ def batch_of(layout: Layout, orig_model: PreTrainedModel, rows: int, row_length:
     """Return a batch [rows, row_length] of random tokens, with noise for an encoder.
 
     Args:
-        seed: None: the warm-up's batch, with the longest documents; otherwise other tokens, in documents of other
-            lengths.
+        seed: None: the warm-up's batch, with the longest documents; otherwise other tokens, in documents of
+            other lengths.
     """
     longest = min(layout.max_doc_length, row_length)
     shape, vocabulary = layout.batch_shape(rows, row_length), vocab_size(orig_model)
@@ -252,8 +252,8 @@ def other_length(row_length: int) -> int:
 
 
 def _calls(model: ModelWithLoss, batch: Batch) -> tuple[ModuleCall, ModuleCall | None]:
-    """Return the call of the decoder, with the encoder's output for noise if there is an encoder, and the call of the
-    encoder.
+    """Return the call of the decoder, with the encoder's output for noise if there is an encoder, and the call
+    of the encoder.
     """
     of_encoder: list[ModuleCall] = []
 
@@ -298,15 +298,15 @@ def _source(config: PretrainedConfig, model: ModelConfig, orig_model: PreTrained
 
 
 def of_file(words: str, device: torch.device) -> Subject:
-    """Return the subject from a function in a file, which returns (module, args) or (module, args, args of another
-    shape).
+    """Return the subject from a function in a file, which returns (module, args) or (module, args, args of
+    another shape).
 
     Args:
         words: FILE.py:FUNCTION; the function takes no arguments.
 
     Raises:
-        ConfigError: the function does not exist, fails or returns something else, or its module does not run
-            uncompiled.
+        ConfigError: the function does not exist, fails or returns something else, or its module does not
+            run uncompiled.
     """
     path, (file, _, name) = file_of(words), words.rpartition(":")
     with _failures_of(words, "importing the file"):

@@ -1,6 +1,6 @@
-"""Run cases of `make patterns` on the ranks of this process group through the training engine. The main rank writes
-what a rank holds in memory and exchanges with others, observed from outside: a dispatch mode sees every operation of
-torch.
+"""Run cases of `make patterns` on the ranks of this process group through the training engine. The main rank
+writes what a rank holds in memory and exchanges with others, observed from outside: a dispatch mode sees every
+operation of torch.
 
 One mode sees the collectives of DDP's reducer, of FSDP2 and of DTensors (functional ones), the sends of a pipeline,
 and every new tensor. Counted bytes are those of the whole tensor that the ranks of a group start or end with; `sent`

@@ -312,8 +312,8 @@ def read_pattern_results(file: Path) -> dict[str, Any]:
 
 
 def _measure(cases: list[TopologyCase], folder: Path) -> tuple[dict[str, Any], str | None]:
-    """Measure layouts with the same number of processes; return (the processes' results, the reason of a failure or
-    None).
+    """Measure layouts with the same number of processes; return (the processes' results, the reason of a
+    failure or None).
     """
     (processes,) = {case.processes for case in cases}
     out, log = folder / f"{processes}.json", folder / f"{processes}.log"

@@ -1,3 +1,3 @@
-"""Validate whether compiling a recipe makes it faster without changing its results: real runs, judged criterion by
-criterion.
+"""Validate whether compiling a recipe makes it faster without changing its results: real runs, judged criterion
+by criterion.
 """

@@ -175,8 +175,8 @@ def environment_of(processes: int, caches: Path, launch: Launch) -> dict[str, st
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(processes)]
-    # own_caches moves XDG_CACHE_HOME, which contains the hub's cache: without HF_HOME each run would download the
-    # model.
+    # own_caches moves XDG_CACHE_HOME, which contains the hub's cache: without HF_HOME each run would download
+    # the model.
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     return {
         **own_caches(caches),
@@ -280,8 +280,8 @@ LOGITS_TIMEOUT_SECONDS = 600
 
 
 def run_validation(plan: ValidationPlan, out: Path, ledger: Ledger | None = None) -> dict[str, Any]:
-    """Run all cases in separate processes and judge them, also against the ledger; write out/validation.json, .md and
-    .html.
+    """Run all cases in separate processes and judge them, also against the ledger; write out/validation.json,
+    .md and .html.
 
     Returns:
         contents of validation.json.

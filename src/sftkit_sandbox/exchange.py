@@ -110,8 +110,8 @@ class RequestAndReply:
         return json.dumps({"values": encoded, "containers": changed}).encode()
 
     def unpack(self, data: bytes) -> list[Any]:
-        """Return the values from the other side's `pack`; a malformed message raises ValueError, TypeError or another
-        Exception.
+        """Return the values from the other side's `pack`; a malformed message raises ValueError, TypeError or
+        another Exception.
         """
         message = json.loads(data)
         self.received = message["containers"]
@@ -190,8 +190,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "bool": bool,
     "str": str,
 }
-"""Operations that the tests may request on an object. Comparison is not among them: it is done in the grader's
-process.
+"""Operations that the tests may request on an object. Comparison is not among them: it is done in the
+grader's process.
 """
 
 

@@ -61,11 +61,11 @@ class Program:
         self.remotes: dict[int, Remote] = {}
 
     def ask(self, operation: str, *values: object) -> Any:
-        """Return the answer of the program's process; an exception of its code is raised here as a built-in error
-        class.
+        """Return the answer of the program's process; an exception of its code is raised here as a built-in
+        error class.
 
-        If the process is gone or its answer is not data, grading ends: no `except` of a test may handle that as an
-        error.
+        If the process is gone or its answer is not data, grading ends: no `except` of a test may handle that as
+        an error.
         """
         # A new exchange for each request: container numbers from an earlier one would let the program name lists that
         # it no longer has.
@@ -104,8 +104,8 @@ class Program:
 
 
 def rebuilt(name: str, base: str, text: str) -> BaseException:
-    """Return an error of the program as the built-in class of that name, or as a subclass of it with the program's
-    name.
+    """Return an error of the program as the built-in class of that name, or as a subclass of it with the
+    program's name.
     """
     # Looked up among the built-in classes: the program chooses among real exceptions and cannot provide a class of
     # its own.

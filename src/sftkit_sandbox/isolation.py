@@ -36,8 +36,8 @@ INSIDE_ID = 1000
 OWN_PROCESSES = 3
 "Number of our own processes (launcher, pid 1, grader): they count against the program's user and control group."
 BOX = "/box"
-"""Folder of the new root that becomes the program's root: the kernel makes no user namespace for a process in a
-chroot.
+"""Folder of the new root that becomes the program's root: the kernel makes no user namespace for a
+process in a chroot.
 """
 
 # Called by ctypes, because Python has no unshare before 3.12, nor mount, pivot_root, capset or seccomp.
@@ -113,8 +113,8 @@ def build_root(root: str, visible: list[str], mib: int) -> None:
 def enter(root: str) -> None:
     """Make `root` the whole file system: after this call no path leads outside it."""
     os.chdir(root)
-    # "." stacks the old root on the new one, and it is removed at once, so no folder is needed for it (pivot_root(2),
-    # NOTES).
+    # "." stacks the old root on the new one, and it is removed at once, so no folder is needed for it
+    # (pivot_root(2), NOTES).
     _check("pivot_root", libc.pivot_root(b".", b"."))
     _check("umount of the old root", libc.umount2(b".", MNT_DETACH))
     os.chroot(BOX)
@@ -122,8 +122,8 @@ def enter(root: str) -> None:
 
 
 def drop_privileges(user: int | None) -> None:
-    """Drop all capabilities for good; root becomes `user`, who owns nothing (None: a user namespace already did
-    that).
+    """Drop all capabilities for good; root becomes `user`, who owns nothing (None: a user namespace
+    already did that).
     """
     # First from the bounding set, while the capability for that exists; 64 is more than any kernel has, and an
     # unknown one fails alone.
@@ -154,8 +154,8 @@ def install_filter() -> None:
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Set the resource limits of grader and program: CPU seconds and MiB for each process, number of processes in
-    total.
+    """Set the resource limits of grader and program: CPU seconds and MiB for each process, number of processes
+    in total.
     """
     mib = 2**20
     processes = limits["processes"] + OWN_PROCESSES
@@ -179,8 +179,8 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def main() -> None:
-    """Build the isolation, fork, wait. The program can import only the standard library, wherever this package is
-    installed.
+    """Build the isolation, fork, wait. The program can import only the standard library, wherever this package
+    is installed.
     """
     # The folder of this package, which `programs` appended for this import.
     sys.path.pop()
@@ -196,8 +196,8 @@ def main() -> None:
 
 def launch(spec: dict[str, Any]) -> NoReturn:
     """Run the outside process: build the namespaces and the root, start pid 1, wait for it."""
-    # The caller's umask could keep the sandbox's user out of the folders made below; this process ends, so nothing is
-    # restored.
+    # The caller's umask could keep the sandbox's user out of the folders made below; this process ends, so
+    # nothing is restored.
     os.umask(0o022)
     # If sftkit is killed, this process must not survive with a program in it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -222,8 +222,8 @@ def launch(spec: dict[str, Any]) -> NoReturn:
 def first_process(spec: dict[str, Any], user: int | None) -> NoReturn:
     """Run pid 1 of the namespaces: enter the root, drop privileges, start the grader, end with it."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # In this order: entering needs privileges, and limits come last, because building needs more than a program may
-    # use.
+    # In this order: entering needs privileges, and limits come last, because building needs more than a program
+    # may use.
     enter(spec["root"])
     drop_privileges(user)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user has cleared it

@@ -17,8 +17,8 @@ LIMITS = {
     "cgroup2": {"memory.max": "{bytes}", "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "{processes}"},
     "cgroup": {"memory.limit_in_bytes": "{bytes}", "memory.memsw.limit_in_bytes": "{bytes}"},
 }
-"""File system -> file -> its content. The first file must exist; the others exist only if swap or processes are
-counted.
+"""File system -> file -> its content. The first file must exist; the others exist only if swap or
+processes are counted.
 """
 _PATIENCE_SECONDS = 2.0
 "Longest wait for the kernel to release the ended processes of a group."
@@ -40,8 +40,8 @@ def group(mib: int, processes: int) -> Iterator[Path | None]:
 
 @cache
 def parent() -> Path | None:
-    """Return the control group in which this process can create and join groups that limit memory; None if there is
-    none.
+    """Return the control group in which this process can create and join groups that limit memory; None if
+    there is none.
     """
     return next((folder for folder in candidates() if works(folder)), None)
 

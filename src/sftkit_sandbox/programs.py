@@ -1,5 +1,5 @@
-"""Run model-written programs without network and without files of this machine, with limited memory, time and
-processes.
+"""Run model-written programs without network and without files of this machine, with limited memory, time
+and processes.
 
 Linux namespaces and a filter of system calls isolate them: docs/evaluation.md lists what they protect and what they
 do not. On a machine without them nothing runs: there is no weaker mode. `check_sandbox` tries each protection before
@@ -184,8 +184,8 @@ def python() -> str:
 
 
 def read_verdict(pipe: IO[bytes], deadline: float) -> tuple[bytes, bool]:
-    """Return the data that arrives until the pipe closes or exceeds the limit, and whether that was before
-    `deadline`.
+    """Return the data that arrives until the pipe closes or exceeds the limit, and whether that was
+    before `deadline`.
     """
     said = b""
     # poll instead of select(2), which fails for descriptors from 1024 on: a process with many workers has them.

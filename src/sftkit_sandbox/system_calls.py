@@ -137,8 +137,8 @@ def filter_of(machine: str) -> bytes:
     place, kernels_name = MACHINES[machine]
     no = REFUSE | errno.EPERM
     unknown = REFUSE | errno.ENOSYS
-    # Another machine's numbers end the process; the 32-bit table and new calls do not exist; then come the rejected
-    # calls.
+    # Another machine's numbers end the process; the 32-bit table and new calls do not exist; then come the
+    # rejected calls.
     steps = [step(LOAD, MACHINE), step(EQUALS, kernels_name, 1, 0), step(RETURN, KILL), step(LOAD, CALL_NUMBER)]
     steps += [step(AT_LEAST, X32, 0, 1), step(RETURN, unknown)]
     steps += [answered(number, ALLOW) for number in NEW.values()]

@@ -172,8 +172,8 @@ def cpu_runtime() -> Runtime:
 
 
 def torchrun(processes: int, file: str, *args: str, timeout: float = 200, gpus: bool = False) -> None:
-    """Run a file of tests/workers/ on some ranks, with gloo or a GPU each, as under torchrun. Ranks that deadlock
-    fail.
+    """Run a file of tests/workers/ on some ranks, with gloo or a GPU each, as under torchrun. Ranks that
+    deadlock fail.
     """
     # cuBLAS needs this setting to give the same bits, for workers that ask for determinism.
     device = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if gpus else {"ACCELERATE_USE_CPU": "true"}

@@ -63,8 +63,8 @@ def own_terminal() -> None:
 
 
 class LaunchedRun:
-    """A process tree in its own session: a launcher, its ranks and their children; ranks and torch's compilers leave
-    it.
+    """A process tree in its own session: a launcher, its ranks and their children; ranks and torch's compilers
+    leave it.
     """
 
     process: subprocess.Popen[str] | preloaded.Process
@@ -165,8 +165,8 @@ class LaunchedRun:
         assert not self.dir.exists()
 
     def check_stopped(self, status: str, number: str, checkpoints: int = 1) -> int:
-        """Check that the run ended on request with complete checkpoints, the newest at its last step. Returns the
-        step.
+        """Check that the run ended on request with complete checkpoints, the newest at its last step. Returns
+        the step.
         """
         step = self.check_ended(status, number)["step"]
         folders = step_dirs(self.dir)

@@ -44,8 +44,8 @@ class Words:
 
 
 def made(fields: dict[str, Any], seed: int = 0) -> PreTrainedModel:
-    """A new model from load_model; its cross-attention scores are spread out, because those of new models hardly
-    differ.
+    """A new model from load_model; its cross-attention scores are spread out, because those of new models
+    hardly differ.
     """
     orig_model = from_scratch(fields, Words(), seed)  # type: ignore[arg-type]
     kind_of(orig_model.config).prepare(orig_model, Words())  # type: ignore[arg-type]
@@ -57,8 +57,8 @@ def made(fields: dict[str, Any], seed: int = 0) -> PreTrainedModel:
 
 
 def captions(orig_model: PreTrainedModel, lengths: Sequence[int], shared: bool = False) -> Examples:
-    """Documents of these lengths with an encoder input for each; with `shared`, two successive documents have the
-    same.
+    """Documents of these lengths with an encoder input for each; with `shared`, two successive documents have
+    the same.
     """
     inputs = kind_of(orig_model.config).made_up_inputs(orig_model, len(lengths), TEXT_LENGTH)
     assert inputs is not None

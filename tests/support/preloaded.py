@@ -1,5 +1,5 @@
-"""Start processes with everything imported, for tests of the behaviour of ranks and scripts rather than of their
-start.
+"""Start processes with everything imported, for tests of the behaviour of ranks and scripts rather than of
+their start.
 
 A fresh Python takes 5 to 10 seconds of CPU to import torch, transformers and datasets. Here one process imports them
 and forks the others, each in its own session, with the arguments, environment, standard streams and exit of `python
@@ -222,8 +222,8 @@ def tell(what: dict[str, int]) -> None:
 
 
 def launch(order: dict[str, Any]) -> dict[str, str]:
-    """Act as a launcher: fork the ranks, pass signals on, end all if one fails. Returns only in the ranks, with their
-    variables.
+    """Act as a launcher: fork the ranks, pass signals on, end all if one fails. Returns only in the ranks, with
+    their variables.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

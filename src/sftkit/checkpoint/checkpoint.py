@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Checkpoints:
-    """Save and restore everything that a run needs to continue exactly. Every rank has an instance and calls the same
-    methods.
+    """Save and restore everything that a run needs to continue exactly. Every rank has an instance and calls
+    the same methods.
     """
 
     run_dir: Path
@@ -104,8 +104,8 @@ class Checkpoints:
         return [self._writer.ended.get() for _ in range(self._writer.ended.qsize())]
 
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
-        """Record the metrics of an evaluation: the checkpoint of that step is kept if it is the best so far
-        (checkpoint.best).
+        """Record the metrics of an evaluation: the checkpoint of that step is kept if it is the best so
+        far (checkpoint.best).
         """
         metric = self.config.best
         value = values.get(metric) if metric else None

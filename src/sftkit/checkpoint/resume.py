@@ -55,8 +55,8 @@ def find_checkpoint(run_dir: Path, setting: str | None, rt: Runtime) -> ResumeCh
     """Return the checkpoint that `setting` refers to, the same on all ranks; every rank calls it.
 
     Args:
-        setting: null starts a new run; "auto" chooses the newest directory whose manifest verifies; otherwise a
-            directory.
+        setting: null starts a new run; "auto" chooses the newest directory whose manifest verifies;
+            otherwise a directory.
 
     Raises:
         ConfigError: the named checkpoint does not verify, or none of the existing ones does.
@@ -149,8 +149,8 @@ _FIXED = (
 )
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")
-"""Keys of optim that are not compared: the states show whether optim.name fits; the others only choose how it is
-computed.
+"""Keys of optim that are not compared: the states show whether optim.name fits; the others only choose how it
+is computed.
 """
 LENGTH = ("train.max_steps", "train.epochs")
 CHANGED = {

@@ -71,8 +71,8 @@ def write_manifest(folder: Path, step: int, files: Entries) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Rename a flushed directory: readers see a complete checkpoint or none, even after a power failure."""
     flush(temporary / rundir.MANIFEST)
-    # Directories hold the names of files: without this flush a power failure could keep the rename and lose the
-    # files.
+    # Directories hold the names of files: without this flush a power failure could keep the rename and
+    # lose the files.
     for path in (*(p for p in temporary.rglob("*") if p.is_dir()), temporary):
         flush(path)
     if final.exists():  # the same step of an earlier start, whose later steps were archived
@@ -147,8 +147,8 @@ def higher_is_better(metric: str) -> bool:
 
 
 def is_better(new: Best, old: Best | None) -> bool:
-    """Return whether a value beats the best so far. NaN is never better, and a value of another metric does not
-    count.
+    """Return whether a value beats the best so far. NaN is never better, and a value of another metric
+    does not count.
     """
     if math.isnan(new.value):
         return False
@@ -241,8 +241,8 @@ class Writer:
         with self._lock:
             if (self.run_dir / best.folder).is_dir():
                 self._record(best)
-            # An evaluation may end before the checkpoint of its step is published: BEST must not name a missing
-            # directory.
+            # An evaluation may end before the checkpoint of its step is published: BEST must not name a
+            # missing directory.
             elif self._writing is not None and best.folder == rundir.step_dir(self.run_dir, self._writing).name:
                 self._best_in_writing = best
 
@@ -296,8 +296,8 @@ class Writer:
             mine: tuple[T | None, str | None] = (do(), None)
         except Exception as error:
             mine = (None, reason(error))
-        # A failure is sent like a result: a rank that raised earlier would leave the others waiting for hours
-        # (SLOWEST).
+        # A failure is sent like a result: a rank that raised earlier would leave the others waiting for
+        # hours (SLOWEST).
         gathered: list[Any] = [mine]
         if self._group is not None:
             gathered = [None] * self.rt.world_size

@@ -91,11 +91,11 @@ def snapshot_states(tensors: Mapping[str, torch.Tensor], rank: int, world_size: 
     for position, (name, tensor) in enumerate(tensors.items()):
         if isinstance(tensor, DTensor):
             local = tensor.to_local()
-            # A rank without a part of a short dimension writes nothing; a tensor that is empty everywhere has an
-            # entry.
+            # A rank without a part of a short dimension writes nothing; a tensor that is empty everywhere has
+            # an entry.
             if _writes_shard(tensor) and (local.numel() or not tensor.numel()):
-                # The position of a local shard in the whole tensor: documented for checkpoint writers
-                # (pytorch/pytorch#144100).
+                # The position of a local shard in the whole tensor: documented for checkpoint
+                # writers (pytorch/pytorch#144100).
                 (chunk,) = tensor.__create_chunk_list__()
                 mine[name] = HostShard(to_host(local), tuple(chunk.offsets), tensor.shape)
         # Round-robin, so that all ranks share the writing of replicated tensors.
@@ -232,8 +232,8 @@ def load_states(
 
 
 def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], folder: Path) -> None:
-    """Reject states that do not fit: torch would skip states that only the checkpoint has, and would convert another
-    dtype.
+    """Reject states that do not fit: torch would skip states that only the checkpoint has, and would convert
+    another dtype.
     """
     problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
     problems += [f"{name} is only in the checkpoint" for name in saved if name not in tensors]
@@ -273,8 +273,8 @@ class WeightSnapshot:
 
 
 def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) -> WeightSnapshot:
-    """Copy the weights that this rank will write; every rank calls it, and shards are gathered in the same order on
-    all.
+    """Copy the weights that this rank will write; every rank calls it, and shards are gathered in the same
+    order on all.
 
     The main rank copies a model that is not sharded. For a sharded model each rank keeps the files assigned to it, so
     that no rank holds the whole model. The exception is a class that stores its tensors in another form than it
@@ -322,8 +322,8 @@ def _gathered(
 
 
 def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the live tensors that a checkpoint holds, each once: tied tensors under the name that transformers
-    loads.
+    """Return the live tensors that a checkpoint holds, each once: tied tensors under the name that
+    transformers loads.
     """
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
     # Private since huggingface/transformers#8737: the tensors that save_pretrained leaves out; shards are written
@@ -377,8 +377,8 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
 
 def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
     """Return whether save_pretrained renames or reshapes tensors of this class when it writes them."""
-    # Private: set by from_pretrained, the conversions of the checkpoint's tensors, which save_pretrained reverses
-    # (huggingface/transformers#42396).
+    # Private: set by from_pretrained, the conversions of the checkpoint's tensors, which save_pretrained
+    # reverses (huggingface/transformers#42396).
     conversions = getattr(orig_model, "_weight_conversions", None)
     # Undocumented, without an alternative: for a model that is not from a checkpoint, the conversions of transformers
     # for its class.
@@ -390,8 +390,8 @@ def stored_in_another_form(orig_model: PreTrainedModel) -> bool:
 def plan_files(
     num_bytes: dict[str, int], max_bytes: int, writers: Mapping[str, int] | None = None
 ) -> dict[str, list[str]]:
-    """Map each file name to the names of its tensors, in order. A file exceeds `max_bytes` only if a single tensor
-    does.
+    """Map each file name to the names of its tensors, in order. A file exceeds `max_bytes` only if a single
+    tensor does.
 
     Args:
         writers: rank that writes each tensor, the same for all tensors of a file; empty or None: any rank.
@@ -427,8 +427,8 @@ def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder:
         written = [*folder.glob("*.safetensors")]
     for name, tensors in snapshot.files.items():
         save_file(tensors, folder / name, metadata={"format": "pt"})
-    # safetensors makes files that only their owner may read (safetensors #782): give them the mode of the other
-    # files.
+    # safetensors makes files that only their owner may read (safetensors #782): give them the mode of the
+    # other files.
     for path in written:
         path.chmod(stat.S_IMODE((folder / "config.json").stat().st_mode))
     if snapshot.index is not None:

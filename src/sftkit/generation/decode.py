@@ -113,8 +113,8 @@ def plan(
 
     Args:
         max_rows: maximum number of rows of a batch.
-        max_cached: maximum positions of a batch in the cache (prefix, padded rows and generated tokens); None: no
-            limit.
+        max_cached: maximum positions of a batch in the cache (prefix, padded rows and generated tokens); None:
+            no limit.
         max_targets: maximum targets of all rows of a batch; a row above this number, or above MAX_POSITIONS, is
             alone. None: no limit.
     """
@@ -212,8 +212,8 @@ class DecodedSequence:
     "why the answer ended; empty: it has not ended"
 
     def take(self, token: int, stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Add the next token of the answer and record whether it ends the answer. An answer that has ended does not
-        change.
+        """Add the next token of the answer and record whether it ends the answer. An answer that has ended does
+        not change.
         """
         if self.stop:
             return
@@ -266,8 +266,8 @@ class Decoding:
         self._static: StaticStep | None = None
         if not rows:
             return
-        # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is 0 at
-        # padding.
+        # Prompts are padded on the left: ids [B, width] end together; mask [B, prefix + width + new tokens] is
+        # 0 at padding.
         skip = len(prefix.ids)
         width = max(len(row.ids) for row in rows) - skip
         new_tokens = max(row.new_tokens for row in rows)
@@ -359,8 +359,8 @@ def generate(
     encoder_inputs: EncoderInputs | None = None,
     replay: bool | None = None,
 ) -> list[Answer]:
-    """Return greedy answers to tokenized prompts, in the given order. With a runtime every rank calls it and gets
-    all.
+    """Return greedy answers to tokenized prompts, in the given order. With a runtime every rank calls it and
+    gets all.
 
     Prompts of similar length are decoded together, padded on the left, over a cache of fixed size. The common first
     tokens of a group's prompts are computed once. Batches follow from the arguments, not from the number of ranks; if
@@ -373,8 +373,8 @@ def generate(
         end_ids: tokens that end an answer; None: those of the model and its tokenizer.
         stop_texts: texts that end the answer to each prompt and are cut off.
         groups: group name of each prompt, for prompts that begin alike; "" is no group.
-        encoder_inputs: for models with an encoder, its input for each prompt; encoded once, before the prompt is
-            read.
+        encoder_inputs: for models with an encoder, its input for each prompt; encoded once, before the prompt
+            is read.
         replay: whether to decode in steps of a fixed shape, on a GPU as a CUDA graph (`kv_cache.StaticStep`); None:
             if that is faster.
 

@@ -95,8 +95,8 @@ class FixedLayer(DynamicLayer):
 
 
 def new_cache(orig_model: PreTrainedModel, max_length: int) -> Cache:
-    """Return an empty cache for `max_length` positions. Models with other kinds of layers get transformers' own
-    cache.
+    """Return an empty cache for `max_length` positions. Models with other kinds of layers get
+    transformers' own cache.
 
     Keys and values of an encoder's output are stored next to it, computed once with the first tokens.
     """
@@ -164,8 +164,8 @@ def plain_forward(orig_model: PreTrainedModel) -> Iterator[None]:
 
 
 PAYS_FROM = 7
-"""Number of steps of a batch from which replaying them on a GPU, recording included, is faster than eager steps
-(benchmarks/h200_decode).
+"""Number of steps of a batch from which replaying them on a GPU, recording included, is faster than eager
+steps (benchmarks/h200_decode).
 """
 GROWING_ROPES = ("dynamic", "longrope")
 "Types of rotary embeddings that read the highest position on the host."

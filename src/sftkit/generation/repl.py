@@ -238,8 +238,8 @@ def _ask() -> str | None:
 
 @contextmanager
 def _editing() -> Iterator[None]:
-    """Let `input` edit lines inside the block and recall earlier lines, if Python has readline and the input is a
-    terminal.
+    """Let `input` edit lines inside the block and recall earlier lines, if Python has readline and the input is
+    a terminal.
     """
     if find_spec("readline") is None or not sys.stdin.isatty():
         yield

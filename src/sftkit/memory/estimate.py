@@ -14,8 +14,8 @@ from sftkit.data.batches.pack import Layout
 from sftkit.models.files import GIB
 
 CONTEXT_BYTES = int(0.7 * GIB)
-"""CUDA context, loaded kernels and workspaces of libraries; the allocator does not count them, since they are not
-tensors.
+"""CUDA context, loaded kernels and workspaces of libraries; the allocator does not count them, since they are
+not tensors.
 """
 USABLE = 0.92
 "Share of a GPU that an estimate may fill: the rest is for fragmentation of the allocator."
@@ -206,8 +206,8 @@ def held_bytes(s: EstimateInputs) -> int:
 
 
 def _sharded(s: EstimateInputs, tokens: int) -> Estimate:
-    """Return the peak of a rank that holds a shard of every weight, gradient and state, and gathers weights to use
-    them.
+    """Return the peak of a rank that holds a shard of every weight, gradient and state, and gathers weights to
+    use them.
 
     The gathered weights are either all weights, or a block, the next one, and embedding or head. Gradients of earlier
     micro-batches are whole and fp32 if they are kept so. Gradients of the current pass exist for two blocks and
@@ -271,8 +271,8 @@ def _staged(s: EstimateInputs, pipeline_rank: int) -> Estimate:
     head = width * m.vocab * m.hidden
     states = _state_bytes(alone)
     earlier = 0 if sums or count == 1 else gradients
-    # Sharded: weights are gathered for the whole step, gradients of its micro-batches are whole and fp32 until its
-    # end.
+    # Sharded: weights are gathered for the whole step, gradients of its micro-batches are whole and fp32 until
+    # its end.
     if s.topology.sharded:
         shards = s.topology.shards
         states, gradients = states // shards, gradients // shards

@@ -67,8 +67,8 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig) -> Shape | Non
     key_heads = size("num_key_value_heads", default=heads)
     # GPT-2 calls ffn_dim n_inner, and null means four times the hidden size; OPT calls it ffn_dim.
     inner = size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    # A token visits only some experts: their widths add up for its activations, while the parameters include all
-    # experts.
+    # A token visits only some experts: their widths add up for its activations, while the parameters include
+    # all experts.
     if isinstance(experts := size("num_experts_per_tok"), int):
         inner = size("moe_intermediate_size", default=inner)
         inner = inner * experts if isinstance(inner, int) else None
@@ -132,16 +132,16 @@ UNDECIDED = Fixed()
 def make_plan(
     cfg: Config, orig_model: PreTrainedModel, layout: Layout, rt: Runtime, fixed: Fixed = UNDECIDED
 ) -> MemoryPlan:
-    """Turn train.memory and optim.name into an optimizer and a budget, and print the plan; eager runs get gradient
-    checkpointing.
+    """Turn train.memory and optim.name into an optimizer and a budget, and print the plan; eager runs get
+    gradient checkpointing.
 
     Args:
         orig_model: model before compilation and wrapping; the plan may switch its gradient checkpointing on.
 
     Raises:
-        ConfigError: an eager run must save memory but the model has no gradient checkpointing; the model cannot be
-            split over tensor-parallel ranks or into stages; or weights, gradients and optimizer states alone exceed a
-            GPU.
+        ConfigError: an eager run must save memory but the model has no gradient checkpointing; the model cannot
+            be split over tensor-parallel ranks or into stages; or weights, gradients and optimizer states alone
+            exceed a GPU.
     """
     if rt.topology.tensor > 1 and cfg.train.engine != "graph":  # the graph engine splits matrices differently
         check_tensor_parallel(orig_model, rt.topology.tensor)
@@ -156,8 +156,8 @@ def make_plan(
         setup = replace(setup, sharding=sharding or _fastest_sharding(setup, total_bytes, rt))
     # The optimizer behind auto may depend on whether the default fits, and the sharding depends on the optimizer.
     if cfg.optim.name == "auto":
-        # Ranks agree, so that all or none change the optimizer: their GPUs may differ in size, but they share one
-        # checkpoint.
+        # Ranks agree, so that all or none change the optimizer: their GPUs may differ in size, but they share
+        # one checkpoint.
         too_much = setup is not None and rt.any_rank(not fits(estimate(setup), total_bytes))
         name = automatic_optimizer(cfg.train.memory, rt.precision, too_much=too_much, partial=rt.topology.partial)
         if setup is not None and name != setup.optimizer:
@@ -206,8 +206,8 @@ def _checkpoints(compile: CompileConfig, train: TrainConfig, orig_model: PreTrai
             f"train.memory={train.memory}: without compilation it needs gradient checkpointing, which "
             f"{type(orig_model).__name__} does not have; set compile.enabled=true or train.memory=speed"
         )
-    # torch advises against the reentrant kind. It also needs an input with a gradient, which frozen embeddings do not
-    # provide.
+    # torch advises against the reentrant kind. It also needs an input with a gradient, which frozen embeddings
+    # do not provide.
     orig_model.gradient_checkpointing_enable({"use_reentrant": False})
     return True
 

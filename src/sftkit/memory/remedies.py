@@ -216,8 +216,8 @@ def _on_resume(best: Sequence[Remedy], plan: MemoryPlan, optim: OptimConfig) -> 
 def oom_advice(
     plan: MemoryPlan, layout: Layout, data: DataConfig, compile: CompileConfig, optim: OptimConfig
 ) -> Iterator[None]:
-    """Turn running out of GPU memory within the context into a ConfigError that names the three settings that save
-    most.
+    """Turn running out of GPU memory within the context into a ConfigError that names the three settings that
+    save most.
     """
     try:
         yield

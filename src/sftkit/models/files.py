@@ -162,8 +162,8 @@ def _quantized(where: str, method: str) -> str:
 
 
 def files_of_weights(folder: Path) -> dict[str, Path]:
-    """Map each weight name to its safetensors file, as transformers reads a folder; empty if the folder has no
-    safetensors.
+    """Map each weight name to its safetensors file, as transformers reads a folder; empty if the folder
+    has no safetensors.
 
     Raises:
         ConfigError: a damaged index or file.
@@ -310,8 +310,8 @@ def replica_of(model: ModelConfig, optim: OptimConfig, train: TrainConfig) -> Re
 
 
 def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
-    """Return the bytes of weights, gradients and optimizer states; "auto" counts the smallest optimizer that it may
-    choose.
+    """Return the bytes of weights, gradients and optimizer states; "auto" counts the smallest optimizer that it
+    may choose.
     """
     least = FALLBACK if precision == "bf16" else DEFAULT
     spec = OPTIMIZERS[least if optimizer == "auto" else optimizer]
@@ -418,8 +418,8 @@ def num_elements(path: Path) -> int:
 
 
 def of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
-    """Count the parameters from the fields of a transformers config, without norms and biases; None if they give no
-    sizes.
+    """Count the parameters from the fields of a transformers config, without norms and biases; None if they
+    give no sizes.
     """
     model_type = str(fields.get("model_type"))
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -17,8 +17,8 @@ from sftkit.runtime.start import Runtime
 SMALLEST_HIDDEN_SIZE = 2048
 "Smallest hidden size: below it, casting and scaling cost more than the faster products save."
 NARROWEST = 512
-"""Smallest side of a float8 matrix. Smaller ones stay in bf16: they gain nothing, and expert routers need the
-precision.
+"""Smallest side of a float8 matrix. Smaller ones stay in bf16: they gain nothing, and expert routers need
+the precision.
 """
 _MULTIPLE = 16
 "Float8 products need every dimension to be a multiple of this."
@@ -102,8 +102,8 @@ def fp8_unsupported_reason(
 
 
 def convertible(orig_model: PreTrainedModel) -> list[torch.nn.Linear]:
-    """Return the linear layers that float8 suits: inside decoder blocks (not head or embeddings), wide enough and
-    divisible.
+    """Return the linear layers that float8 suits: inside decoder blocks (not head or embeddings), wide enough
+    and divisible.
     """
     # Only torch's own Linear: a subclass may compute something else.
     linears = [m for block in decoder_blocks(orig_model) for m in block.modules() if type(m) is torch.nn.Linear]

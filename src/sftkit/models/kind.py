@@ -157,12 +157,12 @@ def without_router_logits(module: torch.nn.Module) -> dict[str, bool]:
 def decoded(
     module: torch.nn.Module, inputs: dict[str, Tensor], batch: Batch, backend: str, context_group: str | None = None
 ) -> Tensor:
-    """Return the hidden states that a decoder computes for a batch, [B, C, H]; other arguments as in
-    kind.ModelKind.hidden_states.
+    """Return the hidden states that a decoder computes for a batch, [B, C, H]; other arguments as
+    in kind.ModelKind.hidden_states.
 
     Args:
-        module: the decoder, or a module with some of its layers. inputs: its arguments by name, without the
-            documents.
+        module: the decoder, or a module with some of its layers. inputs: its arguments by name, without
+            the documents.
     """
     # transformers never collects router logits, whatever the config asks: models.routing reads them with hooks.
     with kernel_order(backend):

@@ -378,8 +378,8 @@ def _unknown_type(scratch: dict[str, object]) -> str | None:
 def from_scratch(
     fields: dict[str, object], tokenizer: PreTrainedTokenizerBase, seed: int, precision: str = "fp32"
 ) -> PreTrainedModel:
-    """Make a model with random weights from a transformers config; vocabulary and special ids come from the
-    tokenizer.
+    """Make a model with random weights from a transformers config; vocabulary and special ids come from
+    the tokenizer.
 
     Raises:
         ConfigError: transformers rejects the config.

@@ -66,8 +66,8 @@ def _long(rope: Mapping[str, Any]) -> bool:
 
 
 def check_rope(orig_model: PreTrainedModel, topology: Topology, max_length: int) -> None:
-    """Reject longrope with context parallelism, where each rank has only chunks of a document and cannot know its
-    length.
+    """Reject longrope with context parallelism, where each rank has only chunks of a document and cannot know
+    its length.
 
     Raises:
         ConfigError: a document may exceed the length of longrope's short frequencies.

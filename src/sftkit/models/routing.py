@@ -1,5 +1,5 @@
-"""Routers of a mixture of experts: count the positions of each expert and compute the auxiliary loss that balances
-them.
+"""Routers of a mixture of experts: count the positions of each expert and compute the auxiliary loss that
+balances them.
 
 A forward hook on each router, inside the compiled block, keeps the router's choices as sums over each row: no logits
 leave the block. The loss is that of transformers (Switch Transformers, arXiv 2101.03961, equations 4 to 6, over all
@@ -42,8 +42,8 @@ _COUNTED = _CountedPositions()
 
 
 def coefficient(config: PreTrainedConfig, override: float | None) -> float:
-    """Return the weight of the auxiliary loss: `override`, otherwise the weight that transformers applies for this
-    config.
+    """Return the weight of the auxiliary loss: `override`, otherwise the weight that transformers applies for
+    this config.
 
     Raises:
         ConfigError: the setting asks for a loss that the model does not have.
@@ -60,8 +60,8 @@ def coefficient(config: PreTrainedConfig, override: float | None) -> float:
 
 
 def routing_of(orig_model: PreTrainedModel, override: float | None) -> Routing | None:
-    """Attach hooks to the routers of a model before compilation and return their reader; None if the model has no
-    experts.
+    """Attach hooks to the routers of a model before compilation and return their reader; None if the model has
+    no experts.
 
     Args:
         override: loss.router_aux_loss_coef.
@@ -122,8 +122,8 @@ class Routing:
         return chosen.sum(0), torch.stack([r.__dict__.pop("sftkit_probability") for r in self._routers]).sum(0)
 
     def loss_of(self, batch: Batch, context_group: str | None) -> Tensor | None:
-        """Return the auxiliary loss of the pass since `begin`, 0-d: the sum over rows of loss times number of
-        targets.
+        """Return the auxiliary loss of the pass since `begin`, 0-d: the sum over rows of loss times
+        number of targets.
 
         Divided by the step's number of target tokens, it is the mean that is logged. None for an architecture without
         the loss; for chunks of rows it is this rank's share.

@@ -62,8 +62,8 @@ def quiet_routers(orig_model: PreTrainedModel) -> Iterator[None]:
 
 
 def vocab_size(orig_model: PreTrainedModel) -> int:
-    """Return the rows of the input embedding without padding (models/vocabulary.py); the tokenizer may have fewer
-    tokens.
+    """Return the rows of the input embedding without padding (models/vocabulary.py); the tokenizer may have
+    fewer tokens.
     """
     return getattr(orig_model, TOKEN_ROWS, None) or embedding_of(orig_model).shape[0]
 
@@ -99,8 +99,8 @@ def encoder(orig_model: PreTrainedModel) -> torch.nn.Module | None:
 
 
 def called(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the modules that a step calls: the encoder and its projection to the decoder's size, if any, then the
-    decoder.
+    """Return the modules that a step calls: the encoder and its projection to the decoder's size, if any, then
+    the decoder.
     """
     between = getattr(orig_model, "enc_to_dec_proj", None)
     return [module for module in (encoder(orig_model), between, decoder(orig_model)) if module is not None]
@@ -130,8 +130,8 @@ def plain_class(module: torch.nn.Module) -> type:
 
 def decoder_blocks(orig_model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the repeated blocks of the model and of its encoder, as transformers names them for device placement."""
-    # Private, but the only name that all of transformers' architectures give their blocks; accelerate reads it too
-    # (huggingface/transformers#24568).
+    # Private, but the only name that all of transformers' architectures give their blocks; accelerate reads it
+    # too (huggingface/transformers#24568).
     names = set(getattr(orig_model, "_no_split_modules", None) or ())
     return [module for module in orig_model.modules() if plain_class(module).__name__ in names]
 
@@ -154,8 +154,8 @@ class ParameterCount:
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     """Count the parameters by their work per token.
 
-    Tables of tokens or positions cost no work, since a token reads one row, and padding of the vocabulary is not
-    counted.
+    Tables of tokens or positions cost no work, since a token reads one row, and padding of the vocabulary is
+    not counted.
     """
     # All parameters without the padding of the vocabulary, then those of the head.
     projection = list(output_projection(orig_model).parameters())

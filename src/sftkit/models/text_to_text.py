@@ -40,8 +40,8 @@ class EncoderDecoder(ModelKind):
         """Encode the inputs of a batch.
 
         Returns:
-            (encoded inputs for the decoder's attention, [I, S, H]; bool [I, S], False at padding, or None without
-            padding).
+            (encoded inputs for the decoder's attention, [I, S, H]; bool [I, S], False at padding, or None
+            without padding).
 
         Args:
             inputs: encoder inputs of a batch by name, [I, ...], without its tokens.
@@ -185,8 +185,8 @@ MASK = "encoder_attention_mask"
 
 
 class TextToText(EncoderDecoder):
-    """A model that reads a text and writes another; encoder texts are padded to data.max_length. See
-    models.kind.ModelKind.
+    """A model that reads a text and writes another; encoder texts are padded to data.max_length.
+    See models.kind.ModelKind.
     """
 
     auto_class = getattr(transformers, files.TEXT_TO_TEXT)

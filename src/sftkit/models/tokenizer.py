@@ -44,8 +44,8 @@ PRE_TOKENIZER_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `model.tokenizer`, by default the one next to `model.path`, with `model.chat_template` if
-    set.
+    """Load the tokenizer of `model.tokenizer`, by default the one next to `model.path`, with
+    `model.chat_template` if set.
 
     Missing special tokens of a template given by name are added (models/vocabulary.py).
 
@@ -87,8 +87,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def own_tokenizer(path: str, revision: str) -> Tokenizer | None:
-    """Load the tokenizer from the tokenizer.json of a folder or a cached hub repository; None if there is no such
-    file.
+    """Load the tokenizer from the tokenizer.json of a folder or a cached hub repository; None if there is no
+    such file.
 
     Raises:
         ConfigError: the file is damaged.
@@ -202,8 +202,8 @@ def read_template(template: str) -> str:
 def base_tokenizer(
     model: ModelConfig, train: tuple[SourceConfig, ...], on_bad_row: sources.OnBadRow, run_dir: Path, rt: Runtime
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a base run: loaded, or trained by rank 0 on the run's sources and kept in the run
-    directory.
+    """Return the tokenizer of a base run: loaded, or trained by rank 0 on the run's sources and kept in
+    the run directory.
     """
     if model.train_tokenizer is None:
         return load_tokenizer(model)
@@ -231,8 +231,8 @@ def new_tokenizer(
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of at most `vocab_size` entries, including the four special tokens (ids 0-3) and all 256
-    bytes.
+    """Train a tokenizer of at most `vocab_size` entries, including the four special tokens (ids 0-3) and all
+    256 bytes.
 
     Documents end with <|endoftext|>, which is eos; nothing precedes them. The same texts give the same tokenizer.
     """

@@ -27,8 +27,8 @@ MEAN_ROWS = 1024
 
 _ADDED = "sftkit_added_tokens"
 _NEW_ROWS = "sftkit_new_rows"
-"""Attributes of a tokenizer and of a model. Neither is saved, so objects loaded from a checkpoint have no added
-tokens.
+"""Attributes of a tokenizer and of a model. Neither is saved, so objects loaded from a checkpoint have no
+added tokens.
 """
 
 
@@ -122,9 +122,9 @@ def check_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 def make_rows(orig_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make rows of embedding and head for the tokens added to the tokenizer.
 
-    Spare rows of the model are used first; a model that must grow grows to a multiple of 64 rows. Each new row is the
-    mean of the rows of known tokens. A model on the meta device gets the new rows when its weights are read
-    (models/weights.py).
+    Spare rows of the model are used first; a model that must grow grows to a multiple of 64 rows. Each new row
+    is the mean of the rows of known tokens. A model on the meta device gets the new rows when its weights are
+    read (models/weights.py).
 
     Raises:
         ConfigError: the model has no linear head.
@@ -187,8 +187,8 @@ def fill(tensor: Tensor, source: Any, new: NewRows) -> None:
 
 
 def _mean(source: Any, rows: int, columns: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-    """Return the mean of the first rows, rounded to the run's precision, as fp64 summed in fp64: the same on every
-    rank.
+    """Return the mean of the first rows, rounded to the run's precision, as fp64 summed in fp64: the same on
+    every rank.
     """
     total = torch.zeros((), dtype=torch.float64)
     for first in range(0, rows, MEAN_ROWS):
@@ -214,8 +214,8 @@ def describe_added_tokens(orig_model: PreTrainedModel, tokenizer: PreTrainedToke
 
 
 def pad_vocabulary(orig_model: PreTrainedModel, multiple: int) -> None:
-    """Grow embedding and head in place to a multiple of `multiple` rows; config.vocab_size stays the number of token
-    rows.
+    """Grow embedding and head in place to a multiple of `multiple` rows; config.vocab_size stays the number of
+    token rows.
 
     A model on the meta device gets the zeros when its weights are read.
 

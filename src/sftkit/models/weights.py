@@ -79,19 +79,19 @@ def load_weights(orig_model: PreTrainedModel, folder: Path, new: NewRows | None 
         new: rows of the vocabulary that the files lack; None if they lack only padding.
 
     Raises:
-        ConfigError: the folder has no safetensors, a file cannot be read, or a weight is missing or has another
-            shape.
+        ConfigError: the folder has no safetensors, a file cannot be read, or a weight is missing or has
+            another shape.
     """
-    # In the order of transformers: if a single file and an index exist, one process and several must read the same
-    # weights.
+    # In the order of transformers: if a single file and an index exist, one process and several must read the
+    # same weights.
     files = files_of_weights(folder)
     if not files:
         raise ConfigError(
             f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} found; save the model with save_pretrained of "
             "transformers 5"
         )
-    # keep_vars returns the parameters themselves, which are filled in place. Those of other ranks are on the meta
-    # device.
+    # keep_vars returns the parameters themselves, which are filled in place. Those of other ranks are on the
+    # meta device.
     tensors = [(name, t) for name, t in orig_model.state_dict(keep_vars=True).items() if not t.is_meta]
     # A shared tensor keeps its first name.
     first = {id(tensor): name for name, tensor in reversed(tensors)}
@@ -144,8 +144,8 @@ def _load_full(
         renamed = None if found_type == orig_model.config.model_type else TEXT_NAMES
         reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         whole, loading_info = plain.from_pretrained(folder, dtype=orig_model.dtype, key_mapping=renamed, **reporting)
-    # The config could not express that these weights are untied (models.load.differing_ties), and names were
-    # converted.
+    # The config could not express that these weights are untied (models.load.differing_ties), and names
+    # were converted.
     tied = whole.get_expanded_tied_weights_keys(all_submodels=True).keys()
     if lost := (tied - whole.all_tied_weights_keys.keys()) - wanted.keys():
         raise ConfigError(

@@ -106,8 +106,8 @@ class Objective(Protocol):
         """
 
     def count(self, batch: Batch) -> int:
-        """Return a batch's contribution to the divisor, counted in the batch itself: summed over ranks it equals
-        `divisors`.
+        """Return a batch's contribution to the divisor, counted in the batch itself: summed over ranks it
+        equals `divisors`.
         """
 
     def divisors(self, examples: Examples) -> np.ndarray:
@@ -199,8 +199,8 @@ class ModelWithLoss(torch.nn.Module):
         return self.sums_of_selected(selected, batch)
 
     def hidden_states(self, batch: Batch, backend: str) -> Tensor:
-        """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks, without
-        gradient.
+        """Return the hidden states that the head projects: [B, C, H]; in a pipeline on all its ranks,
+        without gradient.
         """
         return from_last(self.orig_model, self._hidden(batch, backend))
 
@@ -221,8 +221,8 @@ class ModelWithLoss(torch.nn.Module):
 
     def _hidden(self, batch: Batch, backend: str) -> Tensor:
         """Return the hidden states [B, C, H]; in training, the routers count the positions with a token."""
-        # Routers must not count padding, or the loss would balance it too. Chunks of rows have their own positions
-        # only.
+        # Routers must not count padding, or the loss would balance it too. Chunks of rows have their own
+        # positions only.
         if self.routing is not None:
             own = batch.doc_ids if batch.columns is None else batch.doc_ids.index_select(1, batch.columns)
             self.routing.begin(own >= 0 if self.orig_model.training else None)

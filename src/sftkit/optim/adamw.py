@@ -1,5 +1,5 @@
-"""AdamW: torch's fused version for whole fp32 weights, and ours, which keeps the updates that bf16 weights would
-lose.
+"""AdamW: torch's fused version for whole fp32 weights, and ours, which keeps the updates that bf16 weights
+would lose.
 
 An update at a learning rate of 1e-5 is smaller than half the distance between neighbouring bf16 numbers, so rounding
 to nearest loses it entirely. Ours keeps it in fp32 masters (optim.name=adamw), or in expectation by stochastic
@@ -99,8 +99,8 @@ def random_bits(flat: Tensor, offset: Tensor, key0: Tensor, key1: Tensor) -> tup
 
     Args:
         flat: one of B tensors of one size, [N].
-        offset: index of the first element in the whole parameter, int32, 0-d or [B, 1]. key0, key1: key of the
-            update.
+        offset: index of the first element in the whole parameter, int32, 0-d or [B, 1]. key0, key1: key
+            of the update.
     """
     return noise16(elements(flat) + offset, key0, key1)
 
@@ -131,8 +131,8 @@ class FusedAdamW(torch.optim.AdamW):
         """Update as optim.protocol defines, with torch's fused kernel, which skips a step whose coefficient is NaN."""
         set_learning_rate(self.param_groups, learning_rate)
         protocol.multiply_gradients(parameters_of(self.param_groups), coefficient)
-        # GradScaler's way: it sets the attribute for one step only (pytorch/pytorch#88015). torch has no public
-        # alternative.
+        # GradScaler's way: it sets the attribute for one step only (pytorch/pytorch#88015). torch has no
+        # public alternative.
         self.found_inf = coefficient.isnan().float()
         try:
             self.step()
@@ -215,8 +215,8 @@ class AdamW(torch.optim.Optimizer):
         return protocol.optimizer_kind(f"{self.label} stochastic" if self.stochastic else self.label, self.param_groups)
 
     def update(self, learning_rate: float, coefficient: Tensor) -> None:
-        """Update as optim.protocol defines; the coefficient is applied inside the update, without a pass over the
-        gradients.
+        """Update as optim.protocol defines; the coefficient is applied inside the update, without a pass over
+        the gradients.
 
         No host sync.
         """
@@ -256,8 +256,8 @@ class AdamW(torch.optim.Optimizer):
         ]
 
     def _corrected(self, numbered: list[Numbered], clip: Tensor) -> Tensor:
-        """Count an update of these parameters, unless it is skipped, and return their rows of `corrections`, fp64 [P,
-        2].
+        """Count an update of these parameters, unless it is skipped, and return their rows of `corrections`,
+        fp64 [P, 2].
         """
         for one in numbered:
             if not self.state[one.param]:
@@ -322,8 +322,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def warm_up(self, *, compiled: bool) -> None:
-        """Load the kernels of `update` by running them on temporary tensors; parameters, states and RNG do not
-        change.
+        """Load the kernels of `update` by running them on temporary tensors; parameters, states and RNG
+        do not change.
         """
         kinds = {(param.dtype, param.device): group for param, group in self._parameters()}
         for (dtype, device), group in kinds.items():
@@ -336,8 +336,8 @@ class AdamW(torch.optim.Optimizer):
 
     # Any, as in the protocol
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states bit for bit: torch's own method would cast every state, even a master, to its parameter's
-        dtype.
+        """Load states bit for bit: torch's own method would cast every state, even a master, to its
+        parameter's dtype.
 
         Raises:
             ConfigError: the states belong to another optimizer.

@@ -1,5 +1,5 @@
-"""torchao's 8-bit AdamW, adapted to the loop: learning rates as floats, the same random bits on every rank, a
-warm-up.
+"""torchao's 8-bit AdamW, adapted to the loop: learning rates as floats, the same random bits on every
+rank, a warm-up.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sftkit.runtime.open import random_key
 class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
     """AdamW with 8-bit block-wise moments (arXiv 2110.02861); bf16 weights are rounded stochastically.
 
-    torchao draws the rounding bits from the device's generator. Here the generator is seeded with (seed, updates)
-    during a step, so that replicas stay equal, a resumed run repeats the bits, and other random numbers do not
-    change.
+    torchao draws the rounding bits from the device's generator. Here the generator is seeded with (seed,
+    updates) during a step, so that replicas stay equal, a resumed run repeats the bits, and other random
+    numbers do not change.
     """
 
     def __init__(self, groups: Groups, lr: float, betas: tuple[float, float], eps: float, seed: int = 0) -> None:
@@ -46,8 +46,8 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]  # torchao has no types
         return {"step": torch.tensor(0.0), "exp_avg": new(param, signed=True), "exp_avg_sq": new(param, signed=False)}
 
     def step(self, closure: None = None) -> None:
-        """Update with the learning rates of the groups. torchao wants them as tensors; the loop and checkpoints use
-        floats.
+        """Update with the learning rates of the groups. torchao wants them as tensors; the loop and checkpoints
+        use floats.
         """
         assert closure is None
         updates = max((int(state["step"]) for state in self.state.values()), default=0)

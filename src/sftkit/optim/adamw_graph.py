@@ -105,8 +105,8 @@ def update_all(
 
 
 def _numbers(column: Tensor) -> list[Tensor]:
-    """Return the elements of a column, each 0-d and a copy, because foreach_map does not accept two views of one
-    tensor.
+    """Return the elements of a column, each 0-d and a copy, because foreach_map does not accept two views of
+    one tensor.
     """
     return [number.clone() for number in column.unbind()]
 
@@ -141,8 +141,8 @@ class GraphAdamW(AdamW):
 
     def _update(self, numbered: list[Numbered], clip: Tensor, corrected: Tensor) -> None:
         """Update these parameters by the graph, or without it if another parameter has no gradient."""
-        # The graph is compiled for exactly these parameters: with one missing it would be compiled again during
-        # training.
+        # The graph is compiled for exactly these parameters: with one missing it would be compiled again
+        # during training.
         whole = all(p.grad is not None for p in parameters_of(self.param_groups))
         run = self._graph if self._compiled and whole else partial(update_all, one_by_one)
         shards = [self._shard(one) for one in numbered]
@@ -190,8 +190,8 @@ class GraphAdamW(AdamW):
 
     @torch.no_grad()
     def warm_up(self, *, compiled: bool) -> None:
-        """Compile the update of these parameters after creating their states; the update is skipped, so nothing
-        changes.
+        """Compile the update of these parameters after creating their states; the update is skipped, so
+        nothing changes.
         """
         self._compiled = compiled
         if not compiled:

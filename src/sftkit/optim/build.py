@@ -64,8 +64,8 @@ def build_optimizer(
 
 
 def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
-    """Sort trained parameters by weight decay and, for optimizers such as Muon, by whether they are matrices of a
-    block.
+    """Sort trained parameters by weight decay and, for optimizers such as Muon, by whether they are matrices of
+    a block.
 
     Returns:
         groups with the `params` that this process holds and their `numbers` among all of the model. The numbers

@@ -44,8 +44,8 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 
 def _batches(matrices: list[Numbered]) -> Iterator[list[Numbered]]:
-    """Yield matrices of one shape, dtype, sharding and group together, up to BATCH_ELEMENTS or a single larger
-    matrix.
+    """Yield matrices of one shape, dtype, sharding and group together, up to BATCH_ELEMENTS or a single
+    larger matrix.
 
     Batches use whole shapes, not those of shards, which may differ between ranks: all ranks must gather in one order.
     """
@@ -101,8 +101,8 @@ class Muon(AdamW):
         new = weight * (1 - group["lr"] * group["weight_decay"])
         new.add_(updates, alpha=-group["lr"] * 0.2 * max(params[0].shape) ** 0.5)
         torch.where(usable, new, weight, out=new)
-        # Private: one launch for all copies. torch's optimizers use this operator; there is no public one
-        # (pytorch/pytorch#193607).
+        # Private: one launch for all copies. torch's optimizers use this operator; there is no
+        # public one (pytorch/pytorch#193607).
         torch._foreach_copy_(weights, list(new))
         if "master" in states[0]:
             keys = [self._key(one) for one in batch]
@@ -113,8 +113,8 @@ class Muon(AdamW):
             torch._foreach_copy_(shards, list(torch.where(usable, rounded, torch.stack(shards))))
 
     def _updates(self, params: list[torch.nn.Parameter], clip: Tensor) -> Tensor:
-        """Update the momentum of matrices of one shape and return this rank's shards of their directions, bf16 [B, R,
-        C].
+        """Update the momentum of matrices of one shape and return this rank's shards of their directions, bf16
+        [B, R, C].
 
         Computed even if the step is skipped, which only the device knows: the result is then not stored.
         """

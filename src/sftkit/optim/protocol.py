@@ -54,8 +54,8 @@ class Optimizer(Protocol):
         """
 
     def update(self, learning_rate: float, coefficient: Tensor) -> None:
-        """Set the learning rate of every group, multiply gradients by the coefficient, update parameters with a
-        gradient.
+        """Set the learning rate of every group, multiply gradients by the coefficient, update parameters
+        with a gradient.
 
         Gradients are undefined afterwards: the product may be computed inside the update.
 
@@ -180,8 +180,8 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
     if optim.schedule == "constant":
         return optim.lr
     decay = max(round(share(optim.decay_ratio, total_steps)), 1) if optim.schedule == "wsd" else total_steps - warmup
-    # Counted up to the previous step, so that the first step of a decay has the full rate and the last is not lost at
-    # 0.
+    # Counted up to the previous step, so that the first step of a decay has the full rate and the last is not
+    # lost at 0.
     progress = min(max((step - 1 - (total_steps - decay)) / decay, 0.0), 1.0)
     remaining = 0.5 * (1 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1.0 - progress
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * remaining)

@@ -92,8 +92,8 @@ def start_run(cfg: Config, stage: str) -> Iterator[Run]:
     On exit, restore the process's changed settings; an error is printed and recorded.
 
     Raises:
-        ConfigError: the launcher's settings do not fit, ranks have different recipes, or the checkpoint to resume is
-            damaged.
+        ConfigError: the launcher's settings do not fit, ranks have different recipes, or the checkpoint to
+            resume is damaged.
     """
     set_environment(cfg)
     with runtime.start(cfg.run, cfg.train, dashboard_name(cfg.log), write_run_page) as rt:
@@ -114,8 +114,8 @@ def train_stage(
     training step runs the compiled model.
 
     Args:
-        row_tokenizer: function from data section, tokenizer and max_length to the stage's rule for the targets of a
-            row.
+        row_tokenizer: function from data section, tokenizer and max_length to the stage's rule for the targets
+            of a row.
 
     Raises:
         ConfigError, DataError, NumericsError, CheckpointError: as in the functions below.
@@ -262,8 +262,8 @@ def make_engine(
     """Return the engine of train.engine for a model that was just made or loaded.
 
     Args:
-        planned: function called before the model is moved or compiled, with the memory plan of an engine that makes
-            one.
+        planned: function called before the model is moved or compiled, with the memory plan of an engine that
+            makes one.
     """
     if cfg.train.engine == "reference":
         from sftkit.engine.reference import Reference

@@ -40,8 +40,8 @@ AHEAD = 2
 
 
 def on_device(steps: Iterable[StepBatches], device: torch.device) -> Iterator[StepBatches]:
-    """Yield the same steps with their micro-batches on the device. Pinned batches are copied while earlier steps
-    compute.
+    """Yield the same steps with their micro-batches on the device. Pinned batches are copied while earlier
+    steps compute.
     """
     if device.type != "cuda":
         yield from steps
@@ -196,8 +196,8 @@ def start_summary(status: RunStatus, ready: WarmUp, evaluation: saves.Evaluation
 def begin_writing(
     rt: Runtime, services: TrainServices, step: int, evaluation: saves.Evaluation, axes: dict[str, float | None]
 ) -> float:
-    """Claim the run directory and begin to write in it, after the first step of this start, or if no step is left to
-    do.
+    """Claim the run directory and begin to write in it, after the first step of this start, or if no step is
+    left to do.
 
     Args:
         step: step that this start resumed from, or 0. evaluation: evaluation of that step, empty if there was none.
@@ -225,12 +225,12 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
     """Train from services.resumed["step"] to the last step, with logging, evaluation and saving.
 
     Args:
-        cfg: recipe: length of the run, actions after each step, and monitoring; it does not define how a step is
-            computed.
-        engine: engine that computes a step. Evaluation and checkpoints use `engine.model.orig_model`, not the wrapped
-            model.
-        batches: this rank's batches of every step, from the plans of the epochs, which also determine the number of
-            steps.
+        cfg: recipe: length of the run, actions after each step, and monitoring; it does not define how a step
+            is computed.
+        engine: engine that computes a step. Evaluation and checkpoints use `engine.model.orig_model`, not the
+            wrapped model.
+        batches: this rank's batches of every step, from the plans of the epochs, which also determine the
+            number of steps.
         services: functions that evaluate, save and log; and the state that this start resumes.
 
     Raises:
@@ -265,8 +265,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
         window = FirstWindow(batches.examples, rt, engine.model, start_step, cfg.log.every)
         replicas = Replicas(orig_model, engine.optimizer, rt, cfg.numerics.check_replicas_every)
         report_ended_saves = partial(saves.report_saves, checkpoints, tracker, status, rt)
-        # Before the progress bar, which has a thread: data workers are forked, which is unsafe next to threads
-        # (pytorch/pytorch#138957).
+        # Before the progress bar, which has a thread: data workers are forked, which is unsafe next to
+        # threads (pytorch/pytorch#138957).
         steps = on_device(batches.steps(step, total_steps), rt.device)
         tracker.start_progress(step, total_steps)
         closing_checks = partial(end.closing_checks, monitor.meter, batches, engine)
@@ -291,8 +291,8 @@ def train(cfg: Config, rt: Runtime, engine: Engine, batches: Batches, services: 
                 step_batches = next(steps)
                 monitor.meter.waited(time.perf_counter() - started)
 
-                # Step: forward, backward, update. The host should not wait for the device here; `syncs` counts such
-                # waits.
+                # Step: forward, backward, update. The host should not wait for the device here; `syncs` counts
+                # such waits.
                 status.at(step, "step")
                 lr = learning_rate(step, total_steps, cfg.optim)
                 stop_requested = rt.stopping.stop_requested()

@@ -203,8 +203,8 @@ def flops_check(model: ModelWithLoss) -> Check:
 
 
 class FirstWindow:
-    """Count the first logged steps from the documents themselves. Every rank has an instance and calls the same
-    methods.
+    """Count the first logged steps from the documents themselves. Every rank has an instance and calls
+    the same methods.
     """
 
     def __init__(self, examples: Examples, rt: Runtime, model: ModelWithLoss, start_step: int, every: int) -> None:

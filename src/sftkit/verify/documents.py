@@ -34,8 +34,8 @@ REFUSED_FROM = 0.05
 "From this relative difference of the logits on, no run starts; the limit in proof.json is tighter: roundings.limits."
 
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
-"""Limit of the relative difference between two computations of the loss of a dozen targets, by the dtype of the
-weights.
+"""Limit of the relative difference between two computations of the loss of a dozen targets, by the dtype
+of the weights.
 """
 
 
@@ -310,8 +310,8 @@ def document_checks(
         loss_check(check.loss, check.plain_loss, check.targets, dtype),
         Check(
             "Documents in a row do not see each other",
-            # If another kernel isolates, that says nothing about the run's own; if it leaks, the masks are wrong for
-            # both.
+            # If another kernel isolates, that says nothing about the run's own; if it leaks, the masks are
+            # wrong for both.
             None if isolated and stand_in else isolated,
             does_not_apply("each row holds one document") if alone else moves,
             "no change beyond rounding",

@@ -79,8 +79,8 @@ class SampledElements(NamedTuple):
 
     parameter: str
     at: Tensor
-    """int64 [N], on its device: indices into the flattened parameter, or into this rank's shard if it is sharded by
-    columns
+    """int64 [N], on its device: indices into the flattened parameter, or into this rank's shard if it is
+    sharded by columns
     """
     each: float
     "number of elements of the parameter that each sample represents"
@@ -192,8 +192,8 @@ def largest(sums: Mapping[str, Sequence[float]], blocks: Mapping[str, str]) -> G
         floor = share**2 * of_block[block]
         below += norm < floor
         against = max(norm, floor)
-        # In a block without any gradient every difference is infinitely large. NaN must fail, but would win no
-        # comparison.
+        # In a block without any gradient every difference is infinitely large. NaN must fail, but would
+        # win no comparison.
         relative = math.sqrt(difference / against) if against else math.inf if difference else 0.0
         relative = math.inf if math.isnan(relative) else relative
         if relative > worst or not parameter:
@@ -236,8 +236,8 @@ def tokens_of(orig_model: PreTrainedModel) -> np.ndarray:
 
 
 def short_rows(orig_model: PreTrainedModel, layout: Layout, rt: Runtime, *, alone: bool) -> list[ProbeBatch]:
-    """Return micro-batches of one row with two documents and padding, or of two rows with one document each if
-    `alone`.
+    """Return micro-batches of one row with two documents and padding, or of two rows with one document
+    each if `alone`.
     """
     row_length = _ROW_LENGTH * rt.topology.ranks_per_row
     rows: list[tuple[int, ...]] = [(0,), (1,)] if alone else [(0, 1)]
@@ -411,8 +411,8 @@ def check_gradients(
     was_training, attention = orig_model.training, model.backend
     with random_state_kept():
         try:
-            # Two passes with dropout differ, so a model with dropout is compared in eval mode, and only without the
-            # compiler.
+            # Two passes with dropout differ, so a model with dropout is compared in eval mode, and only without
+            # the compiler.
             orig_model.train(not dropout)
             model.backend = eager
             # Without the compiler, in one short row of two documents: sdpa takes only one document a row.
@@ -492,8 +492,8 @@ class Sides:
     def _targets(self, micro_batches: Sequence[ProbeBatch]) -> int:
         """Return the number of targets, by their own masks, in all documents that contribute to a rank's gradients."""
         targets = sum(int(self.model.objective.divisors(one.examples).sum()) for one in micro_batches)
-        # Shards add up gradients over all ranks. Ranks that share a row, or a pipeline, each counted the same
-        # targets.
+        # Shards add up gradients over all ranks. Ranks that share a row, or a pipeline, each counted the
+        # same targets.
         if self.rt.topology.sharded and not same_rows(self.rt):
             count = torch.tensor(float(targets), dtype=torch.float64, device=self.rt.device)
             targets = round(float(self.rt.sum(count)) / (self.rt.topology.ranks_per_row * self.rt.topology.stages))
@@ -502,8 +502,8 @@ class Sides:
     def _plain(self, micro_batches: Sequence[ProbeBatch], targets: int) -> dict[str, Tensor]:
         """Return this rank's samples of the plain model's gradients, uncompiled.
 
-        Each rank computes full gradients of its rows, which a plain sum adds up over ranks: nothing uses the step's
-        collectives.
+        Each rank computes full gradients of its rows, which a plain sum adds up over ranks: nothing uses the
+        step's collectives.
         """
         plain, orig_model = self.plain, self.plain.orig_model
         multiple = position_multiple(orig_model)
@@ -594,8 +594,8 @@ def gradients_check(check: GradientCheck, allowed: RoundingLimits, backend: str)
 
 
 def _words(difference: GradientDifference) -> str:
-    """Return a line with the worst parameter, the scale of all, and the number of parameters too small to be measured
-    alone.
+    """Return a line with the worst parameter, the scale of all, and the number of parameters too small to be
+    measured alone.
     """
     small = f", {difference.below} of {difference.parameters} too small next to their block" if difference.below else ""
     return f"{difference.relative:.1e} at most ({difference.parameter}), scale {difference.scale:.5f}{small}"

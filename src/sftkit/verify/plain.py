@@ -56,8 +56,8 @@ class Start(NamedTuple):
 class PlainModel:
     """A transformers model with the weights of the start files and the run's objective. Every rank makes one.
 
-    If ranks hold parts of the weights, those of a block are gathered while it computes, and again in the backward
-    pass.
+    If ranks hold parts of the weights, those of a block are gathered while it computes, and again in the
+    backward pass.
     """
 
     def __init__(
@@ -254,8 +254,8 @@ class _Gathered(torch.autograd.Function):
 
 
 def _skeleton(live: PreTrainedModel, start: Start | None) -> PreTrainedModel:
-    """Return a transformers model with the config and the buffers of another model, its parameters on the meta
-    device.
+    """Return a transformers model with the config and the buffers of another model, its parameters on the
+    meta device.
     """
     trusted = start is not None and start.model.trust_remote_code
     with no_init_weights(), init_empty_weights(include_buffers=False):

@@ -156,8 +156,8 @@ def compile_checks(graphs: int | None, evaluations: int, records: Records, error
     if graphs is None:
         return [Check("The step is compiled", None, "eager", "-", how)]
     late, breaks, uncompiled = list(records.recompile_kinds), records.graph_break_reasons, records.fallbacks
-    # A rejected recompile ends the run before torch records it. A graph break raises the same error, but is in the
-    # records.
+    # A rejected recompile ends the run before torch records it. A graph break raises the same error, but is in
+    # the records.
     if isinstance(error, RecompileError) and not breaks:
         late = [*late, str(error).partition("\n")[0]]
     ran = counted(graphs, "graph")

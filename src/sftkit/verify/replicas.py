@@ -45,8 +45,8 @@ class Replicas:
         """
         if self._every is None or not (is_kept or step % self._every == 0):
             return
-        # Pipeline stages hold different tensors, so all names are collected first: every rank then takes part in each
-        # column.
+        # Pipeline stages hold different tensors, so all names are collected first: every rank then takes part
+        # in each column.
         tensors = self._shared()
         names = self._rt.united(list(tensors))
         exchanged = zip(names, self._exchange([tensors.get(name) for name in names]), strict=True)

@@ -101,13 +101,13 @@ def shapes_check(shapes: ShapeCounts, layout: Layout) -> Check:
 
 
 def logits_of(orig_model: PreTrainedModel) -> dict[str, Any]:
-    """Return a digest of the logits of a fixed row of tokens, computed eagerly by the plain model; every rank calls
-    it.
+    """Return a digest of the logits of a fixed row of tokens, computed eagerly by the plain model; every rank
+    calls it.
 
     Loading the checkpoint on the same kind of device and in the same dtype gives the same bits: see
-    `verify_checkpoint`. Attention uses torch's math kernel: torch's choice among the others depends on settings of
-    the process, which differ between a run that trains with `sdpa` and a new process, and each kernel rounds
-    differently.
+    `verify_checkpoint`. Attention uses torch's math kernel: torch's choice among the others depends on
+    settings of the process, which differ between a run that trains with `sdpa` and a new process, and
+    each kernel rounds differently.
     """
     length = min(PROBE_LENGTH, positions(orig_model) or PROBE_LENGTH)
     # Any fixed row of tokens would do. This one needs no random generator, whose numbers may change between versions.

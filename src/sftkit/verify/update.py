@@ -1,10 +1,10 @@
 """Check the first update of a start: samples of every parameter against torch's own optimizer, and the gradient norm
 against a plain sum over all ranks.
 
-The engine does not take part: its optimizer's `update` is observed during one step. A sample of each parameter, its
-gradient and its states is copied on the device before and after, and read when the step is done. Everything that
-determines the update is restated here, independent of the training code: which parameters decay, the clipping, the
-arithmetic.
+The engine does not take part: its optimizer's `update` is observed during one step. A sample of each parameter,
+its gradient and its states is copied on the device before and after, and read when the step is done. Everything
+that determines the update is restated here, independent of the training code: which parameters decay, the
+clipping, the arithmetic.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class FirstUpdate:
         return [norm_row, self._update_check(self._rt.gathered(errors), factor)]
 
     def _norm(self) -> tuple[float, list[str]]:
-        """Return the norm of the gradients of all ranks, and the shared parameters whose gradients differ between
-        ranks.
+        """Return the norm of the gradients of all ranks, and the shared parameters whose gradients differ
+        between ranks.
 
         Each part of a parameter counts once, regardless of how many ranks hold it.
         """
