@@ -55,7 +55,7 @@ def test_the_rooms_marked_as_free_of_torch_are_those_that_are_held_to_it() -> No
     assert set(marked.split(",")) == {part for part in TORCH_FREE if part in ROOMS}
 
 
-@pytest.mark.parametrize("text", [FLOW, STEP, PAGES["glossary"]], ids=["flow", "step", "glossary"])
+@pytest.mark.parametrize("text", [PAGES["architecture"], PAGES["glossary"]], ids=["architecture", "glossary"])
 def test_every_name_is_in_the_file_that_it_is_said_to_be_in(text: str) -> None:
     places = set(_PLACE.findall(text))
     assert len(places) >= 5
