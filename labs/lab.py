@@ -60,7 +60,7 @@ def main() -> int:
     for lab in () if args.tables or args.take else args.labs or [lab for lab in known if (lab == CPU) == (gpus == 0)]:
         failed |= run(lab, max(gpus, 1), args.only, ahead=args.ahead)
     write(
-        {page: make for page, make in PAGES.items() if page.startswith(("labs/compile_lab", "benchmarks/lab_"))},
+        {page: make for page, make in PAGES.items() if "lab_" in page or page.endswith("lab.md")},
         PICTURES[:1],
     )
     return int(failed)
