@@ -99,7 +99,7 @@ def format_spread(values: list[float], form: str) -> str:
     return f"{format(median(values), form)} ({format(min(values), form)} to {format(max(values), form)})"
 
 
-# Limits of the criteria; docs/validate.md explains each.
+# Limits of the criteria; labs/validate/README.md explains each.
 SPEEDUP = 1.3
 COMPILE_SECONDS = 60.0
 MEMORY = 1.1

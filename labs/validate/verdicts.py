@@ -228,7 +228,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "val": (dict,),
     "tasks": (dict,),
 }
-"Name -> its types in JSON. An entry has exactly these names; docs/validate.md describes them."
+"Name -> its types in JSON. An entry has exactly these names; labs/validate/README.md describes them."
 _PACKAGES = ("torch", "transformers", "accelerate")
 _TASK = ("metric", "value", "low", "high")
 _MACHINE_PATH = re.compile(r"""(?:^|file://|[\s=\[{(:,'"])(?:~[\w-]*/|/[^/\s]|\.\./)""")
