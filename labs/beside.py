@@ -163,7 +163,7 @@ def kernels() -> dict[str, Any]:
         ConfigError: there is no GPU.
     """
     if not ON_GPU:
-        raise ConfigError("kernels: Triton kernels need a GPU, and this machine has none: take libraries")
+        raise ConfigError("kernels: Triton kernels need a GPU, and this machine has none: use libraries")
     from sftkit.ops import cross_entropy_kernel as kernel  # Triton is not installed on CPU machines
 
     torch.manual_seed(0)
