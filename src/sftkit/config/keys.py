@@ -52,7 +52,13 @@ def key_table() -> dict[str, Key]:
 @functools.cache
 def section_classes() -> dict[str, str]:
     """Return section name -> name of its class."""
-    return {section: str(name) for section, name in Config.__annotations__.items()}
+    return {section: str(name).removesuffix(" | None") for section, name in Config.__annotations__.items()}
+
+
+@functools.cache
+def optional_sections() -> frozenset[str]:
+    """Return the sections that a recipe may leave out as a whole, with a meaning of its own."""
+    return frozenset(section for section, name in Config.__annotations__.items() if str(name).endswith(" | None"))
 
 
 @functools.cache

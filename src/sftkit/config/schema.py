@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from sftkit.config.tables import OPTIMIZERS, describe_optimizers, describe_passes
 
@@ -231,6 +231,35 @@ def num_stages(train: TrainConfig) -> int | None:
     return train.pipeline_stages if train.engine == "pipeline" else 1
 
 
+def listed(value: Any) -> Any:
+    """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+@settings
+class AdapterConfig:
+    """Low-rank adapters on a frozen model (docs/adapters.md): only they are trained and saved. null: all weights are."""
+
+    rank: Positive = 16
+    "Columns of the factors, at most the smaller dimension of each target."
+    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    "Scale of what an adapter adds, see scaling."
+    scaling: Literal["standard", "rslora"] = "standard"
+    "What an adapter adds is multiplied by alpha / rank (standard) or alpha / sqrt(rank) (rslora)."
+    targets: Annotated[tuple[str, ...], BeforeValidator(listed)] = ("all-linear",)
+    "The layers with an adapter: all-linear, attention or mlp of every block, or names or their last parts: [q_proj, v_proj, layers.0.mlp.up_proj]. Never the head."
+    experts: bool = True
+    "false: all-linear and mlp leave out the experts of a mixture."
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    "Share of an adapter's inputs that is dropped in training."
+
+
+ADAPTER_GROUPS = ("all-linear", "attention", "mlp")
+"Names that stand for layers in adapter.targets."
+SLOW_ADAPTER_LR = 5e-5
+"Adapters learn slowly below this learning rate: their best one is about ten times that of full fine-tuning."
+
+
 @settings
 class NumericsConfig:
     """What happens if a loss or gradient norm is not finite or spikes, or if replicas differ."""
@@ -375,6 +404,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    adapter: AdapterConfig | None = None
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)

@@ -1,0 +1,336 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in a model of transformers, and their files in the format of peft.
+
+The class of a linear layer is changed in place: its weight keeps name, identity and key, and only the two factors are
+new. They are fp32 whatever the weights are, and rounded where they are multiplied.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig
+from sftkit.errors import ConfigError
+from sftkit.models.files import AdapterFiles, reading_files
+from sftkit.models.structure import decoder_blocks, output_projection
+from sftkit.ops.low_rank import low_rank
+from sftkit.ops.tensors import local, local_part
+from sftkit.rundir.names import ADAPTER_WEIGHTS
+from sftkit.runtime.open import random_key
+from sftkit.runtime.script import first_of
+
+PREFIX = "base_model.model."
+"What peft puts in front of the name of a parameter."
+_ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
+_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
+"Routers: an adapter would change which experts a token visits."
+_ADAPTERS = "sftkit_adapters"
+"Attribute of a model that has adapters."
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model."""
+
+    config: AdapterConfig
+    seed: int
+    base: ModelConfig
+    "the frozen model"
+    digest: str
+    "of the files of its weights"
+    start: Path | None = None
+    "folder of the adapter that training continues; None: new factors"
+    modules: tuple[str, ...] = ()
+    "names of the layers that have one"
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of what an adapter adds."""
+        rank = self.config.rank
+        return self.config.alpha / (math.sqrt(rank) if self.config.scaling == "rslora" else rank)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint's adapters belong to, as JSON values."""
+        return {
+            "rank": self.config.rank,
+            "scale": self.scale,
+            "modules": list(self.modules),
+            "base": {"sha256": self.digest},
+        }
+
+
+class Factor(torch.nn.Module):
+    """One of the two matrices of an adapter: a module, so that its weight has the name that it has in peft's files."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(rows, columns, dtype=torch.float32, device=device))
+
+
+class LoraLinear(torch.nn.Linear):
+    """A frozen linear layer with an adapter: y = W x + b + scale * B A x."""
+
+    lora_A: Factor  # noqa: N815 - the name in peft's files
+    lora_B: Factor  # noqa: N815
+    lora_dropout: torch.nn.Module | None
+    lora_scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer, [..., out]."""
+        y = linear(x, self.weight, self.bias)
+        dropped = x if self.lora_dropout is None else self.lora_dropout(x)
+        return low_rank(y, dropped, self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype), self.lora_scale)
+
+
+def adapters_of(orig_model: torch.nn.Module) -> Adapters | None:
+    """Return the adapters of a model; None: it has none."""
+    return getattr(orig_model, _ADAPTERS, None)
+
+
+def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
+    """Return the layers that have an adapter, by name."""
+    return {name: module for name, module in orig_model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def factors(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of the adapters by name."""
+    return {
+        f"{name}.{inner}": parameter
+        for name, module in adapted(orig_model).items()
+        for inner, parameter in module.named_parameters()
+        if inner.startswith("lora_")
+    }
+
+
+def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
+    """Freeze the model and give its target layers adapters, with the factors that training starts from; on the meta
+    device they are filled by fill_factors, once there is memory for them.
+
+    Raises:
+        ConfigError: a target that is no layer of the model, or a rank above a layer's size.
+    """
+    config = adapters.config
+    targets = target_layers(orig_model, config)
+    orig_model.requires_grad_(False)
+    for layer in targets.values():
+        layer.__class__ = LoraLinear
+        assert isinstance(layer, LoraLinear)
+        layer.lora_A = Factor(config.rank, layer.in_features, layer.weight.device)
+        layer.lora_B = Factor(layer.out_features, config.rank, layer.weight.device)
+        layer.lora_dropout = torch.nn.Dropout(config.dropout) if config.dropout else None
+        layer.lora_scale = adapters.scale
+        layer.train(orig_model.training)
+    found = Adapters(config, adapters.seed, adapters.base, adapters.digest, adapters.start, tuple(targets))
+    setattr(orig_model, _ADAPTERS, found)
+    if not any(parameter.is_meta for parameter in factors(orig_model).values()):
+        fill_factors(orig_model)
+    return found
+
+
+def target_layers(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
+    """Return the layers that get an adapter, by name.
+
+    Raises:
+        ConfigError: a target is no layer of the model, the head, or smaller than the rank; or the model has experts,
+            which have no adapters here.
+    """
+    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
+    # torch's own Linear and no subclass, which may compute something else.
+    linears = {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
+    common = {name: layer for name, layer in linears.items() if not _ROUTER.search(name)}
+    found: dict[str, torch.nn.Linear] = {}
+    for target in config.targets:
+        if target in ("all-linear", "mlp"):
+            _check_experts(orig_model, target, config)
+        if target in ADAPTER_GROUPS:
+            chosen = {
+                name: layer
+                for name, layer in common.items()
+                if target == "all-linear" or bool(_ATTENTION.search(name)) == (target == "attention")
+            }
+        else:
+            chosen = {name: layer for name, layer in linears.items() if f".{name}".endswith(f".{target}")}
+        if not chosen:
+            raise _no_target(orig_model, target, linears)
+        found |= chosen
+    for name, layer in found.items():
+        if config.rank > min(layer.weight.shape):
+            raise ConfigError(
+                f"adapter.rank={config.rank}: {name} has {layer.in_features} inputs and {layer.out_features} outputs, "
+                f"and no factor can have more columns than the smaller of the two: set adapter.rank="
+                f"{min(min(one.weight.shape) for one in found.values())} or less, or leave it out of adapter.targets"
+            )
+    return {name: found[name] for name in linears if name in found}
+
+
+def _no_target(orig_model: PreTrainedModel, target: str, linears: Mapping[str, object]) -> ConfigError:
+    """Return the error of a target that is no layer of the blocks."""
+    name = type(orig_model).__name__
+    head = next((n for n, m in orig_model.named_modules() if m is output_projection(orig_model)), "")
+    if target == head:
+        return ConfigError(f"adapter.targets: {target} is the head, which gets no adapter: leave it out")
+    last = sorted({layer.rpartition(".")[2] for layer in linears})
+    near = difflib.get_close_matches(target, [*ADAPTER_GROUPS, *last, *linears], n=1)
+    hint = f'Did you mean "{near[0]}"?' if near else f"They have {', '.join(last) or 'none'}"
+    return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of {name}. {hint}")
+
+
+def _check_experts(orig_model: PreTrainedModel, target: str, config: AdapterConfig) -> None:
+    """Reject experts whose weights lie in one tensor: no layer of torch, so they would be left out in silence."""
+    stacked = [
+        name
+        for name, module in orig_model.named_modules()
+        if any(p.ndim == 3 for p in module.parameters(recurse=False)) and type(module).__name__.endswith("Experts")
+    ]
+    if stacked and config.experts:
+        raise ConfigError(
+            f"adapter.targets: {target} has the experts {first_of(stacked)}, whose weights are three-dimensional and "
+            "get no adapters yet: set adapter.experts=false, which adapts the other layers"
+        )
+
+
+def fill_factors(orig_model: PreTrainedModel) -> None:
+    """Fill the factors with what training starts from: those of a file, or A at random and B zero.
+
+    A layer's numbers depend on the seed and its name, so other targets or ranks do not change them, and each rank
+    keeps its part of the same ones.
+    """
+    adapters = adapters_of(orig_model)
+    assert adapters is not None
+    if adapters.start is not None:
+        load_factors(orig_model, adapters.start)
+        return
+    with torch.no_grad():
+        for name, layer in adapted(orig_model).items():
+            generator = torch.Generator().manual_seed(random_key(adapters.seed, name) >> 1)
+            # Kaiming's uniform distribution with a = sqrt(5), as peft has it.
+            bound = 1 / math.sqrt(layer.in_features)
+            drawn = torch.empty(layer.lora_A.weight.shape).uniform_(-bound, bound, generator=generator)
+            local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
+            local(layer.lora_B.weight).zero_()
+
+
+@torch.no_grad()
+def load_factors(orig_model: PreTrainedModel, folder: Path) -> None:
+    """Load the factors of an adapter's folder into the live model, each rank its own part; no collective.
+
+    Raises:
+        ConfigError: the files hold other adapters than the model has.
+    """
+    path = folder / ADAPTER_WEIGHTS
+    own = {f"{PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
+    with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
+        there = set(file.keys())
+        if different := sorted(there ^ own.keys()):
+            where = "is only in the files" if different[0] in there else "is not in the files"
+            raise ConfigError(
+                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or merge it "
+                "into its model first and start from that"
+            )
+        for name, parameter in own.items():
+            source = file.get_slice(name)
+            if list(source.get_shape()) != list(parameter.shape):
+                raise ConfigError(
+                    f"{path}: {name} has shape {list(source.get_shape())} in the files and {list(parameter.shape)} in "
+                    "the model: set adapter.rank to that of this adapter"
+                )
+            local(parameter).copy_(local_part(source, parameter))
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return W + scale * B A, computed in fp32 and rounded once to the dtype of W.
+
+    Args:
+        weight: [out, in], whole or this rank's shard.
+    """
+    added = scale * (b.float() @ a.float())
+    return (local(weight).float() + local_part(added, weight)).to(weight.dtype)
+
+
+def merged_weights(orig_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and whole merged weight of each layer that has an adapter; of a sharded model every rank calls it."""
+    for name, layer in adapted(orig_model).items():
+        weight, a, b = (
+            p.full_tensor() if isinstance(p, DTensor) else p.detach()
+            for p in (layer.weight, layer.lora_A.weight, layer.lora_B.weight)
+        )
+        yield f"{name}.weight", merged_weight(weight, a, b, layer.lora_scale)
+
+
+@torch.no_grad()
+def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
+    """Add the adapter of a folder to the weights of a model that has none, each rank to its own part; no collective.
+
+    Raises:
+        ConfigError: the folder's adapters are those of another model.
+    """
+    path = files.folder / ADAPTER_WEIGHTS
+    owners = dict(orig_model.named_modules())
+    with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
+        for key in file.keys():  # noqa: SIM118 - of safetensors, which has no iterator
+            name, _, factor = key.removeprefix(PREFIX).rpartition(".lora_")
+            layer = owners.get(name)
+            if factor not in ("A.weight", "B.weight") or not isinstance(layer, torch.nn.Linear):
+                raise ConfigError(
+                    f"{path}: {key}: {files.base.path} has no layer with such an adapter here: merge it with peft "
+                    "(PeftModel.merge_and_unload, save_pretrained) and name that folder"
+                )
+            if factor == "B.weight":
+                a, b = (file.get_tensor(f"{PREFIX}{name}.lora_{one}.weight") for one in "AB")
+                device = local(layer.weight).device
+                merged = merged_weight(layer.weight, a.to(device), b.to(device), files.scale)
+                if isinstance(layer.weight, DTensor):
+                    layer.weight.to_local().copy_(merged)
+                else:  # not in place: the weights of files that are mapped into memory stay as they are
+                    layer.weight.data = merged
+
+
+def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
+    """Return what adapter_config.json says of the model's adapters."""
+    adapters = adapters_of(orig_model)
+    assert adapters is not None
+    config = adapters.config
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapters.base.path,
+        "revision": adapters.base.revision,
+        "r": config.rank,
+        # rsLoRA is folded into alpha: programs that know alpha / r only compute the same.
+        "lora_alpha": adapters.scale * config.rank,
+        "use_rslora": False,
+        "use_dora": False,
+        "target_modules": _suffixes(orig_model, adapters.modules),
+        "lora_dropout": config.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "peft_version": "0.21.0",
+    }
+
+
+def _suffixes(orig_model: PreTrainedModel, modules: tuple[str, ...]) -> list[str]:
+    """Return the last parts of names, if they name these modules and no others; else the names themselves."""
+    last = {name.rpartition(".")[2] for name in modules}
+    named = {n for n, m in orig_model.named_modules() if isinstance(m, torch.nn.Linear) and n.rpartition(".")[2] in last}
+    return sorted(last) if named == set(modules) else sorted(modules)
+
+
+def peft_config_text(orig_model: PreTrainedModel) -> str:
+    """Return the content of adapter_config.json."""
+    return json.dumps(peft_config(orig_model), indent=2)
