@@ -142,7 +142,7 @@ _NO_KEY = object()
 "Stands for the value of a key that only one of the two has."
 _FIXED = (
     *("train.global_batch_size", "run.seed", "loss.z_loss", "loss.label_smoothing", "loss.router_aux_loss_coef"),
-    *("model.path", "model.revision"),
+    *("model.path", "model.revision", "train.freeze"),
 )
 "Keys that a resumed run keeps, besides optim.*: with another value it would be another run."
 OPTIM_FREE = ("optim.name", "optim.implementation", "optim.static_gradients")

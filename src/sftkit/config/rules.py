@@ -113,6 +113,18 @@ def _engine(get: Get) -> Iterator[Problem]:
         yield "train.engine", f"reference has torch's AdamW only: set optim.name={DEFAULT}, not {get('optim.name')}"
 
 
+def _freeze(get: Get, topology: Topology) -> Iterator[Problem]:
+    key = "train.freeze"
+    engine = get("train.engine")
+    if not get(key):
+        return
+    if engine in ("pipeline", "graph"):
+        problem = f"does not go with train.engine {engine}, which trains all parameters: set it to [], or take blocks"
+        yield key, problem
+    elif topology.tensor > 1:
+        yield key, f"does not go with tensor parallelism ({topology.describe()}): start with fsdp2.yaml instead"
+
+
 def _pipeline(get: Get) -> Iterator[Problem]:
     if get("train.engine") != "pipeline":
         wrong = f"only goes with train.engine pipeline, not {get('train.engine')}"
@@ -357,7 +369,7 @@ STEP_PATH = re.compile(r"/|\\|^step-")
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:
     """Yield all problems between settings, those with the topology of a launch, and those that further rules find."""
-    for rule in (*_RULES, OfLaunch(_batch_divides), OfLaunch(enough_micro_batches), *more):
+    for rule in (*_RULES, OfLaunch(_batch_divides), OfLaunch(enough_micro_batches), OfLaunch(_freeze), *more):
         with suppress(Unusable):
             yield from rule.find(get, topology) if isinstance(rule, OfLaunch) else rule(get)
 

@@ -214,6 +214,8 @@ class TrainConfig:
     "engine pipeline: the order of passes. 1f1b: forward and backward passes in turn, activations of at most as many micro-batches as there are stages; gpipe: all forward passes first; interleaved: 1f1b with two stages on each process, which wait about half as long and send two to three times as much."
     pipeline_layers: tuple[Positive, ...] | None = None
     "engine pipeline: number of layers of each stage, in order; null: balanced by times measured when the run starts, embedding, head and loss included; config.yaml records the split, and a resumed run keeps it."
+    freeze: tuple[str, ...] = ()
+    "Parameters that are not trained, as glob patterns of their names: [model.embed_tokens.*, model.layers.[0-3].*]. They have no gradients and no optimizer states, and stay bit for bit. A weight with two names, a tied head, is frozen under both."
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"
@@ -223,7 +225,7 @@ class TrainConfig:
     resume: FilePath | None = None
     "auto: resume from the newest valid checkpoint of run.dir if there is one; a step directory: resume from it; null: start at step 0."
     resume_changes: tuple[str, ...] = ()
-    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name, implementation, static_gradients), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision."
+    "Keys that may differ from the checkpoint's recipe, although a resumed run must otherwise keep them: optim.* (not name, implementation, static_gradients), train.global_batch_size, run.seed, loss.z_loss, loss.label_smoothing, loss.router_aux_loss_coef, model.path, model.revision, train.freeze."
 
 
 def num_stages(train: TrainConfig) -> int | None:

@@ -32,6 +32,7 @@ from sftkit.models.kind import kind_of
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.routing import coefficient
 from sftkit.models.structure import count_parameters, positions
+from sftkit.models.trained import freeze
 from sftkit.models.vocabulary import describe_added_tokens
 from sftkit.objectives.objective import Objective
 from sftkit.rundir.files import read_object, replace_text
@@ -63,6 +64,7 @@ def about_run(run: Run, orig_model: PreTrainedModel, batches: Batches, setup: Se
         "model_type": orig_model.config.model_type,
         "parameters": parameters.total,
         "parameters_at_work": parameters.body + parameters.head,
+        "trained_parameters": parameters.trained,
         "dtype": str(orig_model.dtype).removeprefix("torch."),
         "precision": rt.precision,
         "attention": setup.attention,
@@ -153,12 +155,19 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
+    freeze(orig_model, cfg.train.freeze)
     longest = positions(orig_model)
     max_length, resolved = resolve_max_length(cfg.model, cfg.data.max_length, tokenizer, rt.precision, longest)
     check_rope(orig_model, rt.topology, max_length)
     rt.print(resolved)
-    for line in filter(None, (describe_added_tokens(orig_model, tokenizer), vocabulary.describe_padding(orig_model))):
+    added = describe_added_tokens(orig_model, tokenizer)
+    for line in filter(None, (added, vocabulary.describe_padding(orig_model))):
         rt.print(line)
+    if cfg.train.freeze:
+        counted = count_parameters(orig_model)
+        rt.print(f"trains {counted.trained:,} of {counted.total:,} parameters")
+    if added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
+        rt.print("warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning")
     return LoadedModel(orig_model, tokenizer, max_length)
 
 

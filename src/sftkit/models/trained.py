@@ -1,0 +1,97 @@
+"""Which parameters of a model are trained, by `requires_grad`: the one notion that every count asks for.
+
+Names alone decide it where a model is only estimated: no torch in this file, so the launcher reads it too.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+from sftkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """Return the names of parameters that train.freeze matches."""
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def pattern_problem(names: Collection[str], patterns: Sequence[str]) -> str | None:
+    """Return what is wrong with train.freeze for a model with parameters of these names; None: nothing.
+
+    Args:
+        names: of tied weights all of them.
+    """
+    for pattern in patterns:
+        if frozen_names(names, [pattern]):
+            continue
+        # A name in its full length is nearest to most slips; a prefix without its star matches nothing either.
+        near = [name for name in names if name.startswith(f"{pattern.rstrip('.')}.")][:1]
+        hint = f'"{pattern.rstrip(".")}.*"' if near else _quoted(difflib.get_close_matches(pattern, names, 3, 0.3))
+        return f'"{pattern}" matches no parameter of the model' + (f": did you mean {hint}?" if hint else "")
+    if patterns and len(frozen_names(names, patterns)) == len(names):
+        return "freezes every parameter, so nothing is left to train: take a pattern out"
+    return None
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return " or ".join(f'"{name}"' for name in names)
+
+
+def freeze(orig_model: PreTrainedModel, patterns: Sequence[str]) -> None:
+    """Freeze the parameters that train.freeze matches. A tied weight is one parameter: frozen under one of its names,
+    it is frozen under all.
+
+    Args:
+        orig_model: with all its rows for tokens, before it is compiled, sharded or given to an optimizer.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, with the nearest names; or nothing is left to train.
+    """
+    if not patterns:
+        return
+    named = dict(orig_model.named_parameters(remove_duplicate=False))
+    if problem := pattern_problem(named, patterns):
+        raise ConfigError(f"train.freeze: {problem}")
+    for name in frozen_names(named, patterns):
+        named[name].requires_grad_(False)
+    if not any(p.requires_grad for p in orig_model.parameters()):
+        raise ConfigError("train.freeze: freezes every parameter, so nothing is left to train: take a pattern out")
+
+
+class Passes(NamedTuple):
+    """The products of a backward pass that a part of the model needs, a module with its parameters."""
+
+    weight: bool
+    "gradients of parameters: some are trained"
+    inputs: bool
+    "gradients of its inputs: something before it is trained, or within it"
+
+    @property
+    def any(self) -> bool:
+        """Return whether there is a backward pass through the part at all."""
+        return self.weight or self.inputs
+
+
+def passes_of(parts: Iterable[Iterable[Tensor]], *, before: bool = False) -> list[Passes]:
+    """Return of each part of a model, in the order of its forward pass, what its backward pass computes.
+
+    Within a part that trains some parameters its inputs need gradients: the norm that a block begins with is trained,
+    or the engine asks for them (see one_graph_for_blocks).
+
+    Args:
+        parts: the parameters of each.
+        before: whether something before all of them is trained.
+    """
+    found = []
+    for parameters in parts:
+        weight = any(p.requires_grad for p in parameters)
+        before = before or weight
+        found.append(Passes(weight, before))
+    return found
