@@ -23,7 +23,7 @@ from sftkit.config.schema import CheckpointConfig
 from sftkit.errors import CheckpointError, ConfigError
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import stages_of
-from sftkit.models.weights import load_weights
+from sftkit.models.weights import load_checkpoint
 from sftkit.optim.protocol import Optimizer, named_states, states_loaded
 from sftkit.rundir import names as rundir
 from sftkit.rundir.files import archive, replace_text
@@ -227,7 +227,7 @@ class Checkpoints:
         # Before anything is loaded: a checkpoint of another run leaves this one as it was.
         lines = self.rt.from_main(lambda: self._check_fit(checkpoint, folder, changes))
         # Weights, then states, which are named after them; random states last, as what comes before may draw numbers.
-        load_weights(self.orig_model, folder)
+        load_checkpoint(self.orig_model, folder)
         tensors = named_states(self.optimizer, self.orig_model)
         stages = stages_of(self.orig_model)
         load_states(tensors, folder / rundir.OPTIMIZER, *([stages.elsewhere] if stages else []))

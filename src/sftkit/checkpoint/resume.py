@@ -23,6 +23,7 @@ from sftkit.data.batches.pack import Layout, PlanSegment
 from sftkit.data.tokens.sources import tokenizer_fingerprint
 from sftkit.data.types import Examples
 from sftkit.errors import CheckpointError, ConfigError
+from sftkit.models.adapters import adapters_of
 from sftkit.models.vocabulary import padding_rows
 from sftkit.rundir.files import UNREADABLE
 from sftkit.rundir.manifest import verify
@@ -175,7 +176,9 @@ def run_identity(
     model = json.loads(orig_model.config.to_json_string(use_diff=False))
     if padding_rows(orig_model):  # optimizer states have those rows too
         model["padding_rows"] = padding_rows(orig_model)
+    adapters = adapters_of(orig_model)
     return {
+        **({} if adapters is None else {"adapter": adapters.identity()}),
         "model": {key: value for key, value in model.items() if key not in NOT_THE_MODEL},
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "chat_template": _digest(str(tokenizer.chat_template).encode()),

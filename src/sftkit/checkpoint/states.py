@@ -30,10 +30,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from sftkit.errors import ConfigError
+from sftkit.models.adapters import PREFIX, adapters_of, factors, peft_config_text
 from sftkit.models.files import INDEX_FILE, SINGLE_FILE
 from sftkit.models.load import from_config
 from sftkit.models.structure import plain_class, stages_of
 from sftkit.models.vocabulary import without_padding
+from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from sftkit.rundir.status import describe_error
 from sftkit.runtime.script import first_of
 
@@ -279,6 +281,9 @@ def snapshot_weights(orig_model: PreTrainedModel, rank: int, world_size: int) ->
     """
     tensors, saved_rows = saved_tensors(orig_model), without_padding(orig_model)
     stages = stages_of(orig_model)
+    if adapters_of(orig_model) is not None:
+        gathered = _gathered(tensors, saved_rows, keep=rank == 0)
+        return WeightSnapshot(None, {} if gathered is None else {ADAPTER_WEIGHTS: gathered})
     is_sharded = stages is not None or any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if not is_sharded or stored_in_another_form(orig_model):
         return WeightSnapshot(_gathered(tensors, saved_rows, keep=rank == 0) if is_sharded or rank == 0 else None)
@@ -319,7 +324,10 @@ def _gathered(
 
 
 def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads."""
+    """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads; of
+    a model with adapters these alone, under the names of peft."""
+    if adapters_of(orig_model) is not None:
+        return {f"{PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
     # Private since huggingface/transformers#8737: what save_pretrained leaves out; shards are written without
     # save_pretrained.
@@ -342,6 +350,8 @@ def check_saved_names(orig_model: PreTrainedModel) -> None:
     Raises:
         ConfigError: tensors that are missing, unexpected or of another shape.
     """
+    if adapters_of(orig_model) is not None:  # its checkpoints hold nothing of the model
+        return
     plain, config = plain_class(orig_model), copy.deepcopy(orig_model.config)
     name = plain.__name__
     with torch.device("meta"), no_init_weights():
@@ -409,8 +419,14 @@ def plan_files(
 def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
     """Write config.json, generation_config.json and the code of remote models: save_pretrained writes these alone when
     it gets no weights. It also deletes numbered weight files that it finds (huggingface/transformers#16947), so this
-    comes before any rank writes one."""
-    orig_model.save_pretrained(folder, state_dict={})
+    comes before any rank writes one.
+
+    Of a model with adapters write adapter_config.json and no config.json: beside one, transformers would look for the
+    whole model in this folder."""
+    if adapters_of(orig_model) is not None:
+        (folder / ADAPTER_CONFIG).write_text(peft_config_text(orig_model))
+    else:
+        orig_model.save_pretrained(folder, state_dict={})
 
 
 def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder: Path) -> None:
@@ -423,6 +439,7 @@ def write_weights(snapshot: WeightSnapshot, orig_model: PreTrainedModel, folder:
         save_file(tensors, folder / name, metadata={"format": "pt"})
     # safetensors makes files that only their owner may read (safetensors #782): they get the mode that others have.
     for path in written:
-        path.chmod(stat.S_IMODE((folder / "config.json").stat().st_mode))
+        plain = folder / (ADAPTER_CONFIG if ADAPTER_WEIGHTS in snapshot.files else "config.json")
+        path.chmod(stat.S_IMODE(plain.stat().st_mode))
     if snapshot.index is not None:
         (folder / INDEX_FILE).write_text(json.dumps(snapshot.index, indent=2))

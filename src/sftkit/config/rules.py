@@ -125,6 +125,27 @@ def _freeze(get: Get, topology: Topology) -> Iterator[Problem]:
         yield key, f"does not go with tensor parallelism ({topology.describe()}): start with fsdp2.yaml instead"
 
 
+def _adapter(get: Get, topology: Topology) -> Iterator[Problem]:
+    if get("adapter") is None:
+        return
+    engine = get("train.engine")
+    if engine in ("pipeline", "graph"):
+        yield "adapter", f"does not go with train.engine {engine}, which trains all parameters: take blocks"
+    elif topology.tensor > 1:
+        yield "adapter", f"does not go with tensor parallelism ({topology.describe()}): start with fsdp2.yaml instead"
+    if get("optim.name") not in ("auto", DEFAULT):
+        yield (
+            "optim.name",
+            f"{get('optim.name')} does not go with adapter, whose factors are fp32: set auto or {DEFAULT}",
+        )
+    if get("train.fp8") is not None:
+        yield "train.fp8", "does not go with adapter: float8 layers would get none. Set it to null"
+    if get("train.freeze"):
+        yield "train.freeze", "does not go with adapter, which freezes the whole model: leave it out"
+    if not get("adapter.targets"):
+        yield "adapter.targets", "is empty: name layers, or leave it out for all-linear"
+
+
 def _pipeline(get: Get) -> Iterator[Problem]:
     if get("train.engine") != "pipeline":
         wrong = f"only goes with train.engine pipeline, not {get('train.engine')}"
@@ -369,7 +390,7 @@ STEP_PATH = re.compile(r"/|\\|^step-")
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:
     """Yield all problems between settings, those with the topology of a launch, and those that further rules find."""
-    for rule in (*_RULES, OfLaunch(_batch_divides), OfLaunch(enough_micro_batches), OfLaunch(_freeze), *more):
+    for rule in (*_RULES, OfLaunch(_batch_divides), OfLaunch(enough_micro_batches), OfLaunch(_freeze), OfLaunch(_adapter), *more):
         with suppress(Unusable):
             yield from rule.find(get, topology) if isinstance(rule, OfLaunch) else rule(get)
 

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,27 @@ def load_factors(orig_model: PreTrainedModel, folder: Path) -> None:
                     "the model: set adapter.rank to that of this adapter"
                 )
             local(parameter).copy_(local_part(source, parameter))
+
+
+@contextmanager
+def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
+    """Give B small random numbers within the context, the same on all ranks; a model without adapters stays as it is.
+
+    Afterwards B has its bits back, in the same memory.
+    """
+    held = {name: layer.lora_B.weight for name, layer in adapted(orig_model).items()}
+    before = {name: local(weight).detach().clone() for name, weight in held.items()}
+    try:
+        with torch.no_grad():
+            for name, weight in held.items():
+                generator = torch.Generator().manual_seed(random_key(0, name) >> 1)
+                noise = torch.randn(weight.shape, generator=generator) * 1e-2 / math.sqrt(weight.shape[1])
+                local(weight).copy_(local_part(noise, weight))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, weight in held.items():
+                local(weight).copy_(before[name])
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sftkit.checkpoint.resume import NO_CHECKPOINT, ResumeCheckpoint, find_checkpoint, run_identity
 from sftkit.config.load import to_yaml
-from sftkit.config.schema import Config, DataConfig, source_label
+from sftkit.config.schema import SLOW_ADAPTER_LR, Config, DataConfig, source_label
 from sftkit.config.tables import environment_of_passes
 from sftkit.config.topology import stages_fit
 from sftkit.data.batches import loader
@@ -151,7 +151,9 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
 
         check_device(cfg.graph.passes, cfg.attention.backend, rt.device)
     # Empty, on the meta device, where ranks hold parts only: the weights are read when the model is sharded.
-    orig_model = load_model(cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial)
+    orig_model = load_model(
+        cfg.model, tokenizer, cfg.run.seed, rt.precision, empty=rt.topology.partial, adapter=cfg.adapter
+    )
     if cfg.compile.enabled and cfg.compile.modules is not None:
         named_parts(orig_model, cfg.compile, sharded=rt.topology.partial)
     kind_of(orig_model.config).check(orig_model, rt.topology, cfg.train)
@@ -163,7 +165,10 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
     added = describe_added_tokens(orig_model, tokenizer)
     for line in filter(None, (added, vocabulary.describe_padding(orig_model))):
         rt.print(line)
-    if cfg.train.freeze:
+    if cfg.adapter is not None and cfg.optim.lr < SLOW_ADAPTER_LR:
+        text = f"optim.lr={cfg.optim.lr:g} is low for adapters, which learn best at about ten times the learning rate "
+        rt.print(f"warning: {text}of full fine-tuning: try 2e-4", "warning")
+    if cfg.train.freeze or cfg.adapter is not None:
         counted = count_parameters(orig_model)
         rt.print(f"trains {counted.trained:,} of {counted.total:,} parameters")
     if added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):

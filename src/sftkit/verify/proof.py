@@ -18,6 +18,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.engine.engine import Engine, EngineReport
 from sftkit.engine.step import has_dropout, worst_case_batch
 from sftkit.errors import RecompileError
+from sftkit.models.adapters import factors_moved
 from sftkit.models.structure import decoder_blocks, from_last
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import eager_backend
@@ -63,17 +64,20 @@ def verified_warm_up(engine: Engine, rt: Runtime, print_line: Callable[[str], No
     eager = eager_backend(model.backend, orig_model)
     # Before anything is compiled: does the forward pass compute what the plain model does? No other model is trained.
     plain = PlainModel(model, rt.device, Start.of(training.source, training.checkpoint), rt)
-    documents = check_documents(model, eager, rt.device, layout, plain, engine.forward)
-    # Within the context no graph may be new, so gradients are compared through those that the steps run.
-    with engine.warm_up(print_line) as losses:
-        sides = Sides(model, engine.gradients, list(parameters_of(engine.optimizer.param_groups)), rt, plain)
-        gradients = check_gradients(sides, layout, eager, allowed, compiled=engine.compiled)
+    # While B is zero an adapter adds nothing and A has no gradient: there would be nothing to compare.
+    with factors_moved(orig_model):
+        documents = check_documents(model, eager, rt.device, layout, plain, engine.forward)
+        # Within the context no graph may be new, so gradients are compared through those that the steps run.
+        with engine.warm_up(print_line) as losses:
+            sides = Sides(model, engine.gradients, list(parameters_of(engine.optimizer.param_groups)), rt, plain)
+            gradients = check_gradients(sides, layout, eager, allowed, compiled=engine.compiled)
+        same = compiled_against_eager(rt, model, layout, losses if engine.compiled else {}, eager)
     seconds = time.perf_counter() - started
     checks = [
         *document_checks(documents, dtype, model.backend, layout.kind, allowed.logits),
         weights_check(plain),
         gradients_check(gradients, allowed, model.backend),
-        compiled_against_eager(rt, model, layout, losses if engine.compiled else {}, eager),
+        same,
     ]
     return WarmUp(engine.compiled, seconds, checks)
 
