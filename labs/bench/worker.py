@@ -25,7 +25,7 @@ from sftkit.data.batches.loader import Batches
 from sftkit.data.tokens.sources import stage_rule
 from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import Adapters, add_adapters
+from sftkit.models.adapters import Adapters, add_adapters, join_layers
 from sftkit.models.kind import check_causal, kind_of
 from sftkit.models.load import DTYPES, scratch_config
 from sftkit.models.structure import count_parameters, vocab_size
@@ -243,6 +243,7 @@ def measured_run(job: Job, rt: runtime.Runtime) -> dict[str, Any]:
         pad_vocabulary(orig_model, cfg.model.pad_vocab_to_multiple_of)
     if cfg.adapter is not None:
         add_adapters(orig_model, Adapters(cfg.adapter, cfg.run.seed, base=cfg.model, digest=""))
+        join_layers(orig_model)
     parameters = count_parameters(orig_model).total
 
     objective = OBJECTIVES.get(stage.name if stage else "", NextToken)(cfg.loss)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
 from sftkit.models.files import AdapterFiles, reading_files
 from sftkit.models.structure import decoder_blocks, output_projection
+from sftkit.ops.gated_mlp import gated_mlp
 from sftkit.ops.low_rank import low_rank
 from sftkit.ops.tensors import local, local_part
 from sftkit.rundir.names import ADAPTER_WEIGHTS
@@ -88,12 +92,86 @@ class LoraLinear(torch.nn.Linear):
     lora_B: Factor  # noqa: N815
     lora_dropout: torch.nn.Module | None
     lora_scale: float
+    joint: tuple[Tensor, Tensor] | None = None
+    "an input, and its product with A, computed together with those of other layers (JointInputs)"
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer, [..., out]."""
         y = linear(x, self.weight, self.bias)
+        b = self.lora_B.weight.to(x.dtype)
+        if self.joint is not None and self.joint[0] is x:
+            return y + self.lora_scale * linear(self.joint[1], b)
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
-        return low_rank(y, dropped, self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype), self.lora_scale)
+        return low_rank(y, dropped, self.lora_A.weight.to(x.dtype), b, self.lora_scale)
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Return whether the kernels of ops/gated_mlp.py are for this input."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+class GatedMlp(torch.nn.Module):
+    """An MLP down(silu(gate(x)) * up(x)) whose layers have adapters, in front of its own class (ops/gated_mlp.py)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, [..., H]."""
+        layers = [self.gate_proj, self.up_proj, self.down_proj]
+        if not (has_kernel(x) and all(type(layer) is LoraLinear for layer in layers)):
+            return super().forward(x)  # type: ignore[no-any-return,misc]
+        a = tuple(layer.lora_A.weight.to(x.dtype) for layer in layers)
+        b = tuple(layer.lora_B.weight.to(x.dtype) for layer in layers)
+        return gated_mlp(x, tuple(layer.weight for layer in layers), a, b, self.gate_proj.lora_scale)
+
+
+class JointInputs(torch.nn.Module):
+    """An attention module in front of its own class: A of queries, keys and values meet their common input in one
+    product, and so do its gradients."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Compute the module's own forward pass."""
+        x = args[0] if args else named["hidden_states"]
+        layers = [self.q_proj, self.k_proj, self.v_proj]
+        if not all(type(layer) is LoraLinear for layer in layers):
+            return super().forward(*args, **named)
+        joint = linear(x, torch.cat([layer.lora_A.weight for layer in layers]).to(x.dtype))
+        for layer, part in zip(layers, joint.chunk(3, -1), strict=True):
+            layer.joint = (x, part)
+        output = super().forward(*args, **named)
+        for layer in layers:
+            layer.joint = None
+        return output
+
+
+@lru_cache
+def _in_front(front: type, own: type) -> type:
+    """Return a class that computes as `front` says and is `own` in all else."""
+    return type(own.__name__, (front, own), {})
+
+
+def join_layers(orig_model: PreTrainedModel) -> None:
+    """Have layers that read the same input compute their adapters together, in the modules that are known."""
+    for module in orig_model.modules():
+        parts = dict(module.named_children())
+        if is_gated_mlp(module) and all(_plain_adapter(parts[f"{name}_proj"]) for name in ("gate", "up", "down")):
+            module.__class__ = _in_front(GatedMlp, type(module))
+        elif all(_plain_adapter(parts.get(f"{name}_proj")) for name in "qkv"):
+            module.__class__ = _in_front(JointInputs, type(module))
+
+
+def _plain_adapter(layer: torch.nn.Module | None) -> bool:
+    return type(layer) is LoraLinear and layer.lora_dropout is None
+
+
+def is_gated_mlp(module: torch.nn.Module) -> bool:
+    """Return whether a module computes what Llama's MLP does, with silu and without biases: by its code, as every
+    architecture has a class of its own."""
+    code, known = (getattr(cls.forward, "__code__", None) for cls in (type(module), LlamaMLP))
+    same = code is not None and (code.co_code, code.co_names) == (known.co_code, known.co_names)
+    return (
+        same
+        and isinstance(module.act_fn, torch.nn.SiLU | SiLUActivation)
+        and all(layer.bias is None for layer in (module.gate_proj, module.up_proj, module.down_proj))
+    )
 
 
 def adapters_of(orig_model: torch.nn.Module) -> Adapters | None:

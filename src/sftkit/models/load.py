@@ -31,7 +31,7 @@ from transformers.initialization import no_init_weights
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import Adapters, add_adapters, merge_files
+from sftkit.models.adapters import Adapters, add_adapters, join_layers, merge_files
 from sftkit.models.files import (
     AdapterFiles,
     adapter_files,
@@ -230,6 +230,7 @@ def _adapt(
             "into its model first"
         )
     add_adapters(orig_model, adapters)
+    join_layers(orig_model)
 
 
 def trained_config(config: PretrainedConfig) -> PretrainedConfig:
