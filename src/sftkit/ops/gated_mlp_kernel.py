@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
-BACKWARD = {"ROWS": 128, "COLUMNS": 64, "num_warps": 8, "num_stages": 2}
+BACKWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
 HALVES = 2
+SUMS = True
 "Programs that share the columns of the same rows in the backward pass."
 
 
@@ -32,7 +33,6 @@ def _forward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     own = here & (lane[None, :] < rank)
     u_gate = tl.load(u + row[:, None] * (2 * rank) + lane[None, :], mask=own, other=0.0)
     u_up = tl.load(u + row[:, None] * (2 * rank) + rank + lane[None, :], mask=own, other=0.0)
-    stride = width + rank
     down = tl.zeros([ROWS, RANK], tl.float32)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -43,17 +43,15 @@ def _forward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
         v = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
         v += scale * tl.dot(u_up, _factor(b_up, column, lane, width, rank))
         product = (g * tl.sigmoid(g) * v).to(h.dtype.element_ty)
-        tl.store(h + row[:, None] * stride + column[None, :], product, mask=inside)
+        tl.store(h + place, product, mask=inside)
         down = tl.dot(product, tl.trans(_factor(a_down, column, lane, width, rank)), down)
-    down = down.to(h.dtype.element_ty)
-    tl.store(h + row[:, None] * stride + width + lane[None, :], down, mask=own)
-    tl.store(u_down + row[:, None] * rank + lane[None, :], down, mask=own)
+    tl.store(u_down + row[:, None] * rank + lane[None, :], down.to(h.dtype.element_ty), mask=own)
 
 
 @triton.jit
 def _tile(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
-    d_h, gate, up, u, d_gate, d_up, row, column, fg, fu, fd, du_gate, du_up, one, two, three, rows, width, rank, scale,
-    RANK: tl.constexpr,
+    d_h, d_down, gate, up, u, d_gate, d_up, h, row, column, fg, fu, fd, du_gate, du_up, one, two, three,
+    rows, width, rank, scale, RANK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of d_gate and d_up; return the sums with its share added."""
     lane = tl.arange(0, RANK)
@@ -61,14 +59,12 @@ def _tile(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     own = here & (lane[None, :] < rank)
     inside = here & (column[None, :] < width)
     place = row[:, None] * width + column[None, :]
-    stride = width + rank
     u_gate = tl.load(u + row[:, None] * (2 * rank) + lane[None, :], mask=own, other=0.0)
     u_up = tl.load(u + row[:, None] * (2 * rank) + rank + lane[None, :], mask=own, other=0.0)
-    u_down = tl.load(d_h + row[:, None] * stride + width + lane[None, :], mask=own, other=0.0)
+    u_down = tl.load(d_down + row[:, None] * rank + lane[None, :], mask=own, other=0.0)
     g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32) + scale * tl.dot(u_gate, fg)
     v = tl.load(up + place, mask=inside, other=0.0).to(tl.float32) + scale * tl.dot(u_up, fu)
-    d = tl.load(d_h + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    d = tl.dot(u_down, fd, d)
+    d = tl.load(d_h + place, mask=inside, other=0.0).to(tl.float32) + tl.dot(u_down, fd)
     sigmoid = tl.sigmoid(g)
     silu = g * sigmoid
     dg = (d * v * (sigmoid + silu * (1.0 - sigmoid))).to(d_gate.dtype.element_ty)
@@ -78,16 +74,19 @@ def _tile(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     tl.store(d_up + place, dv, mask=inside)
     du_gate = tl.dot(dg, tl.trans(fg), du_gate)
     du_up = tl.dot(dv, tl.trans(fu), du_up)
-    one = tl.dot(tl.trans(u_gate), dg, one)
-    two = tl.dot(tl.trans(u_up), dv, two)
-    three = tl.dot(tl.trans(u_down), product, three)
+    if SUMS:
+        one = tl.dot(tl.trans(dg), u_gate, one)
+        two = tl.dot(tl.trans(dv), u_up, two)
+        three = tl.dot(tl.trans(product), u_down, three)
+    else:
+        tl.store(h + place, product, mask=inside)
     return du_gate, du_up, one, two, three
 
 
 @triton.jit
 def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
-    d_h, gate, up, u, b_gate, b_up, a_down, d_gate, d_up, d_u, d_factors, rows, width, rank, scale,
-    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
+    d_h, d_down, gate, up, u, b_gate, b_up, a_down, d_gate, d_up, h, d_u, d_factors, rows, width, rank, scale,
+    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Compute two tiles of rows and PART columns; sums over rows and over columns are partial."""
     group = tl.program_id(0).to(tl.int64)
@@ -95,30 +94,30 @@ def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     lane = tl.arange(0, RANK)
     row_0 = 2 * group * ROWS + tl.arange(0, ROWS)
     row_1 = row_0 + ROWS
-    zeros = tl.zeros([ROWS, RANK], tl.float32)
-    du_gate_0 = zeros
-    du_gate_1 = zeros
-    du_up_0 = zeros
-    du_up_1 = zeros
+    du_gate_0 = tl.zeros([ROWS, RANK], tl.float32)
+    du_gate_1 = tl.zeros([ROWS, RANK], tl.float32)
+    du_up_0 = tl.zeros([ROWS, RANK], tl.float32)
+    du_up_1 = tl.zeros([ROWS, RANK], tl.float32)
     for start in range(0, PART, COLUMNS):
         column = part * PART + start + tl.arange(0, COLUMNS)
         fg = _factor(b_gate, column, lane, width, rank)
         fu = _factor(b_up, column, lane, width, rank)
         fd = _factor(a_down, column, lane, width, rank)
-        empty = tl.zeros([RANK, COLUMNS], tl.float32)
+        empty = tl.zeros([COLUMNS, RANK], tl.float32)
         du_gate_0, du_up_0, one, two, three = _tile(
-            d_h, gate, up, u, d_gate, d_up, row_0, column, fg, fu, fd, du_gate_0, du_up_0, empty, empty, empty,
-            rows, width, rank, scale, RANK,
+            d_h, d_down, gate, up, u, d_gate, d_up, h, row_0, column, fg, fu, fd, du_gate_0, du_up_0,
+            empty, empty, empty, rows, width, rank, scale, RANK, SUMS,
         )  # fmt: skip
         du_gate_1, du_up_1, one, two, three = _tile(
-            d_h, gate, up, u, d_gate, d_up, row_1, column, fg, fu, fd, du_gate_1, du_up_1, one, two, three,
-            rows, width, rank, scale, RANK,
+            d_h, d_down, gate, up, u, d_gate, d_up, h, row_1, column, fg, fu, fd, du_gate_1, du_up_1,
+            one, two, three, rows, width, rank, scale, RANK, SUMS,
         )  # fmt: skip
-        target = d_factors + ((group * 3) * rank + lane[:, None]) * width + column[None, :]
-        kept = (lane[:, None] < rank) & (column[None, :] < width)
-        tl.store(target, scale * one, mask=kept)
-        tl.store(target + rank * width, scale * two, mask=kept)
-        tl.store(target + 2 * rank * width, three, mask=kept)
+        if SUMS:
+            target = d_factors + (group * 3 * width + column[:, None]) * rank + lane[None, :]
+            kept = (column[:, None] < width) & (lane[None, :] < rank)
+            tl.store(target, scale * one, mask=kept)
+            tl.store(target + rank * width, scale * two, mask=kept)
+            tl.store(target + 2 * rank * width, three, mask=kept)
     d_u += part * rows * 2 * rank + lane[None, :]
     own_0 = (row_0[:, None] < rows) & (lane[None, :] < rank)
     own_1 = (row_1[:, None] < rows) & (lane[None, :] < rank)
@@ -134,7 +133,7 @@ def forward(
     """Compute ops.gated_mlp.gated_product."""
     rows, width = gate.shape
     rank = len(a_down)
-    h = gate.new_empty(rows, width + rank)
+    h = torch.empty_like(gate)
     u_down = gate.new_empty(rows, rank)
     factors = [factor.contiguous() for factor in (b_gate, b_up, a_down)]
     _forward[(triton.cdiv(rows, FORWARD["ROWS"]),)](
@@ -144,8 +143,9 @@ def forward(
 
 
 def backward(
-    grad: Tensor, gate: Tensor, up: Tensor, u: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_h: Tensor, d_down: Tensor, gate: Tensor, up: Tensor, u: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ops.gated_mlp.gated_product_backward. Partial sums are added up in a fixed order: no atomics."""
     rows, width = gate.shape
     rank = len(a_down)
@@ -153,14 +153,23 @@ def backward(
     part = triton.cdiv(triton.cdiv(width, BACKWARD["COLUMNS"]), HALVES) * BACKWARD["COLUMNS"]
     d_gate = torch.empty_like(gate)
     d_up = torch.empty_like(up)
+    h = d_gate if SUMS else torch.empty_like(gate)
     d_u = torch.empty(HALVES, rows, 2 * rank, dtype=torch.float32, device=gate.device)
-    d_factors = torch.empty(groups, 3, rank, width, dtype=torch.float32, device=gate.device)
+    d_factors = torch.empty(groups if SUMS else 0, 3, width, rank, dtype=torch.float32, device=gate.device)
     factors = [factor.contiguous() for factor in (b_gate, b_up, a_down)]
     _backward[(groups, HALVES)](
-        grad, gate, up, u, *factors, d_gate, d_up, d_u, d_factors, rows, width, rank, scale,
-        RANK=_lanes(rank), PART=part, **BACKWARD,
+        d_h, d_down, gate, up, u, *factors, d_gate, d_up, h, d_u, d_factors, rows, width, rank, scale,
+        RANK=_lanes(rank), PART=part, SUMS=SUMS, **BACKWARD,
     )  # fmt: skip
-    return d_gate, d_up, d_u.sum(0).to(u.dtype), d_factors.sum(0)
+    if SUMS:
+        found = d_factors.sum(0).transpose(1, 2).contiguous()
+    else:
+        u_gate, u_up = u.split(rank, 1)
+        found = torch.empty(3, rank, width, dtype=torch.float32, device=gate.device)
+        for one, left, right in ((found[0], u_gate, d_gate), (found[1], u_up, d_up), (found[2], d_down, h)):
+            torch.mm(left.t(), right, out_dtype=torch.float32, out=one) if gate.is_cuda else one.copy_(left.t() @ right)
+        found[:2] *= scale
+    return d_gate, d_up, d_u.sum(0).to(u.dtype), found
 
 
 def _lanes(rank: int) -> int:
