@@ -390,7 +390,14 @@ STEP_PATH = re.compile(r"/|\\|^step-")
 
 def cross_check(get: Get, topology: Topology, more: Sequence[Rule | OfLaunch]) -> Iterator[Problem]:
     """Yield all problems between settings, those with the topology of a launch, and those that further rules find."""
-    for rule in (*_RULES, OfLaunch(_batch_divides), OfLaunch(enough_micro_batches), OfLaunch(_freeze), OfLaunch(_adapter), *more):
+    for rule in (
+        *_RULES,
+        OfLaunch(_batch_divides),
+        OfLaunch(enough_micro_batches),
+        OfLaunch(_freeze),
+        OfLaunch(_adapter),
+        *more,
+    ):
         with suppress(Unusable):
             yield from rule.find(get, topology) if isinstance(rule, OfLaunch) else rule(get)
 

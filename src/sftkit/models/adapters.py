@@ -427,7 +427,9 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
 def _suffixes(orig_model: PreTrainedModel, modules: tuple[str, ...]) -> list[str]:
     """Return the last parts of names, if they name these modules and no others; else the names themselves."""
     last = {name.rpartition(".")[2] for name in modules}
-    named = {n for n, m in orig_model.named_modules() if isinstance(m, torch.nn.Linear) and n.rpartition(".")[2] in last}
+    named = {
+        n for n, m in orig_model.named_modules() if isinstance(m, torch.nn.Linear) and n.rpartition(".")[2] in last
+    }
     return sorted(last) if named == set(modules) else sorted(modules)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
 BACKWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
 HALVES = 2
-SUMS = True
 "Programs that share the columns of the same rows in the backward pass."
 
 
@@ -50,8 +49,8 @@ def _forward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
 
 @triton.jit
 def _tile(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
-    d_h, d_down, gate, up, u, d_gate, d_up, h, row, column, fg, fu, fd, du_gate, du_up, one, two, three,
-    rows, width, rank, scale, RANK: tl.constexpr, SUMS: tl.constexpr,
+    d_h, d_down, gate, up, u, d_gate, d_up, row, column, fg, fu, fd, du_gate, du_up, one, two, three,
+    rows, width, rank, scale, RANK: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of d_gate and d_up; return the sums with its share added."""
     lane = tl.arange(0, RANK)
@@ -74,19 +73,17 @@ def _tile(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
     tl.store(d_up + place, dv, mask=inside)
     du_gate = tl.dot(dg, tl.trans(fg), du_gate)
     du_up = tl.dot(dv, tl.trans(fu), du_up)
-    if SUMS:
-        one = tl.dot(tl.trans(dg), u_gate, one)
-        two = tl.dot(tl.trans(dv), u_up, two)
-        three = tl.dot(tl.trans(product), u_down, three)
-    else:
-        tl.store(h + place, product, mask=inside)
+    # Sums over rows with the tile as the first operand: its columns fill a tensor core, a rank would not.
+    one = tl.dot(tl.trans(dg), u_gate, one)
+    two = tl.dot(tl.trans(dv), u_up, two)
+    three = tl.dot(tl.trans(product), u_down, three)
     return du_gate, du_up, one, two, three
 
 
 @triton.jit
 def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
-    d_h, d_down, gate, up, u, b_gate, b_up, a_down, d_gate, d_up, h, d_u, d_factors, rows, width, rank, scale,
-    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, SUMS: tl.constexpr,
+    d_h, d_down, gate, up, u, b_gate, b_up, a_down, d_gate, d_up, d_u, d_factors, rows, width, rank, scale,
+    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Compute two tiles of rows and PART columns; sums over rows and over columns are partial."""
     group = tl.program_id(0).to(tl.int64)
@@ -105,19 +102,18 @@ def _backward(  # noqa: PLR0913 - a Triton kernel takes pointers and numbers
         fd = _factor(a_down, column, lane, width, rank)
         empty = tl.zeros([COLUMNS, RANK], tl.float32)
         du_gate_0, du_up_0, one, two, three = _tile(
-            d_h, d_down, gate, up, u, d_gate, d_up, h, row_0, column, fg, fu, fd, du_gate_0, du_up_0,
-            empty, empty, empty, rows, width, rank, scale, RANK, SUMS,
+            d_h, d_down, gate, up, u, d_gate, d_up, row_0, column, fg, fu, fd, du_gate_0, du_up_0,
+            empty, empty, empty, rows, width, rank, scale, RANK,
         )  # fmt: skip
         du_gate_1, du_up_1, one, two, three = _tile(
-            d_h, d_down, gate, up, u, d_gate, d_up, h, row_1, column, fg, fu, fd, du_gate_1, du_up_1,
-            one, two, three, rows, width, rank, scale, RANK, SUMS,
+            d_h, d_down, gate, up, u, d_gate, d_up, row_1, column, fg, fu, fd, du_gate_1, du_up_1,
+            one, two, three, rows, width, rank, scale, RANK,
         )  # fmt: skip
-        if SUMS:
-            target = d_factors + (group * 3 * width + column[:, None]) * rank + lane[None, :]
-            kept = (column[:, None] < width) & (lane[None, :] < rank)
-            tl.store(target, scale * one, mask=kept)
-            tl.store(target + rank * width, scale * two, mask=kept)
-            tl.store(target + 2 * rank * width, three, mask=kept)
+        target = d_factors + (group * 3 * width + column[:, None]) * rank + lane[None, :]
+        kept = (column[:, None] < width) & (lane[None, :] < rank)
+        tl.store(target, scale * one, mask=kept)
+        tl.store(target + rank * width, scale * two, mask=kept)
+        tl.store(target + 2 * rank * width, three, mask=kept)
     d_u += part * rows * 2 * rank + lane[None, :]
     own_0 = (row_0[:, None] < rows) & (lane[None, :] < rank)
     own_1 = (row_1[:, None] < rows) & (lane[None, :] < rank)
@@ -153,23 +149,15 @@ def backward(
     part = triton.cdiv(triton.cdiv(width, BACKWARD["COLUMNS"]), HALVES) * BACKWARD["COLUMNS"]
     d_gate = torch.empty_like(gate)
     d_up = torch.empty_like(up)
-    h = d_gate if SUMS else torch.empty_like(gate)
     d_u = torch.empty(HALVES, rows, 2 * rank, dtype=torch.float32, device=gate.device)
-    d_factors = torch.empty(groups if SUMS else 0, 3, width, rank, dtype=torch.float32, device=gate.device)
+    d_factors = torch.empty(groups, 3, width, rank, dtype=torch.float32, device=gate.device)
     factors = [factor.contiguous() for factor in (b_gate, b_up, a_down)]
     _backward[(groups, HALVES)](
-        d_h, d_down, gate, up, u, *factors, d_gate, d_up, h, d_u, d_factors, rows, width, rank, scale,
-        RANK=_lanes(rank), PART=part, SUMS=SUMS, **BACKWARD,
+        d_h, d_down, gate, up, u, *factors, d_gate, d_up, d_u, d_factors, rows, width, rank, scale,
+        RANK=_lanes(rank), PART=part, **BACKWARD,
     )  # fmt: skip
-    if SUMS:
-        found = d_factors.sum(0).transpose(1, 2).contiguous()
-    else:
-        u_gate, u_up = u.split(rank, 1)
-        found = torch.empty(3, rank, width, dtype=torch.float32, device=gate.device)
-        for one, left, right in ((found[0], u_gate, d_gate), (found[1], u_up, d_up), (found[2], d_down, h)):
-            torch.mm(left.t(), right, out_dtype=torch.float32, out=one) if gate.is_cuda else one.copy_(left.t() @ right)
-        found[:2] *= scale
-    return d_gate, d_up, d_u.sum(0).to(u.dtype), found
+    d_factors = d_factors.sum(0).transpose(1, 2).contiguous()
+    return d_gate, d_up, d_u.sum(0).to(u.dtype), d_factors
 
 
 def _lanes(rank: int) -> int:
