@@ -6,11 +6,9 @@ new. They are fp32 whatever the weights are, and rounded where they are multipli
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from sftkit.config.schema import ADAPTER_GROUPS, AdapterConfig, ModelConfig
+from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.errors import ConfigError
-from sftkit.models.files import AdapterFiles, reading_files
+from sftkit.models.adapter_files import AdapterFiles, target_layers
+from sftkit.models.files import reading_files
 from sftkit.models.structure import decoder_blocks, output_projection
 from sftkit.ops.low_rank import low_rank
 from sftkit.ops.tensors import local, local_part
@@ -35,9 +34,6 @@ from sftkit.runtime.script import first_of
 
 PREFIX = "base_model.model."
 "What peft puts in front of the name of a parameter."
-_ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*(\.|$)", re.IGNORECASE)
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
-"Routers: an adapter would change which experts a token visits."
 _ADAPTERS = "sftkit_adapters"
 "Attribute of a model that has adapters."
 
@@ -124,7 +120,7 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
         ConfigError: a target that is no layer of the model, or a rank above a layer's size.
     """
     config = adapters.config
-    targets = target_layers(orig_model, config)
+    targets = _targets(orig_model, config)
     orig_model.requires_grad_(False)
     for layer in targets.values():
         layer.__class__ = LoraLinear
@@ -141,66 +137,29 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
     return found
 
 
-def target_layers(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
+def _targets(orig_model: PreTrainedModel, config: AdapterConfig) -> dict[str, torch.nn.Linear]:
     """Return the layers that get an adapter, by name.
 
     Raises:
-        ConfigError: a target is no layer of the model, the head, or smaller than the rank; or the model has experts,
-            which have no adapters here.
+        ConfigError: as target_layers; or the model has experts, which get no adapters here.
     """
-    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
-    # torch's own Linear and no subclass, which may compute something else.
-    linears = {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
-    common = {name: layer for name, layer in linears.items() if not _ROUTER.search(name)}
-    found: dict[str, torch.nn.Linear] = {}
-    for target in config.targets:
-        if target in ("all-linear", "mlp"):
-            _check_experts(orig_model, target, config)
-        if target in ADAPTER_GROUPS:
-            chosen = {
-                name: layer
-                for name, layer in common.items()
-                if target == "all-linear" or bool(_ATTENTION.search(name)) == (target == "attention")
-            }
-        else:
-            chosen = {name: layer for name, layer in linears.items() if f".{name}".endswith(f".{target}")}
-        if not chosen:
-            raise _no_target(orig_model, target, linears)
-        found |= chosen
-    for name, layer in found.items():
-        if config.rank > min(layer.weight.shape):
-            raise ConfigError(
-                f"adapter.rank={config.rank}: {name} has {layer.in_features} inputs and {layer.out_features} outputs, "
-                f"and no factor can have more columns than the smaller of the two: set adapter.rank="
-                f"{min(min(one.weight.shape) for one in found.values())} or less, or leave it out of adapter.targets"
-            )
-    return {name: found[name] for name in linears if name in found}
-
-
-def _no_target(orig_model: PreTrainedModel, target: str, linears: Mapping[str, object]) -> ConfigError:
-    """Return the error of a target that is no layer of the blocks."""
-    name = type(orig_model).__name__
-    head = next((n for n, m in orig_model.named_modules() if m is output_projection(orig_model)), "")
-    if target == head:
-        return ConfigError(f"adapter.targets: {target} is the head, which gets no adapter: leave it out")
-    last = sorted({layer.rpartition(".")[2] for layer in linears})
-    near = difflib.get_close_matches(target, [*ADAPTER_GROUPS, *last, *linears], n=1)
-    hint = f'Did you mean "{near[0]}"?' if near else f"They have {', '.join(last) or 'none'}"
-    return ConfigError(f"adapter.targets: {target} is no linear layer in the blocks of {name}. {hint}")
-
-
-def _check_experts(orig_model: PreTrainedModel, target: str, config: AdapterConfig) -> None:
-    """Reject experts whose weights lie in one tensor: no layer of torch, so they would be left out in silence."""
+    # Experts whose weights lie in one tensor are no layers of torch: they would be left out in silence.
     stacked = [
         name
         for name, module in orig_model.named_modules()
         if any(p.ndim == 3 for p in module.parameters(recurse=False)) and type(module).__name__.endswith("Experts")
     ]
-    if stacked and config.experts:
+    if stacked and config.experts and {"all-linear", "mlp"} & {*config.targets}:
         raise ConfigError(
-            f"adapter.targets: {target} has the experts {first_of(stacked)}, whose weights are three-dimensional and "
-            "get no adapters yet: set adapter.experts=false, which adapts the other layers"
+            f"adapter.targets: the experts {first_of(stacked)} have three-dimensional weights, which get no adapters "
+            "yet: set adapter.experts=false, which adapts the other layers"
         )
+    inside = {id(module) for block in decoder_blocks(orig_model) for module in block.modules()}
+    # torch's own Linear and no subclass, which may compute something else.
+    linears = {name: m for name, m in orig_model.named_modules() if type(m) is torch.nn.Linear and id(m) in inside}
+    shapes = {name: (layer.out_features, layer.in_features) for name, layer in linears.items()}
+    head = next(name for name, module in orig_model.named_modules() if module is output_projection(orig_model))
+    return {name: linears[name] for name in target_layers(shapes, config, head)}
 
 
 def fill_factors(orig_model: PreTrainedModel) -> None:

@@ -11,15 +11,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sftkit.config.schema import ModelConfig, OptimConfig, TrainConfig
 from sftkit.config.tables import DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError, DataError, RunError, Stopped
-from sftkit.rundir.manifest import digest_of_files, read_base_digest
-from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, latest_checkpoint, resolve
+from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint
 from sftkit.runtime.hub import hub_answers
 
 CAUSAL = "AutoModelForCausalLM"
@@ -37,7 +36,9 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 
 def auto_class_in(folder: Path) -> str:
-    """Return the same for the model in a folder, such as a checkpoint of a run."""
+    """Return the same for the model in a folder, such as a checkpoint of a run; only causal models get adapters."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return CAUSAL
     return auto_class(json.loads((folder / "config.json").read_text()))
 
 
@@ -253,68 +254,6 @@ def header_of(path: Path) -> dict[str, Any]:
     return tensors
 
 
-@dataclass(frozen=True)
-class AdapterFiles:
-    """A folder with an adapter: one of our runs', or of peft."""
-
-    folder: Path
-    base: ModelConfig
-    "the model that it belongs to"
-    rank: int
-    scale: float
-    "factor of what it adds"
-    digest: str | None
-    "of the weights of its model, as our manifest has it; None: not known"
-
-
-def adapter_files(model: ModelConfig) -> AdapterFiles | None:
-    """Return the adapter at model.path; None: there is a whole model, or none.
-
-    Raises:
-        ConfigError: an adapter that is not loaded here.
-    """
-    return None if model.path is None else adapter_in(Path(resolve(model.path)), model)
-
-
-def adapter_in(folder: Path, model: ModelConfig) -> AdapterFiles | None:
-    """Return the adapter in a folder; None: there is none. `model`: whose other settings its base takes over.
-
-    Raises:
-        ConfigError: an adapter that is not loaded here.
-    """
-    path = folder / ADAPTER_CONFIG
-    if not path.is_file() or (folder / "config.json").is_file():
-        return None
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")
-    found = json_object(path)
-    kind = str(found.get("peft_type"))
-    cure = "Merge it with peft (PeftModel.merge_and_unload, save_pretrained) and name that folder"
-    if kind != "LORA":
-        raise ConfigError(f"{path}: peft_type {kind}: only adapters of the type LORA are loaded. {cure}")
-    odd = {
-        "bias": found.get("bias", "none") != "none",
-        **{
-            name: bool(found.get(name))
-            for name in ("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "use_dora")
-        },
-        **{name: bool(found.get(name)) for name in ("target_parameters", "trainable_token_indices", "lora_bias")},
-    }
-    if wrong := [name for name, given in odd.items() if given]:
-        raise ConfigError(f"{path}: {wrong[0]}={found[wrong[0]]!r} is not loaded here. {cure}")
-    rank, alpha, base = found.get("r"), found.get("lora_alpha"), found.get("base_model_name_or_path")
-    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and isinstance(base, str) and base):
-        raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
-    scale = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
-    changes = {"path": base, "revision": found.get("revision"), "tokenizer": None}
-    return AdapterFiles(folder, replace(model, **changes), rank, scale, read_base_digest(folder))
-
-
-def base_digest(folder: Path) -> str:
-    """Return the digest of the weights of a model's folder."""
-    return digest_of_files(folder, weight_files(folder) or sorted(folder.glob("*.bin")))
-
-
 T = TypeVar("T")
 GIB = 2**30
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -421,7 +360,11 @@ def _folder(path: str, revision: str | None) -> Path | None:
     if (folder / "config.json").is_file():
         return folder
     if (newest := latest_checkpoint(folder)) is not None:
-        return newest
+        return _folder(str(newest), revision)
+    if (folder / ADAPTER_CONFIG).is_file():  # the model that it belongs to
+        found = json_object(folder / ADAPTER_CONFIG)
+        base = Path(found["base_model_name_or_path"])
+        return None if (base / ADAPTER_CONFIG).is_file() else _folder(str(base), found.get("revision"))
     if folder.is_dir():
         return None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache

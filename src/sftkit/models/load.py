@@ -31,12 +31,10 @@ from transformers.initialization import no_init_weights
 from sftkit.config.schema import AdapterConfig, ModelConfig
 from sftkit.data.tokens import chat
 from sftkit.errors import ConfigError
+from sftkit.models.adapter_files import AdapterFiles, adapter_files, base_digest
 from sftkit.models.adapters import Adapters, add_adapters, merge_files
 from sftkit.models.files import (
-    AdapterFiles,
-    adapter_files,
     auto_class,
-    base_digest,
     check_model_files,
     check_unquantized,
     files_of_weights,

@@ -21,7 +21,8 @@ from sftkit.data.tokens import sources
 from sftkit.data.tokens.template import with_arguments
 from sftkit.data.tokens.text import set_text_start
 from sftkit.errors import ConfigError
-from sftkit.models.files import adapter_files, reading_files
+from sftkit.models.adapter_files import adapter_files
+from sftkit.models.files import reading_files
 from sftkit.models.load import load_options, loading, start_generation_config
 from sftkit.models.vocabulary import add_tokens
 from sftkit.rundir.files import flush_folder

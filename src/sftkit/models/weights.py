@@ -13,16 +13,9 @@ from transformers import PreTrainedModel
 
 from sftkit.config.schema import ModelConfig
 from sftkit.errors import ConfigError
+from sftkit.models.adapter_files import adapter_files
 from sftkit.models.adapters import adapters_of, factors, fill_factors, load_factors, merge_files
-from sftkit.models.files import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    adapter_files,
-    check_model_files,
-    files_of_weights,
-    json_object,
-    reading_files,
-)
+from sftkit.models.files import INDEX_FILE, SINGLE_FILE, check_model_files, files_of_weights, json_object, reading_files
 from sftkit.models.load import TEXT_NAMES, check_complete, checked_folder, load_options, local_folder
 from sftkit.models.structure import plain_class
 from sftkit.models.vocabulary import NewRows, fill, new_rows, rows_of_files, vocabulary_of
