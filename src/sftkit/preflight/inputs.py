@@ -16,6 +16,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,8 @@ from sftkit.data.reading.findings import BadRows, until_broken
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.files import GATED, check_model_files, check_unquantized, fields_of, json_object
+from sftkit.models.files import GATED, check_model_files, check_unquantized, fields_of, json_object, stored_sizes
+from sftkit.models.trained import pattern_problem
 from sftkit.rundir.manifest import WEIGHTS, read_manifest
 from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import find_model
@@ -123,7 +125,7 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
         made: run directories that there will be by then, of earlier stages of a chain; None: which they are is not
             known.
     """
-    first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
+    first = [] if made is None else [partial(one, made=made) for one in (_model, _max_length, _freeze)]
     last = _resume, _eval_data, partial(best, stage=stage)
     return [*first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
 
@@ -235,6 +237,18 @@ def _check_model(path: str, revision: str | None) -> str | None:
         return f"{folder}: there are no weights in it ({', '.join(WEIGHTS)}): copy or download the model again"
     check_model_files(folder)
     return None
+
+
+def _freeze(get: Get, made: Collection[str]) -> Iterator[Problem]:
+    patterns = get("train.freeze")
+    path = get("model.path")
+    # Where transformers names parameters otherwise than the files do, it is found out when the model is loaded.
+    if not patterns or path is None or _is_made(path, made) or _text_config(get).get("model_type") not in GATED:
+        return
+    with suppress(ConfigError):  # what is wrong with the files is told without this
+        sizes, tied = stored_sizes(Path(find_model(path, get("model.revision"))))
+        if sizes and (problem := pattern_problem([*sizes, *tied], patterns)):
+            yield "train.freeze", problem
 
 
 def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:
