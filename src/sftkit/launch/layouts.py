@@ -363,7 +363,9 @@ def advice(cfg: Config, topology: Topology, memory_bytes: int | None, taken: str
     micro = largest_divisor(rows // topology.row_ranks, cfg.train.micro_batch_size)
     fewer = range(cfg.train.micro_batch_size, 0, -1)  # as they are, if possible
     found = ways(asked.shape, asked.machines, rows, asked.row_length, fewer)
-    if not asked.shardable or cfg.train.freeze:  # layouts that spread them are no advice
+    if cfg.train.freeze:  # pipelines train all parameters
+        found = [each for each in found if each.setup.topology.stages == 1]
+    if not asked.shardable:  # layouts that spread them are no advice
         found = [each for each in found if each.setup.topology.ranks_per_row * each.setup.topology.stages == 1]
     instead = "nor does another layout; take shorter rows or more GPUs"
     if schedule := _with_fewer_micro_batches(cfg, topology, memory_bytes, num_machines):

@@ -181,8 +181,8 @@ def flops_check(model: ModelWithLoss) -> Check:
         with torch.device("meta"), torch.set_grad_enabled(bool(frozen)):
             plain = from_config(copy.deepcopy(orig_model.config), torch.bfloat16)
             plain.tie_weights()
-            for name in frozen:
-                plain.get_parameter(name).requires_grad = False
+            for parameter in frozen:
+                plain.get_parameter(parameter).requires_grad = False
             inputs_with_gradient(plain, [])
             # Given a mask, transformers makes none, for which it would read numbers.
             mask = torch.zeros(1, 1, length, length, dtype=torch.bfloat16)
