@@ -34,6 +34,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner
 from sftkit.evals.suite import validate
 from sftkit.models.structure import decoder
+from sftkit.models.trained import freeze
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer
@@ -62,8 +63,17 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 STEPS = 6
+
+
+def frozen(model: PreTrainedModel, *patterns: str) -> PreTrainedModel:
+    freeze(model, patterns)
+    return model
+
+
 MODELS = {
     "llama": tiny_llama,
+    "frozen": lambda: frozen(tiny_llama(layers=3), "model.embed_tokens.*", "lm_head.*", "model.layers.1.mlp.*"),
+    "prefix": lambda: frozen(tiny_llama(layers=4), "model.embed_tokens.*", "model.layers.[01].*"),
     "deep": lambda: tiny_llama(layers=5),
     "deeper": lambda: tiny_llama(layers=9),
     "qwen3": lambda: small(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),  # norms of heads
@@ -72,6 +82,9 @@ MODELS = {
     "qwen2": lambda: small(Qwen2Config(**SIZES, tie_word_embeddings=False)),  # with biases
     "tied_qwen2": lambda: small(Qwen2Config(**{**SIZES, "num_hidden_layers": 5}, tie_word_embeddings=True)),
 }
+GRAPHS = {"frozen": 3, "prefix": 4}
+"""Of models whose blocks differ in what is trained: with the final norm, one for each kind of block, and of `prefix` one
+more for the first trained block, whose input has no gradient."""
 LEARNING_RATES = {"deep": 3e-4, "deeper": 3e-4, "tied": 3e-4, "tied_qwen2": 3e-4}
 "Of models where a step of 1e-2 makes a rounding grow: nine layers were 0.8 off in a gradient norm after ten steps."
 ONE_RANK = {f"{model} whole": (model, Topology(), Sharding(), "adamw") for model in MODELS}
@@ -83,6 +96,11 @@ TWO_RANKS = {
     "llama muon fsdp2": ("llama", Topology(shards=2, sharded=True), Sharding(False, True), "muon"),
     "llama tensor": ("llama", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
     "llama context": ("llama", Topology(context=2, sharded=True), Sharding(), "adamw"),
+    "frozen ddp": ("frozen", Topology(replicas=2), Sharding(), "adamw"),
+    "frozen fsdp2": ("frozen", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "frozen context": ("frozen", Topology(context=2, sharded=True), Sharding(), "adamw"),
+    "frozen tensor": ("frozen", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
+    "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3 fsdp2": ("qwen3", Topology(shards=2, sharded=True), Sharding(False, True), "adamw"),
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),
     "llama pipeline": ("llama", Topology(stages=2), Sharding(), "adamw"),

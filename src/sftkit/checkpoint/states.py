@@ -232,6 +232,12 @@ def load_states(
             raise ConfigError(f"{folder}: {describe_error(error)}; resume from another checkpoint") from None
 
 
+def load_common_states(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Read those states that the checkpoint has, after a change of what is trained; the others stay as they are."""
+    saved = SafeReader(folder).read_metadata().state_dict_metadata
+    load_states({name: t for name, t in tensors.items() if name in saved}, folder, lambda name: name not in tensors)
+
+
 def _check_fit(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], folder: Path) -> None:
     """Refuse states that do not fit: torch would skip what is only in the checkpoint, and cast another dtype."""
     problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]

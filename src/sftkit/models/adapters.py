@@ -80,8 +80,8 @@ class Factor(torch.nn.Module):
 class LoraLinear(torch.nn.Linear):
     """A frozen linear layer with an adapter: y = W x + b + scale * B A x."""
 
-    lora_A: Factor  # noqa: N815 - the name in peft's files
-    lora_B: Factor  # noqa: N815
+    lora_A: Factor
+    lora_B: Factor
     lora_dropout: torch.nn.Module | None
     lora_scale: float
 
@@ -308,7 +308,9 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
 def _suffixes(orig_model: PreTrainedModel, modules: tuple[str, ...]) -> list[str]:
     """Return the last parts of names, if they name these modules and no others; else the names themselves."""
     last = {name.rpartition(".")[2] for name in modules}
-    named = {n for n, m in orig_model.named_modules() if isinstance(m, torch.nn.Linear) and n.rpartition(".")[2] in last}
+    named = {
+        n for n, m in orig_model.named_modules() if isinstance(m, torch.nn.Linear) and n.rpartition(".")[2] in last
+    }
     return sorted(last) if named == set(modules) else sorted(modules)
 
 

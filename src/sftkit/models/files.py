@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sftkit.config.schema import ModelConfig, OptimConfig, TrainConfig
-from sftkit.config.tables import DEFAULT, FALLBACK, OPTIMIZERS
+from sftkit.config.tables import BYTES, DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError, DataError, RunError, Stopped
+from sftkit.models.trained import frozen_names
 from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint
 from sftkit.runtime.hub import hub_answers
 
@@ -273,6 +275,9 @@ class ModelSize(NamedTuple):
     parameters: int
     ends: int
     "those of embedding and head, which are not matrices of a block; 0 where unknown"
+    frozen: int = 0
+    "of all, without gradients and states; 0 where the names in the files are not known"
+    frozen_ends: int = 0
 
 
 @dataclass(frozen=True)
@@ -297,7 +302,7 @@ class Replica:
 
 def replica_of(model: ModelConfig, optim: OptimConfig, train: TrainConfig) -> Replica | None:
     """Return what a replica takes in training; None where the model's size is unknown before it is loaded."""
-    size = size_of(model)
+    size = size_of(model, train.freeze)
     if size is None:
         return None
     precision = "fp32" if train.precision == "fp32" else "bf16"
@@ -317,18 +322,28 @@ def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
     in_blocks, elsewhere = (
         int(spec.training_width(precision, block_matrix=block_matrix)) for block_matrix in (True, False)
     )
-    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends
+    weight = BYTES[precision]
+    frozen = (in_blocks - weight) * (size.frozen - size.frozen_ends) + (elsewhere - weight) * size.frozen_ends
+    return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends - frozen
 
 
-def size_of(model: ModelConfig) -> ModelSize | None:
+def size_of(model: ModelConfig, freeze: Sequence[str] = ()) -> ModelSize | None:
     """Return the size of the model that a run starts from; None where its config leaves sizes to defaults.
 
     It is exact where the model's files say it, else computed from the sizes in its config, which is fetched from the
     hub where the local cache lacks it.
+
+    Args:
+        freeze: train.freeze.
     """
     if model.scratch is not None:
         return of_fields(_scratch_fields(model))
-    return _read(model, _of_folder)
+    size = _read(model, _of_folder)
+    frozen = _read(model, partial(frozen_in_files, patterns=freeze)) if freeze else None
+    if size is None or frozen is None:
+        return size
+    ends = sum(count for name, count in frozen.items() if ENDS.search(name))
+    return size._replace(frozen=sum(frozen.values()), frozen_ends=ends)
 
 
 def fields_of(model: ModelConfig) -> Mapping[str, Any] | None:
@@ -407,6 +422,31 @@ def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
     if not (isinstance(vocab, int) and isinstance(hidden, int)):
         return 0
     return vocab * hidden * (1 if fields.get("tie_word_embeddings", tied) else 2)
+
+
+ENDS = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|lm_head|embed_out)\.weight$")
+"Names of embedding and head."
+HEAD = "lm_head.weight"
+
+
+def stored_sizes(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Return name -> elements of each tensor in the safetensors files of a model, and the name that a tied head has in
+    the live model -> that in the files.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    headers = [header_of(path) for path in weight_files(folder)]
+    sizes = {name: math.prod(tensor["shape"]) for header in headers for name, tensor in header.items()}
+    embedding = next((name for name in sizes if ENDS.search(name)), None)
+    return sizes, {HEAD: embedding} if embedding and HEAD not in sizes else {}
+
+
+def frozen_in_files(folder: Path, patterns: Sequence[str]) -> dict[str, int]:
+    """Return name -> elements of the tensors of a model's files that train.freeze freezes."""
+    sizes, tied = stored_sizes(folder)
+    names = {tied.get(name, name) for name in frozen_names([*sizes, *tied], patterns)}
+    return {name: sizes[name] for name in names}
 
 
 def num_elements(path: Path) -> int:

@@ -157,12 +157,12 @@ class ParameterCount:
     "of the blocks and norms; of routed experts only the share that a token visits"
     head: int
     "of the output projection, which may be the input embedding too"
-    encoder: int = 0
+    encoder: int
     """those of the encoder's blocks and norms, and of the decoder's projections of encoded positions to keys and
     values"""
-    trained: int = 0
+    trained: int
     "of the total"
-    unneeded: Unneeded = Unneeded()
+    unneeded: Unneeded
 
 
 def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
@@ -199,7 +199,7 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     body -= int(idle * sum(rarely.values()))
     trained = sum(numel[id(p)] for p in orig_model.parameters() if p.requires_grad)
     if trained == total:
-        return ParameterCount(total, body, in_head, in_encoder, trained)
+        return ParameterCount(total, body, in_head, in_encoder, trained, Unneeded())
     # What a token meets of each parameter that it is multiplied with; a tied embedding as the head.
     met = {key: size for key, size in numel.items() if key not in (tables - head) | unused}
     met |= {key: round((1.0 - idle) * size) for key, size in rarely.items()}

@@ -60,7 +60,7 @@ def freeze(orig_model: PreTrainedModel, patterns: Sequence[str]) -> None:
     if problem := pattern_problem(named, patterns):
         raise ConfigError(f"train.freeze: {problem}")
     for name in frozen_names(named, patterns):
-        named[name].requires_grad_(False)
+        named[name].requires_grad = False
     if not any(p.requires_grad for p in orig_model.parameters()):
         raise ConfigError("train.freeze: freezes every parameter, so nothing is left to train: take a pattern out")
 

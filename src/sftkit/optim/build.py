@@ -87,8 +87,8 @@ def parameter_groups(model: PreTrainedModel, optim: OptimConfig) -> Groups:
         in_blocks = [p for p in matrices if id(p) in inside]
         if not in_blocks:
             raise ConfigError(
-                f"optim.name={optim.name}: {type(model).__name__} names no decoder block with matrices "
-                f"(_no_split_modules); use optim.name={elsewhere}"
+                f"optim.name={optim.name}: {type(model).__name__} has no trained matrix in a decoder block "
+                f"(_no_split_modules, train.freeze); use optim.name={elsewhere}"
             )
         outside = [p for p in matrices if id(p) not in inside]
         groups = [

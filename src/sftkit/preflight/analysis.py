@@ -35,6 +35,7 @@ from sftkit.memory.plan import log as plan_log
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.structure import positions
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
+from sftkit.models.trained import freeze
 from sftkit.preflight import costs
 from sftkit.preflight import data as facts
 from sftkit.rundir.files import replace_text
@@ -56,9 +57,15 @@ def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBas
         return new_tokenizer(model, training, data.train, data.on_bad_row)
 
 
-def meta_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str) -> PreTrainedModel | None:
+def meta_model(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str, patterns: Sequence[str] = ()
+) -> PreTrainedModel | None:
     """Return the model on the meta device: parameters have sizes and no memory. None, with a line that says why, if it
-    is not here."""
+    is not here.
+
+    Args:
+        patterns: train.freeze.
+    """
     try:
         # Parameters alone go without memory: buffers are small. Nobody reads what initialisation would compute.
         with init_empty_weights(include_buffers=False), no_init_weights():
@@ -67,6 +74,7 @@ def meta_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision
         log.warning("memory and checkpoint sizes stay unknown: %s", error)
         return None
     orig_model.tie_weights()  # inside, each name was given a parameter of its own
+    freeze(orig_model, patterns)
     return orig_model
 
 

@@ -16,6 +16,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,8 @@ from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
 from sftkit.models.adapter_files import adapter_files, known_shapes, target_layers
-from sftkit.models.files import GATED, check_model_files, check_unquantized, fields_of, json_object
+from sftkit.models.files import GATED, check_model_files, check_unquantized, fields_of, json_object, stored_sizes
+from sftkit.models.trained import pattern_problem
 from sftkit.rundir.manifest import WEIGHTS, read_manifest
 from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
 from sftkit.runtime.hub import find_model
@@ -133,7 +135,7 @@ def input_rules(stage: str | None, made: Collection[str] | None = ()) -> list[Ru
         made: run directories that there will be by then, of earlier stages of a chain; None: which they are is not
             known.
     """
-    first = [] if made is None else [partial(_model, made=made), partial(_max_length, made=made)]
+    first = [] if made is None else [partial(one, made=made) for one in (_model, _max_length, _freeze)]
     last = _resume, _eval_data, partial(best, stage=stage), partial(_adapter, stage=stage, made=made)
     return [*first, partial(_tokenizer, stage=stage), _chat_template, *data_rules(stage), *last]
 
@@ -262,7 +264,9 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
         yield "adapter", "does not go with model.scratch, whose weights are in no file: name a model in model.path"
     elif path is not None and made is not None and not _is_made(path, made):
         config = AdapterConfig(**{**get("adapter"), "targets": tuple(listed(get("adapter.targets")))})
-        yield from _as_problem("adapter", _check_adapter, ModelConfig(path=path, revision=get("model.revision")), config)
+        yield from _as_problem(
+            "adapter", _check_adapter, ModelConfig(path=path, revision=get("model.revision")), config
+        )
 
 
 def _check_adapter(model: ModelConfig, config: AdapterConfig) -> str | None:
@@ -274,6 +278,18 @@ def _check_adapter(model: ModelConfig, config: AdapterConfig) -> str | None:
     if shapes is not None:
         target_layers(shapes, config)
     return None
+
+
+def _freeze(get: Get, made: Collection[str]) -> Iterator[Problem]:
+    patterns = get("train.freeze")
+    path = get("model.path")
+    # Where transformers names parameters otherwise than the files do, it is found out when the model is loaded.
+    if not patterns or path is None or _is_made(path, made) or _text_config(get).get("model_type") not in GATED:
+        return
+    with suppress(ConfigError):  # what is wrong with the files is told without this
+        sizes, tied = stored_sizes(Path(find_model(path, get("model.revision"))))
+        if sizes and (problem := pattern_problem([*sizes, *tied], patterns)):
+            yield "train.freeze", problem
 
 
 def _max_length(get: Get, made: Collection[str]) -> Iterator[Problem]:

@@ -172,7 +172,9 @@ def load_orig_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> LoadedModel
         counted = count_parameters(orig_model)
         rt.print(f"trains {counted.trained:,} of {counted.total:,} parameters")
     if added and not all(p.requires_grad for p in vocabulary.vocabulary_of(orig_model)):
-        rt.print("warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning")
+        rt.print(
+            "warning: train.freeze keeps the rows of the added tokens as they are: the mean of the others", "warning"
+        )
     return LoadedModel(orig_model, tokenizer, max_length)
 
 
