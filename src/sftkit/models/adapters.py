@@ -197,8 +197,8 @@ def load_factors(orig_model: PreTrainedModel, folder: Path) -> None:
         if different := sorted(there ^ own.keys()):
             where = "is only in the files" if different[0] in there else "is not in the files"
             raise ConfigError(
-                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or merge it "
-                "into its model first and start from that"
+                f"{path}: {first_of(different)} {where}: set adapter.targets to the layers of this adapter, or merge "
+                "it into its model first and start from that"
             )
         for name, parameter in own.items():
             source = file.get_slice(name)

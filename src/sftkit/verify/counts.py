@@ -22,6 +22,7 @@ from sftkit.data.batches.pack import Layout
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.documents import documents_of, plain_logits
 from sftkit.evals.suite import validate
+from sftkit.models.adapters import adapters_of, add_adapters
 from sftkit.models.load import from_config
 from sftkit.models.structure import Work, attention_windows, inference, positions, train_flops
 from sftkit.objectives.objective import ModelWithLoss
@@ -181,6 +182,8 @@ def flops_check(model: ModelWithLoss) -> Check:
         with torch.device("meta"), torch.set_grad_enabled(bool(frozen)):
             plain = from_config(copy.deepcopy(orig_model.config), torch.bfloat16)
             plain.tie_weights()
+            if (adapters := adapters_of(orig_model)) is not None:
+                add_adapters(plain, adapters)
             for parameter in frozen:
                 plain.get_parameter(parameter).requires_grad = False
             inputs_with_gradient(plain, [])
