@@ -26,13 +26,22 @@ from transformers import (
 from sftkit.compile.contract import Ranks, compile_model, warm_up
 from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
-from sftkit.config.schema import CompileConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+from sftkit.config.schema import (
+    AdapterConfig,
+    CompileConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
 from sftkit.config.topology import Topology
 from sftkit.data.batches.epoch import RankRows, row_shard
 from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import Layout
 from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner
 from sftkit.evals.suite import validate
+from sftkit.models.adapters import Adapters, add_adapters, factors
 from sftkit.models.structure import decoder
 from sftkit.models.trained import freeze
 from sftkit.objectives.next_token import NextToken
@@ -70,8 +79,19 @@ def frozen(model: PreTrainedModel, *patterns: str) -> PreTrainedModel:
     return model
 
 
+def with_adapters(model: PreTrainedModel, **settings: Any) -> PreTrainedModel:
+    """B moved, so that A has gradients from the first step on."""
+    add_adapters(model, Adapters(AdapterConfig(rank=3, **settings), 0, ModelConfig(path="x"), ""))
+    with torch.no_grad():
+        for name, factor in factors(model).items():
+            if ".lora_B." in name:
+                factor.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
 MODELS = {
     "llama": tiny_llama,
+    "lora": lambda: with_adapters(tiny_llama()),
     "frozen": lambda: frozen(tiny_llama(layers=3), "model.embed_tokens.*", "lm_head.*", "model.layers.1.mlp.*"),
     "prefix": lambda: frozen(tiny_llama(layers=4), "model.embed_tokens.*", "model.layers.[01].*"),
     "deep": lambda: tiny_llama(layers=5),
@@ -100,6 +120,9 @@ TWO_RANKS = {
     "frozen fsdp2": ("frozen", Topology(shards=2, sharded=True), Sharding(), "adamw"),
     "frozen context": ("frozen", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "frozen tensor": ("frozen", Topology(tensor=2, sharded=True), Sharding(), "adamw"),
+    "lora ddp": ("lora", Topology(replicas=2), Sharding(), "adamw"),
+    "lora fsdp2": ("lora", Topology(shards=2, sharded=True), Sharding(), "adamw"),
+    "lora context": ("lora", Topology(context=2, sharded=True), Sharding(), "adamw"),
     "prefix fsdp2, lean": ("prefix", Topology(shards=2, sharded=True), Sharding(False, False), "adamw"),
     "qwen3 fsdp2": ("qwen3", Topology(shards=2, sharded=True), Sharding(False, True), "adamw"),
     "qwen3 tensor": ("qwen3", Topology(tensor=2, sharded=True), Sharding(False, True), "adamw"),

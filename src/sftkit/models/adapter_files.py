@@ -43,7 +43,8 @@ def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, 
         if not chosen:
             raise _no_target(target, shapes, head)
         found |= {*chosen}
-    small = min(found, key=lambda name: min(shapes[name]))
+    ordered = [name for name in shapes if name in found]
+    small = min(ordered, key=lambda name: min(shapes[name]))
     if config.rank > min(shapes[small]):
         outputs, inputs = shapes[small]
         raise ConfigError(
@@ -51,7 +52,7 @@ def target_layers(shapes: Mapping[str, tuple[int, int]], config: AdapterConfig, 
             f"the smaller of the two: set adapter.rank={min(shapes[small])} or less, or leave that layer out of "
             "adapter.targets"
         )
-    return [name for name in shapes if name in found]
+    return ordered
 
 
 def _no_target(target: str, shapes: Mapping[str, object], head: str) -> ConfigError:

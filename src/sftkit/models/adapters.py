@@ -121,7 +121,7 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
     """
     config = adapters.config
     targets = _targets(orig_model, config)
-    orig_model.requires_grad_(False)
+    orig_model.requires_grad_(requires_grad=False)
     for layer in targets.values():
         layer.__class__ = LoraLinear
         assert isinstance(layer, LoraLinear)
