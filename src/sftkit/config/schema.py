@@ -240,7 +240,7 @@ def listed(value: Any) -> Any:
 
 @settings
 class AdapterConfig:
-    """Low-rank adapters on a frozen model (docs/adapters.md): only they are trained and saved. null: all weights are."""
+    """Low-rank adapters on a frozen model (docs/adapters.md). null: all weights are trained."""
 
     rank: Positive = 16
     "Columns of the factors, at most the smaller dimension of each target."
