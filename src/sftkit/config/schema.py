@@ -215,7 +215,7 @@ class TrainConfig:
     pipeline_layers: tuple[Positive, ...] | None = None
     "engine pipeline: number of layers of each stage, in order; null: balanced by times measured when the run starts, embedding, head and loss included; config.yaml records the split, and a resumed run keeps it."
     freeze: tuple[str, ...] = ()
-    "Parameters that are not trained, as glob patterns of their names: [model.embed_tokens.*, model.layers.[0-3].*]. They have no gradients and no optimizer states, and stay bit for bit. A weight with two names, a tied head, is frozen under both."
+    'Parameters that are not trained, as glob patterns of their names: ["model.embed_tokens.*", "model.layers.[0-3].*"] (in quotes, for YAML has other uses of * and [). They have no gradients and no optimizer states, and stay bit for bit. A weight with two names, a tied head, is frozen under both.'
     fp8: Literal["tensorwise", "rowwise"] | None = None
     "Matrix products of the blocks in float8 through torchao (extra fp8), scaled per tensor or per row; not the head."
     memory: Literal["speed", "balanced", "low"] = "speed"

@@ -342,7 +342,7 @@ def size_of(model: ModelConfig, freeze: Sequence[str] = ()) -> ModelSize | None:
     frozen = _read(model, partial(frozen_in_files, patterns=freeze)) if freeze else None
     if size is None or frozen is None:
         return size
-    ends = sum(count for name, count in frozen.items() if ENDS.search(name))
+    ends = sum(count for name, count in frozen.items() if END_NAMES.search(name))
     return size._replace(frozen=sum(frozen.values()), frozen_ends=ends)
 
 
@@ -424,9 +424,9 @@ def _ends(fields: Mapping[str, Any], *, tied: bool) -> int:
     return vocab * hidden * (1 if fields.get("tie_word_embeddings", tied) else 2)
 
 
-ENDS = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|lm_head|embed_out)\.weight$")
+END_NAMES = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|lm_head|embed_out)\.weight$")
 "Names of embedding and head."
-HEAD = "lm_head.weight"
+HEAD_NAME = "lm_head.weight"
 
 
 def stored_sizes(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
@@ -438,8 +438,8 @@ def stored_sizes(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
     """
     headers = [header_of(path) for path in weight_files(folder)]
     sizes = {name: math.prod(tensor["shape"]) for header in headers for name, tensor in header.items()}
-    embedding = next((name for name in sizes if ENDS.search(name)), None)
-    return sizes, {HEAD: embedding} if embedding and HEAD not in sizes else {}
+    embedding = next((name for name in sizes if END_NAMES.search(name)), None)
+    return sizes, {HEAD_NAME: embedding} if embedding and HEAD_NAME not in sizes else {}
 
 
 def frozen_in_files(folder: Path, patterns: Sequence[str]) -> dict[str, int]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.rope import max_positions
-from sftkit.models.trained import Passes, passes_of
+from sftkit.models.trained import Backward, backward_of
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Fields of configs with the number of routed experts of a block."
@@ -206,7 +206,7 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     return ParameterCount(total, body, in_head, in_encoder, trained, _unneeded(orig_model, met, set(encoding)))
 
 
-def backward_parts(orig_model: PreTrainedModel) -> list[tuple[list[torch.nn.Parameter], Passes, torch.nn.Module]]:
+def backward_parts(orig_model: PreTrainedModel) -> list[tuple[list[torch.nn.Parameter], Backward, torch.nn.Module]]:
     """Return the parameters that a step uses before the head, in the order of the forward pass as modules are
     registered, by blocks and what is between them, with what a backward pass computes of each and the module of
     `called` that holds it."""
@@ -216,7 +216,7 @@ def backward_parts(orig_model: PreTrainedModel) -> list[tuple[list[torch.nn.Para
         for module in called(orig_model)
         for _, group in itertools.groupby(module.parameters(), key=lambda p: block_of.get(id(p)))
     ]
-    passes = passes_of(parameters for parameters, _ in parts)
+    passes = backward_of(parameters for parameters, _ in parts)
     return [(parameters, found, module) for (parameters, module), found in zip(parts, passes, strict=True)]
 
 

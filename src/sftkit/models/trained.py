@@ -65,7 +65,7 @@ def freeze(orig_model: PreTrainedModel, patterns: Sequence[str]) -> None:
         raise ConfigError("train.freeze: freezes every parameter, so nothing is left to train: take a pattern out")
 
 
-class Passes(NamedTuple):
+class Backward(NamedTuple):
     """The products of a backward pass that a part of the model needs, a module with its parameters."""
 
     weight: bool
@@ -79,7 +79,7 @@ class Passes(NamedTuple):
         return self.weight or self.inputs
 
 
-def passes_of(parts: Iterable[Iterable[Tensor]], *, before: bool = False) -> list[Passes]:
+def backward_of(parts: Iterable[Iterable[Tensor]], *, before: bool = False) -> list[Backward]:
     """Return of each part of a model, in the order of its forward pass, what its backward pass computes.
 
     Within a part that trains some parameters its inputs need gradients: the norm that a block begins with is trained,
@@ -93,5 +93,5 @@ def passes_of(parts: Iterable[Iterable[Tensor]], *, before: bool = False) -> lis
     for parameters in parts:
         weight = any(p.requires_grad for p in parameters)
         before = before or weight
-        found.append(Passes(weight, before))
+        found.append(Backward(weight, before))
     return found
