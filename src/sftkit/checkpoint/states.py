@@ -30,7 +30,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import PREFIX, adapters_of, factors, peft_config_text
+from sftkit.models.adapters import PEFT_PREFIX, adapters_of, factors, peft_config_text
 from sftkit.models.files import INDEX_FILE, SINGLE_FILE
 from sftkit.models.load import from_config
 from sftkit.models.structure import plain_class, stages_of
@@ -333,7 +333,7 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads; of
     a model with adapters these alone, under the names of peft."""
     if adapters_of(orig_model) is not None:
-        return {f"{PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
+        return {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
     # Private since huggingface/transformers#8737: what save_pretrained leaves out; shards are written without
     # save_pretrained.

@@ -233,7 +233,7 @@ def num_stages(train: TrainConfig) -> int | None:
     return train.pipeline_stages if train.engine == "pipeline" else 1
 
 
-def listed(value: Any) -> Any:
+def one_or_several(value: Any) -> Any:
     """Return a single name as a tuple of one, and a list as pydantic takes it after a validator."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
@@ -248,7 +248,7 @@ class AdapterConfig:
     "Scale of what an adapter adds, see scaling."
     scaling: Literal["standard", "rslora"] = "standard"
     "What an adapter adds is multiplied by alpha / rank (standard) or alpha / sqrt(rank) (rslora)."
-    targets: Annotated[tuple[str, ...], BeforeValidator(listed)] = ("all-linear",)
+    targets: Annotated[tuple[str, ...], BeforeValidator(one_or_several)] = ("all-linear",)
     "The layers with an adapter: all-linear, attention or mlp of every block, or names or their last parts: [q_proj, v_proj, layers.0.mlp.up_proj]. Never the head."
     experts: bool = True
     "false: all-linear and mlp leave out the experts of a mixture."

@@ -32,7 +32,7 @@ from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
 from sftkit.runtime.script import first_of
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 "What peft puts in front of the name of a parameter."
 _ADAPTERS = "sftkit_adapters"
 "Attribute of a model that has adapters."
@@ -191,7 +191,7 @@ def load_factors(orig_model: PreTrainedModel, folder: Path) -> None:
         ConfigError: the files hold other adapters than the model has.
     """
     path = folder / ADAPTER_WEIGHTS
-    own = {f"{PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
+    own = {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
         there = set(file.keys())
         if different := sorted(there ^ own.keys()):
@@ -262,7 +262,7 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
     owners = dict(orig_model.named_modules())
     with reading_files(path, "the adapter"), safe_open(path, "pt") as file:
         for key in file.keys():  # noqa: SIM118 - of safetensors, which has no iterator
-            name, _, factor = key.removeprefix(PREFIX).rpartition(".lora_")
+            name, _, factor = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
             layer = owners.get(name)
             if factor not in ("A.weight", "B.weight") or not isinstance(layer, torch.nn.Linear):
                 raise ConfigError(
@@ -270,7 +270,7 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
                     "(PeftModel.merge_and_unload, save_pretrained) and name that folder"
                 )
             if factor == "B.weight":
-                a, b = (file.get_tensor(f"{PREFIX}{name}.lora_{one}.weight") for one in "AB")
+                a, b = (file.get_tensor(f"{PEFT_PREFIX}{name}.lora_{one}.weight") for one in "AB")
                 device = local(layer.weight).device
                 merged = merged_weight(layer.weight, a.to(device), b.to(device), files.scale)
                 if isinstance(layer.weight, DTensor):

@@ -34,8 +34,8 @@ from sftkit.config.schema import (
     ModelConfig,
     SourceConfig,
     TrainConfig,
-    listed,
     num_stages,
+    one_or_several,
     source_label,
 )
 from sftkit.config.tables import CHAT_TEMPLATES, METRICS_IN_CHAT, STAGE_SCRIPTS, TASK_METRICS, stage_of_recipe
@@ -263,7 +263,7 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
     if get("model.scratch") is not None:
         yield "adapter", "does not go with model.scratch, whose weights are in no file: name a model in model.path"
     elif path is not None and made is not None and not _is_made(path, made):
-        config = AdapterConfig(**{**get("adapter"), "targets": tuple(listed(get("adapter.targets")))})
+        config = AdapterConfig(**{**get("adapter"), "targets": tuple(one_or_several(get("adapter.targets")))})
         yield from _as_problem(
             "adapter", _check_adapter, ModelConfig(path=path, revision=get("model.revision")), config
         )
