@@ -28,7 +28,7 @@ from sftkit.engine.engine import Training
 from sftkit.objectives.next_token import NextToken
 from sftkit.train.assemble import make_engine
 
-SLOW = ("llama fsdp2, lean", "llama tensor", "qwen3 fsdp2", "llama pipeline, checkpointing")
+SLOW = ("lora context", "llama fsdp2, lean", "llama tensor", "qwen3 fsdp2", "llama pipeline, checkpointing")
 "Cases of two ranks whose model and topology are each in another case."
 SEVERAL = TWO_RANKS | FOUR_RANKS | EIGHT_RANKS
 QUICK = tuple(name for name in TWO_RANKS if name not in SLOW)
@@ -69,7 +69,10 @@ def check(name: str, results: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(  # the other models: of cases of four ranks alone
     "model",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "frozen", "qwen3"))) for name in MODELS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "frozen", "lora", "qwen3")))
+        for name in MODELS
+    ],
 )
 def test_what_one_process_computes_is_what_the_reference_engine_does(model: str, tmp_path: Path) -> None:
     found = alone(f"{model} whole")

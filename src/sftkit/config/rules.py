@@ -136,6 +136,8 @@ def _adapter(get: Get, topology: Topology) -> Iterator[Problem]:
         yield "train.fp8", "does not go with adapter: float8 layers would get none. Set it to null"
     if get("train.freeze"):
         yield "train.freeze", "does not go with adapter, which freezes the whole model: leave it out"
+    if get("adapter.method") == "dora" and get("adapter.dropout"):
+        yield "adapter.dropout", "does not go with adapter.method dora: set it to 0"
     if not get("adapter.targets"):
         yield "adapter.targets", "is empty: name layers, or leave it out for all-linear"
 

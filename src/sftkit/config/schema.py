@@ -253,7 +253,11 @@ class AdapterConfig:
     experts: bool = True
     "false: all-linear and mlp leave out the experts of a mixture."
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    "Share of an adapter's inputs that is dropped in training."
+    "lora: share of an adapter's inputs that is dropped in training."
+    method: Literal["lora", "dora"] = "lora"
+    "lora: add the product of the factors to a weight; dora: also scale each row of the sum to a trained length, which costs speed."
+    lr_ratio_b: Annotated[float, Field(gt=0.0)] = 1.0
+    "Learning rate of the second factor, B, over optim.lr (LoRA+ suggests up to 16)."
 
 
 ADAPTER_GROUPS = ("all-linear", "attention", "mlp")

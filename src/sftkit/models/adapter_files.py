@@ -88,6 +88,7 @@ class AdapterFiles:
     rank: int
     scale: float
     "factor of what it adds"
+    dora: bool
     digest: str | None
     "of the weights of its model, as our manifest has it; None: not known"
 
@@ -115,7 +116,7 @@ def adapter_files(model: ModelConfig) -> AdapterFiles | None:
         "bias": found.get("bias", "none") != "none",
         **{
             name: bool(found.get(name))
-            for name in ("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "use_dora")
+            for name in ("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
         },
         **{name: bool(found.get(name)) for name in ("target_parameters", "trainable_token_indices", "lora_bias")},
     }
@@ -126,7 +127,9 @@ def adapter_files(model: ModelConfig) -> AdapterFiles | None:
         raise ConfigError(f"{path}: needs r, lora_alpha and base_model_name_or_path. {COPY_AGAIN}")
     scale = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
     changes = {"path": base, "revision": found.get("revision"), "tokenizer": None}
-    return AdapterFiles(folder, replace(model, **changes), rank, scale, read_base_digest(folder))
+    return AdapterFiles(
+        folder, replace(model, **changes), rank, scale, bool(found.get("use_dora")), read_base_digest(folder)
+    )
 
 
 def base_digest(folder: Path) -> str:

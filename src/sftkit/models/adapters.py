@@ -1,7 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) in a model of transformers, and their files in the format of peft.
+"""Low-rank adapters (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353) in a model of transformers, and their files in
+the format of peft.
 
-The class of a linear layer is changed in place: its weight keeps name, identity and key, and only the two factors are
-new. They are fp32 whatever the weights are, and rounded where they are multiplied.
+The class of a linear layer is changed in place: its weight keeps name, identity and key, and only the factors are new.
+They are fp32 whatever the weights are, and rounded where they are multiplied.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sftkit.models.adapter_files import AdapterFiles, target_layers
 from sftkit.models.files import reading_files
 from sftkit.models.structure import decoder_blocks, output_projection
 from sftkit.ops.low_rank import low_rank
-from sftkit.ops.tensors import local, local_part
+from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.rundir.names import ADAPTER_WEIGHTS
 from sftkit.runtime.open import random_key
 from sftkit.runtime.script import first_of
@@ -62,6 +63,7 @@ class Adapters:
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint's adapters belong to, as JSON values."""
         return {
+            "method": self.config.method,
             "rank": self.config.rank,
             "scale": self.scale,
             "modules": list(self.modules),
@@ -90,6 +92,28 @@ class LoraLinear(torch.nn.Linear):
         y = linear(x, self.weight, self.bias)
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
         return low_rank(y, dropped, self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype), self.lora_scale)
+
+
+class DoraLinear(LoraLinear):
+    """The same with each row of the sum, V = W + scale * B A, scaled to a trained length: y = m / |V| V x + b."""
+
+    lora_magnitude_vector: torch.nn.Parameter
+    "m: [out], fp32"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer, [..., out]."""
+        a, b = self.lora_A.weight, self.lora_B.weight
+        y = low_rank(linear(x, self.weight), x, a.to(x.dtype), b.to(x.dtype), self.lora_scale)
+        y = y * (self.lora_magnitude_vector / self._lengths(a.detach(), b.detach())).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def _lengths(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the norm of each row of W + scale * B A, fp32 [out], without a matrix of that size. The paper, section
+        4.3, leaves it out of the gradient."""
+        weight, s = self.weight.detach(), self.lora_scale
+        squared = weight.float().square().sum(1)
+        squared = squared + 2 * s * (b * linear(weight, a.to(weight.dtype)).float()).sum(1)
+        return (squared + s * s * (b * (b @ (a @ a.T))).sum(1)).clamp_min(1e-30).sqrt()
 
 
 def adapters_of(orig_model: torch.nn.Module) -> Adapters | None:
@@ -123,12 +147,15 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
     targets = _targets(orig_model, config)
     orig_model.requires_grad_(requires_grad=False)
     for layer in targets.values():
-        layer.__class__ = LoraLinear
+        layer.__class__ = DoraLinear if config.method == "dora" else LoraLinear
         assert isinstance(layer, LoraLinear)
         layer.lora_A = Factor(config.rank, layer.in_features, layer.weight.device)
         layer.lora_B = Factor(layer.out_features, config.rank, layer.weight.device)
         layer.lora_dropout = torch.nn.Dropout(config.dropout) if config.dropout else None
         layer.lora_scale = adapters.scale
+        if isinstance(layer, DoraLinear):
+            lengths = torch.zeros(layer.out_features, dtype=torch.float32, device=layer.weight.device)
+            layer.lora_magnitude_vector = torch.nn.Parameter(lengths)
         layer.train(orig_model.training)
     found = Adapters(config, adapters.seed, adapters.base, adapters.digest, adapters.start, tuple(targets))
     setattr(orig_model, _ADAPTERS, found)
@@ -181,6 +208,8 @@ def fill_factors(orig_model: PreTrainedModel) -> None:
             drawn = torch.empty(layer.lora_A.weight.shape).uniform_(-bound, bound, generator=generator)
             local(layer.lora_A.weight).copy_(local_part(drawn, layer.lora_A.weight))
             local(layer.lora_B.weight).zero_()
+            if isinstance(layer, DoraLinear):  # shards are of rows
+                local(layer.lora_magnitude_vector).copy_(local(layer.weight).float().norm(dim=1))
 
 
 @torch.no_grad()
@@ -231,24 +260,27 @@ def factors_moved(orig_model: torch.nn.Module) -> Iterator[None]:
                 local(weight).copy_(before[name])
 
 
-def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float, lengths: Tensor | None = None) -> Tensor:
     """Return W + scale * B A, computed in fp32 and rounded once to the dtype of W.
 
     Args:
-        weight: [out, in], whole or this rank's shard.
+        weight: [out, in], whole or this rank's shard of rows. lengths: of DoRA, of the rows, [out].
     """
     added = scale * (b.float() @ a.float())
-    return (local(weight).float() + local_part(added, weight)).to(weight.dtype)
+    merged = local(weight).float() + local_part(added, weight)
+    if lengths is not None:
+        (start, size), _ = local_region(weight)
+        merged = merged * (lengths[start : start + size] / merged.norm(dim=1))[:, None]
+    return merged.to(weight.dtype)
 
 
 def merged_weights(orig_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole merged weight of each layer that has an adapter; of a sharded model every rank calls it."""
     for name, layer in adapted(orig_model).items():
-        weight, a, b = (
-            p.full_tensor() if isinstance(p, DTensor) else p.detach()
-            for p in (layer.weight, layer.lora_A.weight, layer.lora_B.weight)
-        )
-        yield f"{name}.weight", merged_weight(weight, a, b, layer.lora_scale)
+        own = [layer.weight, layer.lora_A.weight, layer.lora_B.weight]
+        own += [layer.lora_magnitude_vector] if isinstance(layer, DoraLinear) else []
+        weight, a, b, *lengths = (p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in own)
+        yield f"{name}.weight", merged_weight(weight, a, b, layer.lora_scale, *lengths)
 
 
 @torch.no_grad()
@@ -264,7 +296,7 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
         for key in file.keys():  # noqa: SIM118 - of safetensors, which has no iterator
             name, _, factor = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
             layer = owners.get(name)
-            if factor not in ("A.weight", "B.weight") or not isinstance(layer, torch.nn.Linear):
+            if factor not in ("A.weight", "B.weight", "magnitude_vector") or not isinstance(layer, torch.nn.Linear):
                 raise ConfigError(
                     f"{path}: {key}: {files.base.path} has no layer with such an adapter here: merge it with peft "
                     "(PeftModel.merge_and_unload, save_pretrained) and name that folder"
@@ -272,7 +304,8 @@ def merge_files(orig_model: PreTrainedModel, files: AdapterFiles) -> None:
             if factor == "B.weight":
                 a, b = (file.get_tensor(f"{PEFT_PREFIX}{name}.lora_{one}.weight") for one in "AB")
                 device = local(layer.weight).device
-                merged = merged_weight(layer.weight, a.to(device), b.to(device), files.scale)
+                lengths = [file.get_tensor(f"{PEFT_PREFIX}{name}.lora_magnitude_vector")] if files.dora else []
+                merged = merged_weight(layer.weight, *(t.to(device) for t in (a, b)), files.scale, *lengths)
                 if isinstance(layer.weight, DTensor):
                     layer.weight.to_local().copy_(merged)
                 else:  # not in place: the weights of files that are mapped into memory stay as they are
@@ -293,7 +326,7 @@ def peft_config(orig_model: PreTrainedModel) -> dict[str, Any]:
         # rsLoRA is folded into alpha: programs that know alpha / r only compute the same.
         "lora_alpha": adapters.scale * config.rank,
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": config.method == "dora",
         "target_modules": _suffixes(orig_model, adapters.modules),
         "lora_dropout": config.dropout,
         "bias": "none",

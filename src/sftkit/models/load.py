@@ -220,12 +220,13 @@ def _adapt(
         digest = base_digest(local_folder(path, options))
     base = replace(base, path=path)
     adapters = Adapters(config, seed, base, digest, None if files is None else files.folder)
-    if files is not None and (files.rank, files.scale) != (config.rank, adapters.scale):
+    method = "dora" if files is not None and files.dora else "lora"
+    if files is not None and (method, files.rank, files.scale) != (config.method, config.rank, adapters.scale):
         raise ConfigError(
-            f"adapter: {files.folder} holds an adapter of rank {files.rank} with the scale {files.scale:g}, and the "
-            f"recipe asks for rank {config.rank} with {adapters.scale:g}: set adapter.rank={files.rank} and "
-            f"adapter.alpha={files.scale * files.rank:g} with adapter.scaling=standard to continue it, or merge it "
-            "into its model first"
+            f"adapter: {files.folder} holds an adapter ({method}) of rank {files.rank} with the scale {files.scale:g}, "
+            f"and the recipe asks for {config.method} of rank {config.rank} with {adapters.scale:g}: set "
+            f"adapter.method={method}, adapter.rank={files.rank} and adapter.alpha={files.scale * files.rank:g} with "
+            "adapter.scaling=standard to continue it, or merge it into its model first"
         )
     add_adapters(orig_model, adapters)
 

@@ -176,13 +176,16 @@ def flops_check(model: ModelWithLoss) -> Check:
     # Routers choose experts by what they compute, which the meta device does not.
     if kinds is None or model.routing is not None or orig_model.config.is_encoder_decoder:
         return Check(name, None, "not counted for models with experts, an encoder, or other layers", expected, how)
+    adapters = adapters_of(orig_model)
+    if adapters is not None and adapters.config.method == "dora":  # norms of rows, which do not depend on positions
+        return Check(name, None, "not counted for adapters of the method dora", expected, how)
     frozen = [name for name, p in orig_model.named_parameters() if not p.requires_grad]
     length = min(FLOPS_POSITIONS, positions(orig_model) or FLOPS_POSITIONS)
     try:
         with torch.device("meta"), torch.set_grad_enabled(bool(frozen)):
             plain = from_config(copy.deepcopy(orig_model.config), torch.bfloat16)
             plain.tie_weights()
-            if (adapters := adapters_of(orig_model)) is not None:
+            if adapters is not None:
                 add_adapters(plain, adapters)
             for parameter in frozen:
                 plain.get_parameter(parameter).requires_grad = False

@@ -247,8 +247,13 @@ class PlainLora(LoraLinear):
         """Return the output of the layer, [..., out]."""
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
         inner = torch.nn.functional.linear(dropped, self.lora_A.weight.to(x.dtype))
-        added = torch.nn.functional.linear(inner, self.lora_B.weight.to(x.dtype))
-        return torch.nn.functional.linear(x, self.weight, self.bias) + self.lora_scale * added
+        added = self.lora_scale * torch.nn.functional.linear(inner, self.lora_B.weight.to(x.dtype))
+        lengths = getattr(self, "lora_magnitude_vector", None)
+        if lengths is None:
+            return torch.nn.functional.linear(x, self.weight, self.bias) + added
+        whole = self.weight.float() + self.lora_scale * (self.lora_B.weight @ self.lora_A.weight)
+        y = (torch.nn.functional.linear(x, self.weight) + added) * (lengths / whole.norm(dim=1).detach()).to(x.dtype)
+        return y if self.bias is None else y + self.bias
 
 
 class _Gathered(torch.autograd.Function):
