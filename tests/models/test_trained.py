@@ -176,3 +176,12 @@ def test_learning_rates_of_groups_are_scaled_and_random_bits_do_not_depend_on_fr
     freeze(model, ["model.layers.0.*"])
     numbers = [n for group in parameter_groups(model, OptimConfig(name="adamw")) for n in group["numbers"]]
     assert numbers == list(range(len(trained(model))))
+
+
+def test_an_optimizer_of_matrices_alone_says_so_if_all_of_them_are_frozen() -> None:
+    model = tiny_llama()
+    freeze(model, ["model.layers.*.self_attn.*", "model.layers.*.mlp.*"])
+    with pytest.raises(ConfigError, match=r"no trained matrix in a decoder block \(_no_split_modules, train.freeze\)"):
+        parameter_groups(model, OptimConfig(name="muon"))
+    freeze(model, ["model.norm.*"])
+    assert parameter_groups(model, OptimConfig(name="adamw"))

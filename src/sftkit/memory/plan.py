@@ -87,7 +87,7 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn
     in_blocks = [p for b in decoder_blocks(orig_model) for p in b.parameters()]
     frozen = sum(p.numel() for p in orig_model.parameters() if not p.requires_grad)
     of_blocks = {id(p) for p in in_blocks}
-    own = [found for p, found, module in backward_parts(orig_model) if module is part and id(p[0]) in of_blocks]
+    own = [inputs for p, inputs, module in backward_parts(orig_model) if module is part and id(p[0]) in of_blocks]
     return Shape(
         parameters=parameters,
         ends=parameters - sum(p.numel() for p in in_blocks),
@@ -103,7 +103,7 @@ def _shape(orig_model: PreTrainedModel, config: PretrainedConfig, part: torch.nn
         frozen_ends=frozen - sum(p.numel() for p in in_blocks if not p.requires_grad),
         frozen_matrices=sum(p.numel() for p in in_blocks if p.ndim == 2 and not p.requires_grad),
         frozen_head=not output_projection(orig_model).weight.requires_grad,
-        forward_blocks=sum(not found.inputs for found in own),
+        forward_blocks=sum(not inputs for inputs in own),
     )
 
 

@@ -6,6 +6,7 @@ With a pipeline a rank holds some of the parameters; the others are on the meta 
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from transformers import PreTrainedModel
 
 from sftkit.errors import ConfigError
 from sftkit.models.rope import max_positions
-from sftkit.models.trained import Backward, backward_of
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 "Fields of configs with the number of routed experts of a block."
@@ -206,18 +206,23 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     return ParameterCount(total, body, in_head, in_encoder, trained, _unneeded(orig_model, met, set(encoding)))
 
 
-def backward_parts(orig_model: PreTrainedModel) -> list[tuple[list[torch.nn.Parameter], Backward, torch.nn.Module]]:
+def backward_parts(orig_model: PreTrainedModel) -> list[tuple[list[torch.nn.Parameter], bool, torch.nn.Module]]:
     """Return the parameters that a step uses before the head, in the order of the forward pass as modules are
-    registered, by blocks and what is between them, with what a backward pass computes of each and the module of
-    `called` that holds it."""
+    registered, by blocks and what is between them; whether gradients of their inputs are needed; and the module of
+    `called` that holds them.
+
+    They are needed if something before or within the part is trained: the norm that a block begins with is, or the
+    engine asks for its inputs' gradients (compile.contract.inputs_with_gradient).
+    """
     block_of = {id(p): i for i, block in enumerate(decoder_blocks(orig_model)) for p in block.parameters()}
     parts = [
         (list(group), module)
         for module in called(orig_model)
         for _, group in itertools.groupby(module.parameters(), key=lambda p: block_of.get(id(p)))
     ]
-    passes = backward_of(parameters for parameters, _ in parts)
-    return [(parameters, found, module) for (parameters, module), found in zip(parts, passes, strict=True)]
+    trains = (any(p.requires_grad for p in parameters) for parameters, _ in parts)
+    needed = itertools.accumulate(trains, operator.or_)
+    return [(parameters, inputs, module) for (parameters, module), inputs in zip(parts, needed, strict=True)]
 
 
 def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set[int]) -> Unneeded:
@@ -231,21 +236,21 @@ def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set
     head = list(output_projection(orig_model).parameters())
     in_head = set(map(id, head))
     decoder_module = called(orig_model)[-1]
-    encoded = any(found.inputs for _, found, module in parts if module is not decoder_module)
+    encoded = any(inputs for _, inputs, module in parts if module is not decoder_module)
     body = in_encoder = 0
     through: dict[bool, list[bool]] = {True: [], False: []}
     "of the decoder (True) and before it, of each part with matrices: whether a backward pass goes through it"
-    for parameters, found, module in parts:
+    for parameters, needed, module in parts:
         matrices = [p for p in parameters if id(p) in met and id(p) not in in_head]
         for p in matrices:
             # Keys and values of encoded positions are computed in the decoder.
-            inputs = encoded if module is decoder_module and id(p) in encoding else found.inputs
+            inputs = encoded if module is decoder_module and id(p) in encoding else needed
             products = met[id(p)] * ((not p.requires_grad) + (not inputs))
             body += 0 if id(p) in encoding else products
             in_encoder += products if id(p) in encoding else 0
         if any(p.ndim >= 2 for p in matrices):
-            through[module is decoder_module].append(found.inputs)
-    inputs = any(found.inputs for _, found, _ in parts)
+            through[module is decoder_module].append(needed)
+    inputs = any(needed for _, needed, _ in parts)
     of_head = sum(met[id(p)] * ((not p.requires_grad) + (not inputs)) for p in head)
     shares = [1 - sum(layers) / len(layers) if layers else 0.0 for layers in (through[True], through[False])]
     return Unneeded(body, of_head, in_encoder, *shares)
