@@ -295,7 +295,7 @@ def _asked(cfg: Config, topology: Topology, memory_bytes: int | None, num_machin
     if fields is None or memory_bytes is None or topology.world_size == 1 or (row_length := _row_length(cfg)) is None:
         return None
     rows = cfg.train.global_batch_size
-    shape = shape_of_fields(fields, size_of(cfg.model, cfg.train.freeze))
+    shape = shape_of_fields(fields, size_of(cfg.model, cfg.train.freeze, cfg.adapter))
     if shape is None or not divides(topology, rows, row_length):
         return None
     # This is rejected when the model is loaded.

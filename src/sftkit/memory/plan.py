@@ -29,6 +29,7 @@ from sftkit.memory.estimate import (
     held_bytes,
 )
 from sftkit.memory.remedies import automatic_optimizer, remedies, smaller_states
+from sftkit.models.adapters import adapters_of, factors
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import (
     backward_parts,
@@ -365,10 +366,12 @@ def _precision_of(param: torch.Tensor) -> str:
 
 
 def checkpoint_bytes(orig_model: PreTrainedModel, plan: MemoryPlan) -> float:
-    """Return the bytes of one checkpoint: all weights, and optimizer states of those that are trained, of all ranks."""
+    """Return the bytes of one checkpoint: all weights, and optimizer states of those that are trained, of all ranks; of
+    adapters these alone."""
     spec = OPTIMIZERS[plan.optim.name]
+    saved = orig_model.parameters() if adapters_of(orig_model) is None else factors(orig_model).values()
     # Of a DTensor numel counts the whole tensor, not this rank's shard.
     return sum(
         p.numel() * (p.element_size() + (spec.state_width(_precision_of(p)) if p.requires_grad else 0))
-        for p in orig_model.parameters()
+        for p in saved
     )

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sftkit.config.schema import ModelConfig, OptimConfig, TrainConfig
+from sftkit.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
 from sftkit.config.tables import BYTES, DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError, DataError, RunError, Stopped
 from sftkit.models.trained import frozen_names
@@ -300,9 +300,11 @@ class Replica:
         )
 
 
-def replica_of(model: ModelConfig, optim: OptimConfig, train: TrainConfig) -> Replica | None:
+def replica_of(
+    model: ModelConfig, optim: OptimConfig, train: TrainConfig, adapter: AdapterConfig | None = None
+) -> Replica | None:
     """Return what a replica takes in training; None where the model's size is unknown before it is loaded."""
-    size = size_of(model, train.freeze)
+    size = size_of(model, train.freeze, adapter)
     if size is None:
         return None
     precision = "fp32" if train.precision == "fp32" else "bf16"
@@ -327,7 +329,9 @@ def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
     return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends - frozen
 
 
-def size_of(model: ModelConfig, freeze: Sequence[str] = ()) -> ModelSize | None:
+def size_of(
+    model: ModelConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None
+) -> ModelSize | None:
     """Return the size of the model that a run starts from; None where its config leaves sizes to defaults.
 
     It is exact where the model's files say it, else computed from the sizes in its config, which is fetched from the
@@ -335,10 +339,13 @@ def size_of(model: ModelConfig, freeze: Sequence[str] = ()) -> ModelSize | None:
 
     Args:
         freeze: train.freeze.
+        adapter: all of the model is frozen. Its factors are not counted: they are a hundredth or less.
     """
     if model.scratch is not None:
         return of_fields(_scratch_fields(model))
     size = _read(model, _of_folder)
+    if size is not None and adapter is not None:
+        return size._replace(frozen=size.parameters, frozen_ends=size.ends)
     frozen = _read(model, partial(frozen_in_files, patterns=freeze)) if freeze else None
     if size is None or frozen is None:
         return size

@@ -20,7 +20,7 @@ from accelerate import Accelerator, init_empty_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from sftkit.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from sftkit.config.schema import AdapterConfig, Config, DataConfig, ModelConfig, TrainConfig
 from sftkit.config.topology import Topology
 from sftkit.data.batches import loader
 from sftkit.data.batches.epoch import GlobalBatch, check_row_shard, plan_epoch, row_shard
@@ -32,6 +32,7 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
+from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.structure import positions
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
@@ -58,13 +59,20 @@ def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBas
 
 
 def meta_model(
-    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, precision: str, patterns: Sequence[str] = ()
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    precision: str,
+    patterns: Sequence[str] = (),
+    adapter: AdapterConfig | None = None,
 ) -> PreTrainedModel | None:
     """Return the model on the meta device: parameters have sizes and no memory. None, with a line that says why, if it
     is not here.
 
     Args:
         patterns: train.freeze.
+
+    Raises:
+        ConfigError: the model cannot have such adapters.
     """
     try:
         # Parameters alone go without memory: buffers are small. Nobody reads what initialisation would compute.
@@ -75,6 +83,8 @@ def meta_model(
         return None
     orig_model.tie_weights()  # inside, each name was given a parameter of its own
     freeze(orig_model, patterns)
+    if adapter is not None:
+        add_adapters(orig_model, Adapters(adapter, 0, model, digest=""))
     return orig_model
 
 

@@ -361,6 +361,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
             "parameters": stored_parameters(folder) if folder else None,
             "trained_parameters": trained_parameters(folder, settings) if folder else None,
             "checkpoint": folder.name if folder else None,
+            "adapter": bool(folder and (folder / names.ADAPTER_CONFIG).is_file()),
             "auto_class": auto_class(mapping(read_json(folder / "config.json", []))) if folder else None,
             "device": environment.get("device"),
             "world_size": int(world_size) if world_size else None,
