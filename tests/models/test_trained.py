@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import cpu_runtime, make_layout_of, tiny_llama
+from made_captioners import CAPTIONER, made
 from torch.utils.flop_counter import FlopCounterMode
 
 from sftkit.config.schema import ModelConfig, OptimConfig
@@ -16,7 +17,7 @@ from sftkit.errors import ConfigError
 from sftkit.memory.estimate import EstimateInputs, estimate, held_bytes
 from sftkit.memory.plan import checkpoint_bytes, shape_of
 from sftkit.models.files import frozen_in_files, size_of, training_bytes
-from sftkit.models.structure import Work, train_flops
+from sftkit.models.structure import Work, count_parameters, train_flops
 from sftkit.models.trained import freeze
 from sftkit.optim.build import build_optimizer, parameter_groups
 from sftkit.optim.protocol import set_learning_rate
@@ -185,3 +186,17 @@ def test_an_optimizer_of_matrices_alone_says_so_if_all_of_them_are_frozen() -> N
         parameter_groups(model, OptimConfig(name="muon"))
     freeze(model, ["model.norm.*"])
     assert parameter_groups(model, OptimConfig(name="adamw"))
+
+
+def test_a_frozen_encoder_costs_its_forward_pass_alone() -> None:
+    model = made(CAPTIONER)
+    whole = train_flops(model, Work(7, 5, 100, 3, 10))
+    vit, between = count_parameters(model), sum(p.numel() for p in model.enc_to_dec_proj.parameters())
+    keys = sum(p.numel() for h in model.decoder.transformer.h for p in h.crossattention.c_attn.parameters())
+    freeze(model, ["encoder.*"])
+    # Of the encoder neither gradient, of the projection after it none of its inputs; a third of the encoder's scores.
+    spared = 2 * (2 * (vit.encoder - between - keys) + between) * 3 * 10 + 8 * 24 * 2 * 3 * 10**2
+    assert whole - train_flops(model, Work(7, 5, 100, 3, 10)) == pytest.approx(spared)
+    freeze(model, ["enc_to_dec_proj.*"])
+    more = 2 * (between + keys) * 3 * 10
+    assert whole - train_flops(model, Work(7, 5, 100, 3, 10)) == pytest.approx(spared + more)

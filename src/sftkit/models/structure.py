@@ -6,7 +6,6 @@ With a pipeline a rank holds some of the parameters; the others are on the meta 
 from __future__ import annotations
 
 import itertools
-import operator
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,12 +197,12 @@ def count_parameters(orig_model: PreTrainedModel) -> ParameterCount:
     rarely = {id(p): p.numel() for m in routed for p in m.parameters()}
     body -= int(idle * sum(rarely.values()))
     trained = sum(numel[id(p)] for p in orig_model.parameters() if p.requires_grad)
-    if trained == total:
-        return ParameterCount(total, body, in_head, in_encoder, trained, Unneeded())
     # What a token meets of each parameter that it is multiplied with; a tied embedding as the head.
     met = {key: size for key, size in numel.items() if key not in (tables - head) | unused}
     met |= {key: round((1.0 - idle) * size) for key, size in rarely.items()}
-    return ParameterCount(total, body, in_head, in_encoder, trained, _unneeded(orig_model, met, set(encoding)))
+    frozen = any(not p.requires_grad for p in orig_model.parameters() if id(p) in met)
+    unneeded = _unneeded(orig_model, met, set(encoding)) if frozen else Unneeded()
+    return ParameterCount(total, body, in_head, in_encoder, trained, unneeded)
 
 
 def backward_parts(orig_model: PreTrainedModel) -> list[tuple[list[torch.nn.Parameter], bool, torch.nn.Module]]:
@@ -211,18 +210,19 @@ def backward_parts(orig_model: PreTrainedModel) -> list[tuple[list[torch.nn.Para
     registered, by blocks and what is between them; whether gradients of their inputs are needed; and the module of
     `called` that holds them.
 
-    They are needed if something before or within the part is trained: the norm that a block begins with is, or the
-    engine asks for its inputs' gradients (compile.contract.inputs_with_gradient).
+    They are needed if something before the part is trained, and by a block if something in it is: the norm that it
+    begins with is trained, or the engine asks for its inputs' gradients (compile.contract.inputs_with_gradient).
     """
     block_of = {id(p): i for i, block in enumerate(decoder_blocks(orig_model)) for p in block.parameters()}
-    parts = [
-        (list(group), module)
-        for module in called(orig_model)
-        for _, group in itertools.groupby(module.parameters(), key=lambda p: block_of.get(id(p)))
-    ]
-    trains = (any(p.requires_grad for p in parameters) for parameters, _ in parts)
-    needed = itertools.accumulate(trains, operator.or_)
-    return [(parameters, inputs, module) for (parameters, module), inputs in zip(parts, needed, strict=True)]
+    parts, before = [], False
+    for module in called(orig_model):
+        for block, group in itertools.groupby(module.parameters(), key=lambda p: block_of.get(id(p))):
+            parameters = list(group)
+            trains = any(p.requires_grad for p in parameters)
+            # A model that names no blocks, such as Marian, counts as one.
+            parts.append((parameters, before or (trains and (block is not None or not block_of)), module))
+            before = before or trains
+    return parts
 
 
 def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set[int]) -> Unneeded:
@@ -236,7 +236,7 @@ def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set
     head = list(output_projection(orig_model).parameters())
     in_head = set(map(id, head))
     decoder_module = called(orig_model)[-1]
-    encoded = any(inputs for _, inputs, module in parts if module is not decoder_module)
+    encoded = any(p.requires_grad for ps, _, module in parts if module is not decoder_module for p in ps)
     body = in_encoder = 0
     through: dict[bool, list[bool]] = {True: [], False: []}
     "of the decoder (True) and before it, of each part with matrices: whether a backward pass goes through it"
@@ -250,7 +250,7 @@ def _unneeded(orig_model: PreTrainedModel, met: Mapping[int, int], encoding: set
             in_encoder += products if id(p) in encoding else 0
         if any(p.ndim >= 2 for p in matrices):
             through[module is decoder_module].append(needed)
-    inputs = any(needed for _, needed, _ in parts)
+    inputs = any(p.requires_grad for parameters, *_ in parts for p in parameters)
     of_head = sum(met[id(p)] * ((not p.requires_grad) + (not inputs)) for p in head)
     shares = [1 - sum(layers) / len(layers) if layers else 0.0 for layers in (through[True], through[False])]
     return Unneeded(body, of_head, in_encoder, *shares)
