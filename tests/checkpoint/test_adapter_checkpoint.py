@@ -33,8 +33,9 @@ from sftkit.engine.engine import Training
 from sftkit.errors import ConfigError
 from sftkit.models import adapters
 from sftkit.models.adapter_files import base_digest
-from sftkit.models.adapters import adapters_of, merged_weights
+from sftkit.models.adapters import merged_weights
 from sftkit.models.load import load_model
+from sftkit.models.trained import adapters_of
 from sftkit.objectives.next_token import NextToken
 from sftkit.rundir.manifest import verify
 from sftkit.tracking.tracker import Tracker

@@ -27,19 +27,19 @@ from sftkit.compile.modules import compiler_switches
 from sftkit.compile.watch import CompileWatch
 from sftkit.config.schema import AdapterConfig, CompileConfig, LossConfig, ModelConfig, OptimConfig
 from sftkit.errors import ConfigError
-from sftkit.models.adapter_files import adapter_files, base_digest
+from sftkit.models.adapter_files import base_digest
 from sftkit.models.adapters import (
     Adapters,
     adapted,
-    adapters_of,
     add_adapters,
-    factors,
     factors_moved,
     merged_weights,
     peft_config_text,
 )
+from sftkit.models.files import adapter_at
 from sftkit.models.load import load_model
 from sftkit.models.tokenizer import train_tokenizer
+from sftkit.models.trained import adapters_of, factors
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer, parameter_groups
@@ -357,7 +357,7 @@ def test_what_an_adapter_has_beyond_factors_is_an_error(
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ConfigError, match=told):
-        adapter_files(ModelConfig(path=str(folder)))
+        adapter_at(ModelConfig(path=str(folder)))
 
 
 def test_a_folder_with_a_whole_model_and_an_adapter_is_an_error(base: Path, tmp_path: Path) -> None:

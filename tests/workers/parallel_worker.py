@@ -41,9 +41,9 @@ from sftkit.data.batches.loader import Batches, StepDataset
 from sftkit.data.batches.pack import Layout
 from sftkit.engine.step import TrainStep, gradients_of_rank, optimizer_step, shape_runner
 from sftkit.evals.suite import validate
-from sftkit.models.adapters import Adapters, add_adapters, factors
+from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.structure import decoder
-from sftkit.models.trained import freeze
+from sftkit.models.trained import factors, freeze
 from sftkit.objectives.next_token import NextToken
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.optim.build import build_optimizer

@@ -23,7 +23,7 @@ from sftkit.data.batches.pack import Layout, PlanSegment
 from sftkit.data.tokens.sources import tokenizer_fingerprint
 from sftkit.data.types import Examples
 from sftkit.errors import CheckpointError, ConfigError
-from sftkit.models.adapters import adapters_of
+from sftkit.models.trained import adapters_of
 from sftkit.models.vocabulary import padding_rows
 from sftkit.rundir.files import UNREADABLE
 from sftkit.rundir.manifest import verify

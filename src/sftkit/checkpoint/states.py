@@ -30,10 +30,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import PEFT_PREFIX, adapters_of, factors, peft_config_text
 from sftkit.models.files import INDEX_FILE, SINGLE_FILE
 from sftkit.models.load import from_config
 from sftkit.models.structure import plain_class, stages_of
+from sftkit.models.trained import adapters_of, factors
 from sftkit.models.vocabulary import without_padding
 from sftkit.rundir.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from sftkit.rundir.status import describe_error
@@ -333,6 +333,8 @@ def saved_tensors(orig_model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the live tensors that a checkpoint holds, each once: tied ones under the name that transformers loads; of
     a model with adapters these alone, under the names of peft."""
     if adapters_of(orig_model) is not None:
+        from sftkit.models.adapters import PEFT_PREFIX
+
         return {f"{PEFT_PREFIX}{name}": parameter for name, parameter in factors(orig_model).items()}
     tied_away = set(getattr(orig_model, "all_tied_weights_keys", None) or {})
     # Private since huggingface/transformers#8737: what save_pretrained leaves out; shards are written without
@@ -430,6 +432,8 @@ def write_config(orig_model: PreTrainedModel, folder: Path) -> None:
     Of a model with adapters write adapter_config.json and no config.json: beside one, transformers would look for the
     whole model in this folder."""
     if adapters_of(orig_model) is not None:
+        from sftkit.models.adapters import peft_config_text
+
         (folder / ADAPTER_CONFIG).write_text(peft_config_text(orig_model))
     else:
         orig_model.save_pretrained(folder, state_dict={})

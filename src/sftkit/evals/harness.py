@@ -30,7 +30,7 @@ from sftkit.errors import ConfigError
 from sftkit.evals.results import Result, Z
 from sftkit.generation.decode import longest_input
 from sftkit.generation.kv_cache import plain_forward
-from sftkit.models.adapter_files import adapter_files
+from sftkit.models.files import adapter_at
 from sftkit.models.kind import check_causal
 from sftkit.models.load import load_model, load_options, start_config
 from sftkit.models.rope import max_positions
@@ -73,7 +73,7 @@ def longest_of(source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int:
         ConfigError: it has an encoder.
     """
     assert source.path is not None
-    files = adapter_files(source)
+    files = adapter_at(source)
     model = source if files is None else files.base
     path = resolve(str(model.path))
     config = start_config(path, load_options(path, model))

@@ -29,7 +29,6 @@ from sftkit.memory.estimate import (
     held_bytes,
 )
 from sftkit.memory.remedies import automatic_optimizer, remedies, smaller_states
-from sftkit.models.adapters import adapters_of, factors
 from sftkit.models.kind import kind_of
 from sftkit.models.structure import (
     backward_parts,
@@ -39,6 +38,7 @@ from sftkit.models.structure import (
     output_projection,
     vocab_size,
 )
+from sftkit.models.trained import adapters_of, factors
 from sftkit.ops.tensors import local
 from sftkit.optim.protocol import Optimizer
 from sftkit.parallel.stages import layers_of_stages
@@ -372,6 +372,5 @@ def checkpoint_bytes(orig_model: PreTrainedModel, plan: MemoryPlan) -> float:
     saved = orig_model.parameters() if adapters_of(orig_model) is None else factors(orig_model).values()
     # Of a DTensor numel counts the whole tensor, not this rank's shard.
     return sum(
-        p.numel() * (p.element_size() + (spec.state_width(_precision_of(p)) if p.requires_grad else 0))
-        for p in saved
+        p.numel() * (p.element_size() + (spec.state_width(_precision_of(p)) if p.requires_grad else 0)) for p in saved
     )

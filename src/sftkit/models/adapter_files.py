@@ -93,17 +93,14 @@ class AdapterFiles:
     "of the weights of its model, as our manifest has it; None: not known"
 
 
-def adapter_files(model: ModelConfig) -> AdapterFiles | None:
-    """Return the adapter at model.path; None: there is a whole model, or none.
+def adapter_in(folder: Path, model: ModelConfig) -> AdapterFiles | None:
+    """Return the adapter in a folder; None: there is a whole model too. `model`: whose other settings its base has.
 
     Raises:
         ConfigError: an adapter that is not loaded here.
     """
-    if model.path is None:
-        return None
-    folder = Path(resolve(model.path))
     path = folder / ADAPTER_CONFIG
-    if not path.is_file() or (folder / "config.json").is_file():
+    if (folder / "config.json").is_file():
         return None
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"{folder}: no {ADAPTER_WEIGHTS} beside {ADAPTER_CONFIG}. {COPY_AGAIN}")

@@ -27,6 +27,7 @@ from sftkit.errors import ConfigError
 from sftkit.models.adapter_files import AdapterFiles, target_layers
 from sftkit.models.files import reading_files
 from sftkit.models.structure import decoder_blocks, output_projection
+from sftkit.models.trained import ADAPTERS, adapters_of, factors
 from sftkit.ops.low_rank import low_rank
 from sftkit.ops.tensors import local, local_part, local_region
 from sftkit.rundir.names import ADAPTER_WEIGHTS
@@ -35,8 +36,6 @@ from sftkit.runtime.script import first_of
 
 PEFT_PREFIX = "base_model.model."
 "What peft puts in front of the name of a parameter."
-_ADAPTERS = "sftkit_adapters"
-"Attribute of a model that has adapters."
 
 
 @dataclass(frozen=True)
@@ -116,24 +115,31 @@ class DoraLinear(LoraLinear):
         return (squared + s * s * (b * (b @ (a @ a.T))).sum(1)).clamp_min(1e-30).sqrt()
 
 
-def adapters_of(orig_model: torch.nn.Module) -> Adapters | None:
-    """Return the adapters of a model; None: it has none."""
-    return getattr(orig_model, _ADAPTERS, None)
+class PlainLora(LoraLinear):
+    """A layer with an adapter as its paper writes it, without our operators: what the others are compared with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the layer, [..., out]."""
+        a, b = self.lora_A.weight, self.lora_B.weight
+        dropped = x if self.lora_dropout is None else self.lora_dropout(x)
+        added = self.lora_scale * linear(linear(dropped, a.to(x.dtype)), b.to(x.dtype))
+        lengths = getattr(self, "lora_magnitude_vector", None)
+        if lengths is None:
+            return linear(x, self.weight, self.bias) + added
+        norms = (self.weight.float() + self.lora_scale * (b @ a)).norm(dim=1).detach()
+        y = (linear(x, self.weight) + added) * (lengths / norms).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def as_written(orig_model: torch.nn.Module) -> None:
+    """Let the layers with an adapter compute as their paper writes it."""
+    for layer in adapted(orig_model).values():
+        layer.__class__ = PlainLora
 
 
 def adapted(orig_model: torch.nn.Module) -> dict[str, LoraLinear]:
     """Return the layers that have an adapter, by name."""
     return {name: module for name, module in orig_model.named_modules() if isinstance(module, LoraLinear)}
-
-
-def factors(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of the adapters by name."""
-    return {
-        f"{name}.{inner}": parameter
-        for name, module in adapted(orig_model).items()
-        for inner, parameter in module.named_parameters()
-        if inner.startswith("lora_")
-    }
 
 
 def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
@@ -158,7 +164,7 @@ def add_adapters(orig_model: PreTrainedModel, adapters: Adapters) -> Adapters:
             layer.lora_magnitude_vector = torch.nn.Parameter(lengths)
         layer.train(orig_model.training)
     found = Adapters(config, adapters.seed, adapters.base, adapters.digest, adapters.start, tuple(targets))
-    setattr(orig_model, _ADAPTERS, found)
+    setattr(orig_model, ADAPTERS, found)
     if not any(parameter.is_meta for parameter in factors(orig_model).values()):
         fill_factors(orig_model)
     return found

@@ -14,14 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sftkit.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
 from sftkit.config.tables import BYTES, DEFAULT, FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError, DataError, RunError, Stopped
 from sftkit.models.trained import frozen_names
-from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint
+from sftkit.rundir.names import ADAPTER_CONFIG, latest_checkpoint, resolve
 from sftkit.runtime.hub import hub_answers
+
+if TYPE_CHECKING:
+    from sftkit.models.adapter_files import AdapterFiles
 
 CAUSAL = "AutoModelForCausalLM"
 CAPTIONS = "AutoModelForImageTextToText"
@@ -256,6 +259,19 @@ def header_of(path: Path) -> dict[str, Any]:
     return tensors
 
 
+def adapter_at(model: ModelConfig) -> AdapterFiles | None:
+    """Return the adapter at model.path; None: there is a whole model, or none.
+
+    Raises:
+        ConfigError: nothing is there, or an adapter that is not loaded here.
+    """
+    if model.path is None or not (Path(resolve(model.path)) / ADAPTER_CONFIG).is_file():
+        return None
+    from sftkit.models.adapter_files import adapter_in  # most models have none
+
+    return adapter_in(Path(resolve(model.path)), model)
+
+
 T = TypeVar("T")
 GIB = 2**30
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -329,9 +345,7 @@ def training_bytes(size: ModelSize, optimizer: str, precision: str) -> int:
     return in_blocks * (size.parameters - size.ends) + elsewhere * size.ends - frozen
 
 
-def size_of(
-    model: ModelConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None
-) -> ModelSize | None:
+def size_of(model: ModelConfig, freeze: Sequence[str] = (), adapter: AdapterConfig | None = None) -> ModelSize | None:
     """Return the size of the model that a run starts from; None where its config leaves sizes to defaults.
 
     It is exact where the model's files say it, else computed from the sizes in its config, which is fetched from the

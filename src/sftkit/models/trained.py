@@ -13,7 +13,25 @@ from typing import TYPE_CHECKING
 from sftkit.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
+
+    from sftkit.models.adapters import Adapters
+
+ADAPTERS = "sftkit_adapters"
+"Attribute of a model that has adapters (models/adapters.py)."
+
+
+def adapters_of(orig_model: torch.nn.Module) -> Adapters | None:
+    """Return the adapters of a model; None: it has none."""
+    return getattr(orig_model, ADAPTERS, None)
+
+
+def factors(orig_model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of the adapters by name."""
+    if adapters_of(orig_model) is None:
+        return {}
+    return {name: parameter for name, parameter in orig_model.named_parameters() if ".lora_" in name}
 
 
 def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:

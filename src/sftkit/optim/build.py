@@ -15,8 +15,8 @@ from sftkit.config.commands import install
 from sftkit.config.schema import OptimConfig
 from sftkit.config.tables import FALLBACK, OPTIMIZERS
 from sftkit.errors import ConfigError
-from sftkit.models.adapters import adapters_of
 from sftkit.models.structure import decoder_blocks, is_table, stages_of
+from sftkit.models.trained import adapters_of
 from sftkit.optim import adamw_graph
 from sftkit.optim.protocol import Build, Groups, Optimizer
 

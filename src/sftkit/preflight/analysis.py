@@ -32,7 +32,6 @@ from sftkit.data.types import Examples
 from sftkit.errors import ConfigError
 from sftkit.memory.plan import Fixed, MemoryPlan, make_plan
 from sftkit.memory.plan import log as plan_log
-from sftkit.models.adapters import Adapters, add_adapters
 from sftkit.models.load import load_model, resolve_max_length
 from sftkit.models.structure import positions
 from sftkit.models.tokenizer import load_tokenizer, new_tokenizer
@@ -84,6 +83,8 @@ def meta_model(
     orig_model.tie_weights()  # inside, each name was given a parameter of its own
     freeze(orig_model, patterns)
     if adapter is not None:
+        from sftkit.models.adapters import Adapters, add_adapters
+
         add_adapters(orig_model, Adapters(adapter, 0, model, digest=""))
     return orig_model
 

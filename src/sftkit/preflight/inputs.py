@@ -48,8 +48,15 @@ from sftkit.data.reading.findings import BadRows, until_broken
 from sftkit.data.reading.origin import find_here
 from sftkit.data.types import Row
 from sftkit.errors import ConfigError, DataError
-from sftkit.models.adapter_files import adapter_files, known_shapes, target_layers
-from sftkit.models.files import GATED, check_model_files, check_unquantized, fields_of, json_object, stored_sizes
+from sftkit.models.files import (
+    GATED,
+    adapter_at,
+    check_model_files,
+    check_unquantized,
+    fields_of,
+    json_object,
+    stored_sizes,
+)
 from sftkit.models.trained import pattern_problem
 from sftkit.rundir.manifest import WEIGHTS, read_manifest
 from sftkit.rundir.names import latest_checkpoint, resolve, trained_length, unresolved_reason
@@ -243,7 +250,7 @@ def _check_model(path: str, revision: str | None) -> str | None:
         if isinstance(cached := try_to_load_from_cache(path, "config.json", revision=revision or "main"), str):
             check_unquantized(json_object(Path(cached)), f"{path}: config.json")
         return None
-    if (adapter := adapter_files(ModelConfig(path=path, revision=revision))) is not None:
+    if (adapter := adapter_at(ModelConfig(path=path, revision=revision))) is not None:
         find_model(str(adapter.base.path), adapter.base.revision)
         return None
     if not any(origin for pattern in WEIGHTS for origin in folder.glob(pattern)):
@@ -270,8 +277,10 @@ def _adapter(get: Get, stage: str | None, made: Collection[str] | None) -> Itera
 
 
 def _check_adapter(model: ModelConfig, config: AdapterConfig) -> str | None:
+    from sftkit.models.adapter_files import known_shapes, target_layers
+
     try:
-        files = adapter_files(model)
+        files = adapter_at(model)
         shapes = known_shapes(model if files is None else files.base)
     except ConfigError:  # that the model is not there, or damaged, is told without this
         return None

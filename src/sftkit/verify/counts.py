@@ -22,9 +22,9 @@ from sftkit.data.batches.pack import Layout
 from sftkit.data.types import EncoderInputs, Examples
 from sftkit.engine.documents import documents_of, plain_logits
 from sftkit.evals.suite import validate
-from sftkit.models.adapters import adapters_of, add_adapters
 from sftkit.models.load import from_config
 from sftkit.models.structure import Work, attention_windows, inference, positions, train_flops
+from sftkit.models.trained import adapters_of
 from sftkit.objectives.objective import ModelWithLoss
 from sftkit.ops.attention import implementation
 from sftkit.optim.protocol import learning_rate
@@ -186,6 +186,8 @@ def flops_check(model: ModelWithLoss) -> Check:
             plain = from_config(copy.deepcopy(orig_model.config), torch.bfloat16)
             plain.tie_weights()
             if adapters is not None:
+                from sftkit.models.adapters import add_adapters
+
                 add_adapters(plain, adapters)
             for parameter in frozen:
                 plain.get_parameter(parameter).requires_grad = False
